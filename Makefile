@@ -1,0 +1,41 @@
+# Everything runs from the virtual environment in .venv, which the first target that needs it creates.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+PYTEST_ARGS ?= -n 2 -q
+
+.DEFAULT_GOAL := help
+.PHONY: help install test lint demo docs bench clean
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: .venv/.installed  ## Create .venv and install the package with its test and documentation tools
+
+.venv/.installed: setup.cfg pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" && "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "cfl needs Python 3.11 or newer, found '$(PYTHON)'; try: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x $(BIN)/pip || "$(PYTHON)" -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,docs]'
+	touch $@
+
+test: install lint  ## Lint, then run all tests (PYTEST_ARGS replaces "-n 2 -q")
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_ARGS)
+
+lint: install  ## Check style, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy cfl
+
+demo: install  ## Compare FOT with FedAvg on a small permuted stream, into runs/demo
+	$(BIN)/cfl-run compare permuted-digits --methods fedavg,fot --seeds 0 --matrix --output runs/demo
+
+docs: install  ## Build the documentation into site/
+	$(BIN)/mkdocs build --strict --site-dir site
+
+bench: install  ## Run the benchmarks of single parts
+	$(BIN)/python benchmarks/gpse.py
+
+clean:  ## Remove what the other targets made, .venv included; runs/ stays
+	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,270 @@
+"""The command `cfl-run`: train, compare, list, describe.
+
+Exit status: 0 done; 1 a run that cannot go on; 2 wrong use, in one line; 130 interrupted. Heavy imports wait until a
+command needs them, so that help is fast.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import click
+import typer
+
+from cfl.errors import CflError, ConfigError, unknown
+
+if TYPE_CHECKING:
+    from cfl.config import RunConfig
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Continual federated learning.")
+
+Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Set an option; may be given again.")]
+DataRoot = Annotated[Path | None, typer.Option(help="Folder of the data sets (default: CFL_DATA).")]
+Download = Annotated[bool, typer.Option("--download", help="Fetch a data set that is missing.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
+Plot = Annotated[bool, typer.Option(help="Draw the results to a PNG file.")]
+
+
+@app.command()
+def train(
+    benchmark: Annotated[str | None, typer.Argument(help="See 'cfl-run list benchmarks'.")] = None,
+    method: Annotated[str | None, typer.Option(help="Strategy (default fedavg).")] = None,
+    local: Annotated[list[str], typer.Option("--local", help="Local regularizer; may be given again.")] = [],  # noqa: B006
+    seed: Annotated[int | None, typer.Option(help="Seed of every draw (default 0).")] = None,
+    overrides: Set = [],  # noqa: B006
+    config: Annotated[Path | None, typer.Option(help="A resolved config.yaml to run again.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder of the run (default under runs/).")] = None,
+    data_root: DataRoot = None,
+    download: Download = False,
+    engine: Annotated[str | None, typer.Option(help="How clients are computed (default loop).")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the output folder.")] = False,
+    quiet: Quiet = False,
+    plot: Plot = True,
+) -> None:
+    """Train a method over the tasks of a benchmark."""
+    from cfl.report import plots, tables
+
+    settings = _resolved(
+        benchmark, method=method, regularizers=local, overrides=overrides, seed=seed, file=config, engine=engine
+    )
+    folder = output or Path("runs") / f"{settings.benchmark}-{settings.method}-seed{settings.seed}"
+    metrics = _run(settings, folder, resume, quiet, data_root=data_root, download=download)
+    title = f"{settings.benchmark}, {settings.method}, seed {settings.seed}"
+    if plot:
+        plots.accuracy(metrics["accuracy_matrix"], title, folder / "accuracy.png")
+    _print(tables.matrix(metrics["accuracy_matrix"], f"Accuracy: {title}"))
+    _print(f"ACC {metrics['acc']:.1%}, FGT {metrics['fgt']:.1%}; results in {folder}")
+
+
+@app.command()
+def compare(
+    benchmark: Annotated[str, typer.Argument(help="See 'cfl-run list benchmarks'.")],
+    methods: Annotated[str, typer.Option(help="Methods, such as fedavg,fot.")],
+    seeds: Annotated[str, typer.Option(help="Seeds, such as 0..2 or 0,3,5.")] = "0",
+    overrides: Set = [],  # noqa: B006
+    data_root: DataRoot = None,
+    download: Download = False,
+    output: Annotated[Path | None, typer.Option(help="Folder of the runs (default under runs/).")] = None,
+    matrix: Annotated[bool, typer.Option("--matrix", help="Show the mean accuracy matrix of each method.")] = False,
+    quiet: Quiet = False,
+    plot: Plot = True,
+) -> None:
+    """Train several methods with several seeds, and tabulate mean and standard deviation."""
+    import json
+
+    from cfl.report import plots, tables
+
+    names, numbers = [name.strip() for name in methods.split(",")], _seeds(seeds)
+    # All are resolved before the first runs: a wrong name must not wait for hours.
+    plan = {
+        name: [_resolved(benchmark, method=name, overrides=overrides, seed=number) for number in numbers]
+        for name in names
+    }
+    folder = output or Path("runs") / f"compare-{benchmark}"
+    results = {
+        name: [
+            _run_once(one, folder / f"{name}-seed{one.seed}", quiet, data_root=data_root, download=download)
+            for one in configs
+        ]
+        for name, configs in plan.items()
+    }
+    summaries = {name: tables.summary(runs) for name, runs in results.items()}
+    matrices = {name: tables.mean_matrix(runs) for name, runs in results.items()}
+    (folder / "compare.json").write_text(json.dumps({"benchmark": benchmark, "methods": summaries}, indent=2) + "\n")
+    title = f"{benchmark}, {len(numbers)} seed{'s' * (len(numbers) > 1)}"
+    if plot:
+        plots.comparison(summaries, matrices, title, folder / "compare.png")
+    for name, rows in matrices.items() if matrix else ():
+        _print(tables.matrix(rows, f"Accuracy: {name}"))
+    _print(tables.compared(summaries, title))
+    _print(f"results in {folder}")
+
+
+@app.command("list")
+def list_(
+    what: Annotated[str | None, typer.Argument(help="benchmarks, methods, models or regularizers")] = None,
+) -> None:
+    """List what there is, with a line on each and its source."""
+    from cfl.report import tables
+
+    kinds = _registries()
+    if what is not None and what not in kinds:
+        raise unknown("list", what, kinds)
+    for kind, registry in kinds.items():
+        if what in (None, kind):
+            rows = [(name, *_about(registry.get(name))) for name in registry.names()]
+            _print(tables.listing(rows, kind))
+
+
+@app.command()
+def describe(name: Annotated[str, typer.Argument(help="A benchmark, method, model or regularizer.")]) -> None:
+    """Show hyper-parameters, defaults, meaning and source."""
+    kinds = _registries()
+    found = [kind for kind, registry in kinds.items() if name in registry.names()]
+    if not found:
+        raise unknown("name", name, [known for registry in kinds.values() for known in registry.names()])
+    for kind in found:
+        item = kinds[kind].get(name)
+        summary, source = _about(item)
+        _print(f"{name} ({kind.removesuffix('s')}): {summary}" + (f"\nSource: {source}" if source else ""))
+        _describe(kind, name, item)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run `cfl-run` and exit: errors are one line on standard error."""
+    try:
+        code = app(args, prog_name="cfl-run", standalone_mode=False)
+    except CflError as error:
+        _fail(str(error), 2 if isinstance(error, ConfigError) else 1)
+    except click.UsageError as error:
+        if not str(error):  # no arguments: the help is on the screen already
+            sys.exit(error.exit_code)
+        _fail(_usage(error), error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        sys.exit(130)
+    sys.exit(code or 0)
+
+
+def _fail(text: str, code: int) -> None:
+    print("cfl-run: " + " ".join(text.split()), file=sys.stderr)
+    sys.exit(code)
+
+
+def _usage(error: click.UsageError) -> str:
+    text = error.format_message()
+    if error.ctx and isinstance(error.ctx.command, click.Group) and "did you mean" not in text.lower():
+        commands = error.ctx.command.list_commands(error.ctx)
+        near = get_close_matches(text.partition("'")[2].partition("'")[0], commands, n=1, cutoff=0.4)
+        return f"{text} {f'Did you mean {near[0]!r}?' if near else 'Known: ' + ', '.join(commands)}"
+    return text
+
+
+def _resolved(benchmark: str | None, **layers: Any) -> "RunConfig":
+    from cfl import plugins
+    from cfl.config import resolve
+
+    if benchmark is not None:
+        plugins.benchmarks.get(benchmark)
+    config = resolve(benchmark, **layers)
+    plugins.benchmarks.get(config.benchmark)
+    return config
+
+
+def _run(config: "RunConfig", folder: Path, resume: bool, quiet: bool, **data: Any) -> dict[str, Any]:
+    from cfl.record import console_sink
+    from cfl.runner import run
+
+    sink = console_sink(quiet)
+    try:
+        return run(config, output=folder, resume=resume, sink=sink, **data).metrics
+    except KeyboardInterrupt:
+        again = f"cfl-run train --config {folder / 'config.yaml'} --output {folder} --resume"
+        root = f" --data-root {data['data_root']}" if data["data_root"] else ""
+        print(f"interrupted; continue with: {again}{root}", file=sys.stderr)
+        raise
+    finally:
+        sink.close()
+
+
+def _run_once(config: "RunConfig", folder: Path, quiet: bool, **data: Any) -> dict[str, Any]:
+    """The metrics of a run: read where it is finished already, else run to its end, from where it was left."""
+    import json
+
+    from cfl.config import dump
+    from cfl.overrides import read_yaml
+
+    metrics, settings = folder / "metrics.json", folder / "config.yaml"
+    if settings.exists() and read_yaml(settings) != dump(config):
+        raise ConfigError(f"'{folder}' holds a run with another configuration; use another --output")
+    if metrics.exists() and settings.exists():
+        return dict(json.loads(metrics.read_text()))
+    return _run(config, folder, settings.exists(), quiet, **data)
+
+
+def _seeds(text: str) -> list[int]:
+    """The seeds of "0..2" (both ends included) or "0,3,5"."""
+    first, dots, last = text.partition("..")
+    try:
+        numbers = list(range(int(first), int(last) + 1)) if dots else [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 0 or len(set(numbers)) < len(numbers):
+        raise ConfigError(f"--seeds takes 0..2 or 0,3,5, not '{text}'")
+    return numbers
+
+
+def _registries() -> dict[str, Any]:
+    from cfl import plugins
+
+    return {
+        "benchmarks": plugins.benchmarks,
+        "methods": plugins.strategies,
+        "models": plugins.models,
+        "regularizers": plugins.local,
+    }
+
+
+def _about(item: Any) -> tuple[str, str]:
+    """A line on what a registry holds, and its source."""
+    summary = getattr(item, "summary", None) or (item.__doc__ or "").strip().partition("\n")[0]
+    return summary, getattr(item, "source", "")
+
+
+def _describe(kind: str, name: str, item: Any) -> None:
+    from cfl import options
+    from cfl.report import tables
+
+    if kind == "benchmarks":
+        _preset(name)
+    elif kind == "models":
+        _print(tables.hyper_parameters(_parameters(item), "model."))
+    else:
+        rows, prefix = options.describe(item), "strategy." if kind == "methods" else f"regularizer.{name}."
+        _print(tables.hyper_parameters(rows, prefix) if rows else "No hyper-parameters.")
+
+
+def _parameters(builder: Callable[..., Any]) -> list[dict[str, Any]]:
+    """Rows of a model builder's own parameters: those after input shape and number of outputs."""
+    import inspect
+
+    own = list(inspect.signature(builder).parameters.values())[2:]
+    return [
+        {"name": one.name, "default": one.default, "range": str(one.annotation), "help": "", "source": ""}
+        for one in own
+    ]
+
+
+def _preset(name: str) -> None:
+    from importlib.resources import files
+
+    path = files("cfl") / "presets" / f"{name}.yaml"
+    _print(path.read_text(encoding="utf-8") if path.is_file() else "No preset: the options' own defaults hold.")
+
+
+def _print(what: Any) -> None:
+    from rich.console import Console
+
+    # Pipes and logs get the whole table: a width of 80 would break its lines.
+    Console(width=None if sys.stdout.isatty() else 140, markup=False, highlight=False).print(what)

@@ -1,0 +1,299 @@
+"""The configuration of a run: every option with its default and valid range, and the layers that fill it in.
+
+Layers, later ones win: defaults, the benchmark's preset (`cfl/presets/<benchmark>.yaml`) or a resolved `config.yaml`,
+`key=value` overrides, flags. A resolved configuration names every hyper-parameter, so it repeats its run to the byte.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args, get_type_hints
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from cfl import options, plugins
+from cfl.errors import ConfigError, unknown
+from cfl.overrides import merged, parse, read_yaml, without
+
+Positive = Annotated[int, Field(ge=1)]
+# YAML knows lists only; the strict models want tuples.
+Tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+
+
+class Section(BaseModel):
+    """A group of options: immutable, no key but the named ones, no silent conversion (`true` is not 1)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class PartitionConfig(Section):
+    """How a task's training samples are dealt to the clients."""
+
+    name: Literal["iid", "shards", "dirichlet"] = Field("iid", description="how samples are dealt to clients")
+    clients: Positive = Field(20, description="number of clients in the population")
+    alpha: float = Field(0.5, gt=0, description="concentration of `dirichlet`; smaller is more uneven")
+    task_share: float = Field(1.0, gt=0, le=1, description="share of the clients that hold a given task")
+    shards: Positive = Field(2, description="label shards a client gets with `shards`")
+
+
+class LocalConfig(Section):
+    """Local training of a client."""
+
+    epochs: Positive = Field(1, description="passes over the client's data a round")
+    batch_size: Positive = Field(16, description="samples a step")
+    optimizer: Literal["sgd", "adam"] = Field("sgd", description="local optimiser")
+    lr: float = Field(0.01, gt=0, description="learning rate")
+    momentum: float = Field(0.0, ge=0, lt=1, description="momentum of SGD")
+    weight_decay: float = Field(0.0, ge=0, description="weight decay (L2 term of the gradient)")
+    lr_decay: float = Field(1.0, gt=0, le=1, description="factor on the learning rate after each round")
+    lr_restart: bool = Field(True, description="whether the schedule restarts at each task")
+
+
+class ModelConfig(Section):
+    """The network; `model.<x>` for any other x is an option of the model's builder."""
+
+    name: str = Field("mlp", description="name of the model; see `cfl-run list models`")
+    norm_stats: Literal["per_task", "batch", "running"] = Field(
+        "per_task", description="statistics that normalisation layers use at test time"
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="arguments of the model's builder")
+
+
+class ServerConfig(Section):
+    """The server's step."""
+
+    lr: float = Field(1.0, gt=0, description="server learning rate; 1 is plain averaging")
+
+
+class AggConfig(Section):
+    """How uploads are averaged."""
+
+    weights: Literal["samples", "uniform"] = Field("samples", description="weight of a client in the mean")
+
+
+class PrivacyConfig(Section):
+    """Differential privacy; this version has none."""
+
+    level: Literal["none"] = Field("none", description="unit that differential privacy protects")
+
+
+class RunConfig(Section):
+    """All that decides the result of a run; `dump` makes plain data of it, `resolve` and `load` make one."""
+
+    benchmark: str = Field(description="name of the benchmark; see `cfl-run list benchmarks`")
+    method: str = Field("fedavg", description="strategy of the run; see `cfl-run list methods`")
+    regularizers: Annotated[tuple[str, ...], Tuple] = Field((), description="local regularizers, in order")
+    seed: int = Field(0, ge=0, description="seed of every draw")
+    tasks: Positive | None = Field(None, description="number of tasks; null for all of the benchmark")
+    rounds: Annotated[Positive | tuple[Positive, ...], Tuple] = Field(20, description="rounds a task, or one a task")
+    cohort: Positive = Field(10, description="clients a round; all owners of the task where there are fewer")
+    class_order: Literal["random", "natural"] = Field("random", description="order in which classes join tasks")
+    engine: Literal["loop"] = Field("loop", description="how the clients of a round are computed")
+    device: str = Field("cpu", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="auto, cpu, mps, cuda or cuda:N")
+    partition: PartitionConfig = PartitionConfig()
+    local: LocalConfig = LocalConfig()
+    model: ModelConfig = ModelConfig()
+    server: ServerConfig = ServerConfig()
+    agg: AggConfig = AggConfig()
+    strategy: dict[str, Any] = Field(default_factory=dict, description="hyper-parameters of the method")
+    regularizer: dict[str, dict[str, Any]] = Field(default_factory=dict, description="those of each local regularizer")
+    eval_every: int = Field(0, ge=0, description="rounds between evaluations of the current task; 0: at its end only")
+    eval_batch_size: Positive = Field(1024, description="samples a batch in evaluations")
+    checkpoint_every: Positive = Field(1, description="rounds between checkpoints; the end of a task always has one")
+    threads: Positive = Field(1, description="threads inside an operation; small models are fastest with 1")
+    on_bad_update: Literal["raise", "exclude"] = Field("raise", description="what NaN in a client's update does")
+    secagg: Literal["none"] = Field("none", description="secure aggregation")
+    dp: PrivacyConfig = PrivacyConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if isinstance(self.rounds, tuple) and self.tasks not in (None, len(self.rounds)):
+            raise ConfigError(f"rounds lists {len(self.rounds)} numbers for {self.tasks} tasks; give one a task")
+        if len(set(self.regularizers)) < len(self.regularizers):
+            raise ConfigError(f"local regularizers must differ from each other, not {', '.join(self.regularizers)}")
+        for name in self.regularizer:
+            if name not in self.regularizers:
+                raise ConfigError(f"regularizer.{name} is set, but '{name}' is not used; add --local {name}")
+        return self
+
+
+def resolve(
+    benchmark: str | None = None,
+    *,
+    method: str | None = None,
+    regularizers: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    seed: int | None = None,
+    file: Path | None = None,
+    engine: str | None = None,
+) -> RunConfig:
+    """The full configuration of a run, from the layers that the module names.
+
+    overrides: "key=value" with dotted keys and YAML values; file: a resolved `config.yaml`, which replaces the preset.
+    Raises ConfigError in one line for unknown names, wrong values and a file that cannot be read.
+    """
+    flags = dict(benchmark=benchmark, method=method, seed=seed, engine=engine, regularizers=list(regularizers) or None)
+    top = merged(_routed(parse(overrides)), {name: value for name, value in flags.items() if value is not None})
+    base = _routed(read_yaml(file)) if file else {}
+    name = top.get("benchmark", base.get("benchmark"))
+    if name is None:
+        raise ConfigError("no benchmark is given; name one (see 'cfl-run list benchmarks') or pass --config FILE")
+    if not file:
+        base = _routed(merged(preset(str(name)), {"benchmark": name}))
+    return load(_layered(base, top))
+
+
+def load(data: Mapping[str, Any]) -> RunConfig:
+    """A configuration from plain data (the inverse of `dump`), checked against the methods' and models' own options.
+
+    Raises ConfigError in one line that names the option, the value and what is valid.
+    """
+    data = _routed(data)
+    _check_keys(data, RunConfig, "", str(data.get("method", "fedavg")))
+    try:
+        config = RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise _one_line(error) from None
+    _check_model(config.model)
+    return config.model_copy(update=_filled(config))
+
+
+def dump(config: RunConfig) -> dict[str, Any]:
+    """Plain data (lists, dicts, numbers, strings) of a configuration, hyper-parameters at their defaults included."""
+    return config.model_copy(update=_filled(config)).model_dump(mode="json")
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of `config.yaml`."""
+    return RunConfig.model_json_schema()
+
+
+def preset(benchmark: str) -> dict[str, Any]:
+    """The preset of a benchmark as written, `methods` and `variants` included; empty where there is none."""
+    path = files("cfl") / "presets" / f"{benchmark}.yaml"
+    return read_yaml(path) if path.is_file() else {}
+
+
+def _layered(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+    """`top` over `base`, whose `methods` and `variants` are resolved by what the two say together."""
+    both = merged(base, top)
+    for dotted, cases in base.get("variants", {}).items():
+        section, _, name = dotted.rpartition(".")
+        value = (both.get(section, {}) if section else both).get(name)
+        base = merged(base, _routed(cases.get(value, {})))
+    method = both.get("method", "fedavg")
+    if "method" in base and base["method"] != method:
+        base = without(base, "strategy")  # the other method's hyper-parameters mean nothing here
+    if _model_name(base) != _model_name(both):
+        base = merged(without(base, "model"), {"model": without(base.get("model", {}), "options")})
+    if isinstance(top.get("regularizers"), list) and "regularizer" in base:
+        kept = {name: base["regularizer"][name] for name in top["regularizers"] if name in base["regularizer"]}
+        base = {**base, "regularizer": kept}
+    base = merged(base, {"strategy": base.get("methods", {}).get(method, {})})
+    return merged(without(base, "methods", "variants"), top)
+
+
+def _model_name(data: Mapping[str, Any]) -> Any:
+    model = data.get("model", {})
+    return model.get("name", "mlp") if isinstance(model, Mapping) else model
+
+
+def _routed(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The same data with the keys of `model` that are no field of it moved to `model.options`."""
+    model = data.get("model")
+    if not isinstance(model, Mapping):
+        return dict(data)
+    own = {name: value for name, value in model.items() if name in ModelConfig.model_fields}
+    extra = {name: value for name, value in model.items() if name not in own}
+    return {**data, "model": merged(own, {"options": extra}) if extra else own}
+
+
+def _check_keys(data: Mapping[str, Any], section: type[BaseModel], prefix: str, method: str) -> None:
+    """Raise ConfigError for the first key that no option has."""
+    for name, value in data.items():
+        field = section.model_fields.get(name)
+        if field is None:
+            raise unknown("option", f"{prefix}{name}", _option_names(method))
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            if not isinstance(value, Mapping):
+                inner = ", ".join(f"{prefix}{name}.{key}" for key in kind.model_fields)
+                raise ConfigError(f"{prefix}{name} is a group of options, not {value!r}; set one of {inner}")
+            _check_keys(value, kind, f"{prefix}{name}.", method)
+        elif isinstance(value, Mapping) and "dict" not in str(kind):
+            raise unknown("option", f"{prefix}{name}.{next(iter(value), '')}", _option_names(method))
+
+
+def _option_names(method: str) -> Iterable[str]:
+    for name, field in RunConfig.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from (f"{name}.{inner}" for inner in kind.model_fields)
+        else:
+            yield name
+    if method in plugins.strategies.names():
+        yield from (f"strategy.{row['name']}" for row in options.describe(plugins.strategies.get(method)))
+
+
+def _check_model(model: ModelConfig) -> None:
+    from cfl.models import check_options  # brings torch, which reading a configuration does not need
+
+    plugins.models.get(model.name)
+    check_options(model.name, model.options)
+
+
+def _filled(config: RunConfig) -> dict[str, Any]:
+    """The hyper-parameters of the method and of every regularizer, checked, with defaults."""
+    own = _hyper(plugins.strategies.get(config.method), config.strategy, "strategy")
+    others = {
+        name: _hyper(plugins.local.get(name), config.regularizer.get(name, {}), f"regularizer.{name}")
+        for name in config.regularizers
+    }
+    return {"strategy": own, "regularizer": others}
+
+
+def _hyper(cls: type, values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    hints = get_type_hints(cls)
+    optional = {name for name, hint in hints.items() if type(None) in get_args(hint) and str not in get_args(hint)}
+    # YAML spells it null, but the messages and most users say none.
+    values = {name: None if value == "none" and name in optional else value for name, value in values.items()}
+    built = options.build(cls, values, prefix)
+    return (
+        {field.name: getattr(built, field.name) for field in fields(built) if field.init} if is_dataclass(built) else {}
+    )
+
+
+def _one_line(error: ValidationError) -> ConfigError:
+    """The first fault of a pydantic error as `option must be ..., not ...`."""
+    fault = error.errors()[0]
+    dotted, schema, value = "", RunConfig.model_json_schema(), fault["input"]
+    definitions = schema["$defs"]
+    for part in fault["loc"]:
+        if part not in schema.get("properties", {}):
+            break
+        dotted, schema = f"{dotted}.{part}".lstrip("."), schema["properties"][part]
+        schema = definitions[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+    if "enum" in schema:
+        return unknown(f"value of {dotted}", str(value), schema["enum"])
+    return ConfigError(f"{dotted} must be {_wanted(schema)}, not {value!r}")
+
+
+def _wanted(schema: Mapping[str, Any]) -> str:
+    """What a JSON schema asks for, in words."""
+    if "anyOf" in schema:
+        return " or ".join(map(_wanted, schema["anyOf"]))
+    if "const" in schema:
+        return f"'{schema['const']}' (this version has nothing else)"
+    if "pattern" in schema:
+        return str(schema["description"])
+    words = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "a name"}
+    text = words.get(schema["type"], schema["type"])
+    if schema["type"] == "array":
+        return f"a list (each {_wanted(schema['items'])})"
+    if schema["type"] not in ("integer", "number"):
+        return text
+    low = f"[{schema['minimum']:g}" if "minimum" in schema else f"({schema.get('exclusiveMinimum', float('-inf')):g}"
+    if "maximum" in schema:
+        return f"{text} in {low}, {schema['maximum']:g}]"
+    return f"{text} in {low}, {schema.get('exclusiveMaximum', float('inf')):g})"

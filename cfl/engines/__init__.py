@@ -1,0 +1,7 @@
+"""Engines: how the clients of a round are computed. All run the one local step of `step.py`."""
+
+from cfl.engines.loop import LoopEngine
+
+ENGINES = {"loop": LoopEngine}
+
+__all__ = ["ENGINES", "LoopEngine"]

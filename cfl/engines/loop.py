@@ -1,0 +1,126 @@
+"""The `loop` engine: the clients of a round one after another, in the order of their ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from cfl import rng, tree
+from cfl.engines.step import LocalStep
+from cfl.errors import UpdateError
+from cfl.local.chain import STRATEGY, Chain, own_state
+from cfl.models.handle import Model
+from cfl.optim import Optimizer
+from cfl.strategies.base import Strategy
+from cfl.tree import Tree
+from cfl.types import Client, Parts, RoundInfo
+
+
+@dataclass
+class Outcome:
+    """What a round's clients give: weighted means of their uploads ("work": plain sums), states, and figures.
+
+    states: client id to new state; excluded: clients whose upload was not finite; bytes_up: of all clients;
+    loss: mean training loss of the clients' last local epochs, None where nobody trained.
+    """
+
+    mean: Parts = field(default_factory=dict)
+    states: dict[int, Tree] = field(default_factory=dict)
+    excluded: list[int] = field(default_factory=list)
+    bytes_up: int = 0
+    loss: float | None = None
+
+
+@dataclass(frozen=True)
+class LoopEngine:
+    """weights: of a client in the mean, its samples or 1; on_bad_update: "raise" UpdateError or "exclude" the client."""
+
+    model: Model
+    strategy: Strategy
+    chain: Chain
+    optimizer: Optimizer
+    epochs: int
+    batch_size: int
+    weights: Literal["samples", "uniform"]
+    on_bad_update: Literal["raise", "exclude"]
+
+    def round(
+        self, info: RoundInfo, shared: Parts, states: Mapping[int, Tree], clients: Sequence[Client], lr: float
+    ) -> Outcome:
+        """Run one round over the cohort's clients, in ascending id. Raises UpdateError for uploads that are not finite."""
+        step = LocalStep(self.model, info.task, info.frozen, self.chain, self.optimizer)
+        outcome, weight_sum, losses = Outcome(), 0.0, []
+        for client in clients:
+            uploads, state, loss = self._client(step, info, shared, states[client.id], client, lr)
+            if not all(map(tree.all_finite, uploads.values())):
+                self._reject(client.id, info)
+                outcome.excluded.append(client.id)
+                continue
+            weight = float(len(client)) if self.weights == "samples" else 1.0
+            weight_sum += weight
+            for owner, upload in uploads.items():
+                _accumulate(outcome.mean.setdefault(owner, {}), upload, 1.0 if owner == "work" else weight)
+                outcome.bytes_up += tree.nbytes(upload)
+            outcome.states[client.id] = state
+            losses.append(loss)
+        if not outcome.states:
+            raise UpdateError(f"task {info.task}, round {info.round}: no client's update was finite; lower local.lr")
+        outcome.mean = {
+            owner: total if owner == "work" else tree.scale(total, 1 / weight_sum)
+            for owner, total in outcome.mean.items()
+        }
+        outcome.loss = sum(losses) / len(losses) if info.phase.train else None
+        return outcome
+
+    def _client(
+        self, step: LocalStep, info: RoundInfo, shared: Parts, state: Tree, client: Client, lr: float
+    ) -> tuple[Parts, Tree, float]:
+        """One client's uploads, new state and mean loss of its last local epoch."""
+        params, uploads, loss = shared["params"], {}, 0.0
+        if info.phase.train:
+            trained, steps, loss = self._train(step, info, shared, state, client, lr)
+            ctx = step.context(shared, state, steps, rng.key(info.key, "finish", client.id))
+            uploads, state = self.chain.finish(trained, ctx, steps)
+            params = {**params, **trained}
+        if info.phase.work:
+            own = own_state(state, STRATEGY)
+            uploads["work"], own = self.strategy.work(params, client, shared, own, info)
+            state = {**state, **{f"{STRATEGY}/{name}": leaf for name, leaf in own.items()}}
+        return uploads, state, loss
+
+    def _train(
+        self, step: LocalStep, info: RoundInfo, shared: Parts, state: Tree, client: Client, lr: float
+    ) -> tuple[Tree, int, float]:
+        """A client's local epochs: trained leaves and buffers, steps made, mean loss of the last epoch."""
+        local, index = step.start(shared["params"]), 0
+        self.model.module.train()
+        with rng.fork(rng.key(info.key, "local", client.id), client.rows.device):
+            for epoch in range(self.epochs):
+                source = rng.generator(rng.key(info.key, "order", client.id, epoch))
+                order = torch.randperm(len(client), generator=source).to(client.rows.device)
+                losses = []
+                for batch in client.batches(self.batch_size, order):
+                    key = rng.key(info.key, "step", client.id, index)
+                    local, loss = step(local, batch, shared, state, lr, index, key)
+                    losses.append(loss)
+                    index += 1
+        return {**local.params, **local.buffers}, index, float(torch.stack(losses).mean())
+
+    def _reject(self, client: int, info: RoundInfo) -> None:
+        if self.on_bad_update == "raise":
+            raise UpdateError(
+                f"client {client} sent an update with NaN or infinity (task {info.task}, phase {info.phase.name}, round "
+                f"{info.round}); lower local.lr, or leave such clients out with on_bad_update=exclude"
+            )
+
+
+def _accumulate(total: Tree, upload: Tree, weight: float) -> None:
+    """total += weight * upload in place; integer leaves (counters) are the first client's."""
+    for name, leaf in upload.items():
+        if name not in total:
+            total[name] = leaf * weight if leaf.is_floating_point() else leaf
+        elif leaf.is_floating_point():
+            total[name] += leaf * weight

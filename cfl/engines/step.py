@@ -1,0 +1,97 @@
+"""The one local step, as a pure function: the same code runs a client at a time or under `torch.func.vmap`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cfl import tree
+from cfl.local.chain import Chain
+from cfl.models.handle import Model
+from cfl.optim import Optimizer
+from cfl.tree import Tree
+from cfl.types import Batch, Ctx
+
+NO_BATCH = Batch(*(torch.empty(0) for _ in Batch._fields))
+
+
+class Local(NamedTuple):
+    """What a client carries from step to step: trainable leaves, the task's buffers, the optimiser's state."""
+
+    params: Tree
+    buffers: Tree
+    optimizer: Tree
+
+
+@dataclass(frozen=True)
+class LocalStep:
+    """One local step of a task: gradient of the mean loss and all penalties, then the optimiser.
+
+    frozen: names that do not train; masked: batches may hold padding, and one of padding alone changes nothing.
+    """
+
+    model: Model
+    task: int
+    frozen: frozenset[str]
+    chain: Chain
+    optimizer: Optimizer
+    masked: bool = False
+
+    def start(self, params: Tree) -> Local:
+        """The carry before the first step; params: all that came down."""
+        trained = tree.select(params, (name for name in self.model.trainable(self.task) if name not in self.frozen))
+        return Local(trained, tree.select(params, self.model.buffers(self.task)), self.optimizer.init(trained))
+
+    def context(
+        self,
+        shared: Mapping[str, Tree],
+        state: Tree,
+        index: int,
+        key: int,
+        batch: Batch = NO_BATCH,
+        buffers: Tree | None = None,
+    ) -> Ctx:
+        """What the hooks see at step `index`; after the last step there is no batch."""
+
+        def forward(params: Tree, x: Tensor) -> Tensor:
+            leaves = {**shared["params"], **tree.map(torch.clone, buffers or {}), **params}
+            return self.model.logits(leaves, x, self.task)
+
+        return Ctx(shared, state, batch, forward, self.task, index, key)
+
+    def __call__(
+        self, local: Local, batch: Batch, shared: Mapping[str, Tree], state: Tree, lr: float, index: int, key: int
+    ) -> tuple[Local, Tensor]:
+        """The carry after step `index`, and the mean loss () over the batch, penalties aside."""
+        live = batch.mask.sum() > 0  # before `augment`: replayed samples do not revive a step of padding
+        losses_and_buffers: list[tuple[Tensor, Tree]] = []
+
+        def grad_fn(params: Tree, ctx: Ctx) -> Tree:
+            grads, aux = torch.func.grad(self._loss, has_aux=True)(params, local.buffers, ctx)
+            losses_and_buffers.append(aux)
+            return grads
+
+        ctx = self.context(shared, state, index, key, batch, local.buffers)
+        ctx = ctx._replace(batch=self.chain.augment(batch, ctx))
+        grads = self.chain.around(grad_fn)(local.params, ctx)
+        grads = self.chain.adjust(grads, local.params, ctx)
+        params, moments = self.optimizer.update(grads, local.optimizer, local.params, lr, index)
+        loss, buffers = losses_and_buffers[-1]
+        after = Local(params, buffers, moments)
+        return (_choose(live, after, local) if self.masked else after), loss
+
+    def _loss(self, params: Tree, buffers: Tree, ctx: Ctx) -> tuple[Tensor, tuple[Tensor, Tree]]:
+        buffers = tree.map(torch.clone, buffers)  # normalisation layers write to their buffers
+        logits = self.model.logits({**ctx.shared["params"], **buffers, **params}, ctx.batch.x, self.task)
+        losses = F.cross_entropy(logits, ctx.batch.y, reduction="none")
+        loss = (losses * ctx.batch.mask).sum() / ctx.batch.mask.sum().clamp(min=1)
+        return loss + self.chain.penalty(params, logits, ctx), (loss, buffers)
+
+
+def _choose(live: Tensor, new: Local, old: Local) -> Local:
+    return Local(*(tree.map(lambda a, b: torch.where(live, a, b), a, b) for a, b in zip(new, old, strict=True)))

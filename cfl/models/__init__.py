@@ -1,0 +1,40 @@
+"""Models by name; any other `nn.Module` can be passed to `cfl.run` as it is."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from cfl import plugins
+from cfl.errors import ConfigError, unknown
+from cfl.models.alexnet import alexnet_cl
+from cfl.models.handle import Layer, Model
+from cfl.models.mlp import mlp
+from cfl.models.resnet import resnet18
+
+__all__ = ["Layer", "Model", "build", "check_options"]
+
+plugins.models.register("mlp")(mlp)
+plugins.models.register("alexnet_cl")(alexnet_cl)
+plugins.models.register("resnet18")(resnet18)
+
+
+def check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for options that the model's builder does not have, with the nearest valid one."""
+    known = list(inspect.signature(plugins.models.get(name)).parameters)[2:]
+    for option in options:
+        if option not in known:
+            raise unknown(
+                "option", f"model.{option}", ["model.name", "model.norm_stats", *(f"model.{k}" for k in known)]
+            )
+
+
+def build(name: str, input_shape: Sequence[int], outputs: int, options: Mapping[str, Any]) -> nn.Module:
+    """A fresh module of that name; raises ConfigError where name, options or shape do not fit."""
+    check_options(name, options)
+    try:
+        return plugins.models.get(name)(input_shape, outputs, **options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        shape = tuple(input_shape)
+        raise ConfigError(f"model '{name}' cannot be built for inputs of shape {shape}: {error}") from error

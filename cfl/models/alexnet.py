@@ -1,0 +1,32 @@
+"""The AlexNet-like network of FOT's Split CIFAR-100: no biases, no normalisation."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+
+def alexnet_cl(input_shape: Sequence[int], outputs: int, dropout: Sequence[float] = (0.2, 0.2, 0.5, 0.5)) -> nn.Module:
+    """AlexNet-like network (FOT, CIFAR-100): three convolutions, two hidden layers; 6,704,128 parameters with 10 heads.
+
+    dropout: rates after the two first convolutions, after the third, and after the two hidden layers (one rate).
+    """
+    channels, height, _ = input_shape
+    side = height
+    for kernel in (4, 3, 2):
+        side = (side - kernel + 1) // 2
+
+    def block(inputs: int, filters: int, kernel: int, rate: float) -> list[nn.Module]:
+        return [nn.Conv2d(inputs, filters, kernel, bias=False), nn.ReLU(), nn.Dropout(rate), nn.MaxPool2d(2)]
+
+    def hidden(inputs: int) -> list[nn.Module]:
+        return [nn.Linear(inputs, 2048, bias=False), nn.ReLU(), nn.Dropout(dropout[3])]
+
+    return nn.Sequential(
+        *block(channels, 64, 4, dropout[0]),
+        *block(64, 128, 3, dropout[1]),
+        *block(128, 256, 2, dropout[2]),
+        nn.Flatten(),
+        *hidden(256 * side * side),
+        *hidden(2048),
+        nn.Linear(2048, outputs, bias=False),
+    )

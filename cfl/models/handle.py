@@ -1,0 +1,223 @@
+"""A handle on any `nn.Module`: its parameters as a tree, its heads per task, its layers and their inputs, by inspection.
+
+Names in the tree are the module's own. What belongs to one task (the head of a task-incremental stream, the running
+statistics of normalisation layers) carries the task after an "@": `head.weight@3`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from cfl import rng
+from cfl.errors import ConfigError
+from cfl.tree import Tree
+
+NormStats = Literal["per_task", "batch", "running"]
+_NORMS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.InstanceNorm1d, nn.InstanceNorm2d)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A Linear or Conv2d layer (one entry for each group of a grouped convolution) that can be projected.
+
+    name: unique; path: the module's name; weight, bias: names in the tree (bias None where there is none);
+    size: d, the length of an input vector (in_features, or channels x kernel height x kernel width of the group);
+    rows: the outputs of this group, as a slice of the weight's first dimension.
+    """
+
+    name: str
+    path: str
+    weight: str
+    bias: str | None
+    size: int
+    rows: slice
+    group: int
+    groups: int
+    module: nn.Linear | nn.Conv2d
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """What the layer multiplies its weight with: (batch, positions, d).
+
+        x: what enters the module, (batch, ..., in_features) or (batch, channels, height, width). Patches are ordered
+        channel, row, column, as `weight.reshape(out, -1)`; zero padding is part of a patch.
+        """
+        if isinstance(self.module, nn.Linear):
+            return x.reshape(x.shape[0], -1, x.shape[-1])
+        conv = self.module
+        mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+        x = F.pad(x, _margins(conv), mode=mode)
+        channels = x.shape[1] // self.groups
+        x = x[:, self.group * channels : (self.group + 1) * channels]
+        return F.unfold(x, conv.kernel_size, dilation=conv.dilation, stride=conv.stride).transpose(1, 2)  # type: ignore[arg-type]
+
+
+class Model:
+    """A module, the tree of its initial parameters, and which of them each task trains.
+
+    module: any nn.Module that maps (batch, *input_shape) to (batch, outputs);
+    classes: outputs of each task's head; multi_head: one head per task, made from the module's last Linear layer;
+    norm_stats: running statistics of batch normalisation "per_task", "running" (shared), or none ("batch").
+    Raises ConfigError where the module's outputs do not fit the stream.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        input_shape: Sequence[int],
+        classes: Sequence[int],
+        *,
+        multi_head: bool,
+        norm_stats: NormStats = "per_task",
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.module = copy.deepcopy(module).to(device)
+        self.tasks, self.multi_head = len(classes), multi_head
+        if norm_stats == "batch":
+            _drop_running_stats(self.module)
+        called, outputs = _trace(self.module, input_shape, device)
+        linear = [name for name, layer in called if isinstance(layer, nn.Linear | nn.Conv2d)]
+        last = self.module.get_submodule(linear[-1]) if linear else None
+        self.classifier = linear[-1] if isinstance(last, nn.Linear) else None
+        self._check_outputs(outputs, classes)
+        head = {f"{self.classifier}.{name}" for name, _ in last.named_parameters()} if last and multi_head else set()
+        self._parameters = [name for name, _ in self.module.named_parameters()]
+        self._buffers = [name for name, _ in self.module.named_buffers()]
+        self._owned = head | set(self._buffers if norm_stats == "per_task" else ())
+        self.layers = tuple(
+            layer for name in linear if not (multi_head and name == self.classifier) for layer in _layers(self, name)
+        )
+        self.norms = _norms(called, [layer.path for layer in self.layers])
+        self.params = self._initial(classes, seed)
+
+    def tree_name(self, name: str, task: int) -> str:
+        """The name in the tree of what the module calls `name`, for a task."""
+        return f"{name}@{task}" if name in self._owned else name
+
+    def trainable(self, task: int) -> tuple[str, ...]:
+        """Names in the tree of the parameters that a task may train: the body and the task's head."""
+        return tuple(self.tree_name(name, task) for name in self._parameters)
+
+    def buffers(self, task: int) -> tuple[str, ...]:
+        """Names in the tree of the buffers (running statistics) that a task uses."""
+        return tuple(self.tree_name(name, task) for name in self._buffers)
+
+    def head(self, task: int) -> tuple[str, ...]:
+        """Names in the tree of the parameters of the last Linear layer, as a task uses it."""
+        return tuple(name for name in self.trainable(task) if name.startswith(f"{self.classifier}."))
+
+    def bind(self, params: Mapping[str, Tensor], task: int) -> Tree:
+        """The tree's leaves of one task under the module's own names, for `torch.func.functional_call`."""
+        return {name: params[self.tree_name(name, task)] for name in (*self._parameters, *self._buffers)}
+
+    def logits(self, params: Mapping[str, Tensor], x: Tensor, task: int) -> Tensor:
+        """Outputs (batch, classes of the task). In training mode the buffers in `params` are written in place."""
+        return torch.func.functional_call(self.module, self.bind(params, task), (x,))
+
+    def _check_outputs(self, outputs: int, classes: Sequence[int]) -> None:
+        if self.multi_head and self.classifier is None:
+            raise ConfigError(
+                "the stream has a head for each task, but the model's last layer is not nn.Linear: end the model in a "
+                "Linear layer, or use a single-head stream"
+            )
+        if not self.multi_head and outputs != classes[0]:
+            raise ConfigError(f"the model has {outputs} outputs, but the stream has {classes[0]} classes")
+
+    def _initial(self, classes: Sequence[int], seed: int) -> Tree:
+        params: Tree = {}
+        own = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        for name, leaf in own.items():
+            owners = range(self.tasks) if name in self._owned else [None]
+            for task in owners:
+                params[name if task is None else f"{name}@{task}"] = leaf.detach().clone()
+        if self.multi_head:
+            template = self.module.get_submodule(str(self.classifier))
+            assert isinstance(template, nn.Linear)
+            for task, outputs in enumerate(classes):
+                with rng.fork(rng.key(seed, "head", task)):
+                    head = nn.Linear(template.in_features, outputs, template.bias is not None)
+                for name, leaf in head.named_parameters():
+                    params[f"{self.classifier}.{name}@{task}"] = leaf.detach().to(template.weight)
+        return params
+
+
+def _margins(conv: nn.Conv2d) -> list[int]:
+    """Left, right, top, bottom padding of a convolution, in pixels."""
+    margins: list[int] = []
+    for axis in (1, 0):
+        if conv.padding == "same":
+            total = conv.dilation[axis] * (conv.kernel_size[axis] - 1)
+            margins += [total // 2, total - total // 2]
+        else:
+            margins += [0, 0] if conv.padding == "valid" else [int(conv.padding[axis])] * 2
+    return margins
+
+
+def _layers(model: Model, path: str) -> list[Layer]:
+    module = model.module.get_submodule(path)
+    assert isinstance(module, nn.Linear | nn.Conv2d)
+    groups = module.groups if isinstance(module, nn.Conv2d) else 1
+    outputs, size = module.weight.shape[0], math.prod(module.weight.shape[1:])
+    return [
+        Layer(
+            name=path if groups == 1 else f"{path}.group{group}",
+            path=path,
+            weight=f"{path}.weight",
+            bias=f"{path}.bias" if module.bias is not None else None,
+            size=size,
+            rows=slice(group * outputs // groups, (group + 1) * outputs // groups),
+            group=group,
+            groups=groups,
+            module=module,
+        )
+        for group in range(groups)
+    ]
+
+
+def _trace(module: nn.Module, input_shape: Sequence[int], device: torch.device | str) -> tuple[list, int]:
+    """The layers that a forward pass calls, each once, in the order of the first call; and the number of outputs."""
+    called: dict[str, nn.Module] = {}
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, __, name=name, layer=layer: called.setdefault(name, layer) and None)
+        for name, layer in module.named_modules()
+        if isinstance(layer, (nn.Linear, nn.Conv2d, *_NORMS))
+    ]
+    was_training = module.training
+    dtype = next((param.dtype for param in module.parameters()), torch.float32)
+    try:
+        with torch.no_grad():
+            outputs = module.eval()(torch.zeros(2, *input_shape, device=device, dtype=dtype)).shape[-1]
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"the model does not take inputs of shape (batch, {tuple(input_shape)}): {error}") from error
+    finally:
+        module.train(was_training)
+        for hook in hooks:
+            hook.remove()
+    return list(called.items()), outputs
+
+
+def _norms(called: list[tuple[str, nn.Module]], layers: list[str]) -> dict[str, int]:
+    """Affine parameters of normalisation layers: name to the number of projected layers called up to it."""
+    seen, found = set(), {}
+    for path, module in called:
+        if path in layers:
+            seen.add(path)
+        elif isinstance(module, _NORMS):
+            found.update({f"{path}.{name}": len(seen) for name, _ in module.named_parameters()})
+    return found
+
+
+def _drop_running_stats(module: nn.Module) -> None:
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm):
+            layer.track_running_stats = False
+            layer.running_mean = layer.running_var = layer.num_batches_tracked = None

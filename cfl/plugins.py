@@ -1,0 +1,59 @@
+"""Registries of strategies, local regularizers, benchmarks and models, open to other packages by entry points.
+
+A third-party package adds to one with, in its own setup.cfg:
+
+    [options.entry_points]
+    cfl.strategies =
+        my-method = my_package.my_method:MyMethod
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+from cfl.errors import unknown
+
+
+class Registry:
+    """Names to objects: built-in ones register as their modules are imported, others come by entry point.
+
+    kind: the word that errors use; group: the entry-point group; home: the package whose import registers the built-ins.
+    """
+
+    def __init__(self, kind: str, group: str, home: str) -> None:
+        self.kind, self.group, self.home = kind, group, home
+        self._items: dict[str, Any] = {}
+
+    def register(self, name: str) -> Callable[[Any], Any]:
+        """Decorator that enters an object under `name`; raises ValueError where the name is taken."""
+
+        def enter(item: Any) -> Any:
+            if self._items.setdefault(name, item) is not item:
+                raise ValueError(f"{self.kind} '{name}' is registered already, by {self._items[name]!r}")
+            return item
+
+        return enter
+
+    def names(self) -> list[str]:
+        """All names, sorted, those of installed third-party packages included."""
+        import_module(self.home)
+        return sorted({*self._items, *(point.name for point in entry_points(group=self.group))})
+
+    def get(self, name: str) -> Any:
+        """The object of that name; raises ConfigError with the nearest valid name."""
+        import_module(self.home)
+        if name not in self._items:
+            for point in entry_points(group=self.group):
+                if point.name == name:
+                    self._items[name] = point.load()
+                    break
+            else:
+                raise unknown(self.kind, name, self.names())
+        return self._items[name]
+
+
+strategies = Registry("method", "cfl.strategies", "cfl.strategies")
+local = Registry("local regularizer", "cfl.local", "cfl.local")
+benchmarks = Registry("benchmark", "cfl.benchmarks", "cfl.streams")
+models = Registry("model", "cfl.models", "cfl.models")

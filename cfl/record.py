@@ -1,0 +1,252 @@
+"""The folder of a run and the sinks that show its progress."""
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import yaml
+
+from cfl.config import RunConfig
+from cfl.errors import ConfigError
+from cfl.overrides import read_yaml
+
+
+class RunFolder:
+    """A run's folder: `config.yaml`, `metrics.json`, `rounds.jsonl`, `checkpoints/`.
+
+    resume: continue what the folder holds. Raises ConfigError where it cannot be written, or holds a run and
+    `resume` is False.
+    """
+
+    def __init__(self, path: Path | str, *, resume: bool = False) -> None:
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+        self._rounds, self._metrics = self.path / "rounds.jsonl", self.path / "metrics.json"
+        if not resume and (self._rounds.exists() or self._metrics.exists()):
+            raise ConfigError(f"'{self.path}' holds a run already; use --resume or another --output")
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            probe = self.path / f".probe-{os.getpid()}"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"the output folder '{self.path}' cannot be written ({error.strerror}); choose another --output"
+            ) from None
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Write the resolved configuration (plain data) to `config.yaml`."""
+        self._replace(self.path / "config.yaml", yaml.safe_dump(_plain(config), sort_keys=False))
+
+    def read_config(self) -> dict[str, Any]:
+        """The resolved configuration in the folder; raises ConfigError where there is none."""
+        return read_yaml(self.path / "config.yaml")
+
+    def write_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Write `metrics.json`, atomically: it is there whole or not at all; NaN is written as null."""
+        self._replace(self._metrics, json.dumps(_plain(metrics), indent=2, allow_nan=False) + "\n")
+
+    def append_round(self, row: Mapping[str, Any]) -> None:
+        """Add a line to `rounds.jsonl`, on its way to the disk when this returns."""
+        with self._rounds.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(_plain(row), allow_nan=False) + "\n")
+            file.flush()
+
+    def truncate_rounds(self, n_lines: int) -> None:
+        """Keep the first `n_lines` whole lines of `rounds.jsonl`: what came after the checkpoint is done again.
+
+        Raises ConfigError where fewer whole lines are there than the checkpoint knows of.
+        """
+        raw = self._rounds.read_bytes() if self._rounds.exists() else b""
+        lines = raw.split(b"\n")[:-1]  # what follows the last newline was torn by a kill
+        if len(lines) < n_lines:
+            raise ConfigError(
+                f"'{self._rounds}' has {len(lines)} whole lines, {n_lines} were expected; use another --output"
+            )
+        self._replace(self._rounds, "".join(f"{line.decode()}\n" for line in lines[:n_lines]))
+
+    def _replace(self, path: Path, text: str) -> None:
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError as error:
+            raise ConfigError(f"'{path}' cannot be written ({error.strerror}); choose another --output") from None
+
+
+class Sink(Protocol):
+    """What a run reports to while it goes on; rows are documented at the methods of `PlainSink`."""
+
+    def start(self, config: RunConfig, notes: list[str], total_rounds: int) -> None:
+        """The run begins; notes: what the user should know of it (the coverage of a projection, ...)."""
+
+    def round(self, row: dict[str, Any]) -> None:
+        """A round is done."""
+
+    def task(self, row: dict[str, Any]) -> None:
+        """A task is done and evaluated."""
+
+    def note(self, text: str) -> None:
+        """Something the user should know."""
+
+    def finish(self, metrics: dict[str, Any]) -> None:
+        """The run is done."""
+
+    def close(self) -> None:
+        """Give the terminal back, however the run ended."""
+
+
+class NullSink:
+    """A sink that shows nothing."""
+
+    def start(self, config: RunConfig, notes: list[str], total_rounds: int) -> None:
+        """Show nothing."""
+
+    def round(self, row: dict[str, Any]) -> None:
+        """Show nothing."""
+
+    def task(self, row: dict[str, Any]) -> None:
+        """Show nothing."""
+
+    def note(self, text: str) -> None:
+        """Show nothing."""
+
+    def finish(self, metrics: dict[str, Any]) -> None:
+        """Show nothing."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class PlainSink:
+    """Plain lines for logs and pipes: some twenty rounds of a run, every task, every note."""
+
+    def __init__(self, file: IO[str] | None = None) -> None:
+        self._file, self._began, self._every = file, 0.0, 1
+
+    def start(self, config: RunConfig, notes: list[str], total_rounds: int) -> None:
+        """Name the run: benchmark, method, seed, number of rounds; then the notes."""
+        self._began, self._every = time.monotonic(), max(1, total_rounds // 20)
+        self._say(f"{config.benchmark}, {_method(config)}, seed {config.seed}: {total_rounds} rounds")
+        for text in notes:
+            self.note(text)
+
+    def round(self, row: dict[str, Any]) -> None:
+        """row: task, phase, round, loss, accuracy (fraction or None), rounds_done, rounds_total among others."""
+        done, total = row["rounds_done"], row["rounds_total"]
+        if done % self._every and done != total:
+            return
+        left = f", {_clock((time.monotonic() - self._began) / done * (total - done))} left" if done < total else ""
+        self._say(f"  round {done}/{total}: task {row['task']}, {row['phase']}{_scores(row)}{left}")
+
+    def task(self, row: dict[str, Any]) -> None:
+        """row: task, name, accuracy (fractions on every task, None for those not yet seen)."""
+        self._say(_task_line(row))
+
+    def note(self, text: str) -> None:
+        """Print the note."""
+        self._say(f"note: {text}")
+
+    def finish(self, metrics: dict[str, Any]) -> None:
+        """Nothing to add: the caller prints the results."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _say(self, text: str) -> None:
+        print(text, file=self._file or sys.stdout, flush=True)
+
+
+class RichSink:
+    """A live progress bar for terminals: task, round, accuracy and time left."""
+
+    def __init__(self) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[scores]}"),
+            TimeRemainingColumn(),
+        )
+        self._accuracy: float | None = None
+
+    def start(self, config: RunConfig, notes: list[str], total_rounds: int) -> None:
+        """Name the run, print the notes and open the bar."""
+        title = f"{config.benchmark}, {_method(config)}, seed {config.seed}"
+        self._id = self._bar.add_task(title, total=total_rounds, scores="")
+        self._bar.start()
+        for text in notes:
+            self.note(text)
+
+    def round(self, row: dict[str, Any]) -> None:
+        """Move the bar; rows as for `PlainSink`. The last known accuracy stays in sight."""
+        self._accuracy = row.get("accuracy") if row.get("accuracy") is not None else self._accuracy
+        scores = f"task {row['task']} {row['phase']}{_scores({**row, 'accuracy': self._accuracy})}"
+        self._bar.update(self._id, completed=row["rounds_done"], total=row["rounds_total"], scores=scores)
+        if row["rounds_done"] == row["rounds_total"]:
+            self._bar.refresh()
+
+    def task(self, row: dict[str, Any]) -> None:
+        """Print the accuracies above the bar; rows as for `PlainSink`."""
+        self._accuracy = row["accuracy"][row["task"]]
+        self._bar.console.print(_task_line(row), markup=False, highlight=False)
+
+    def note(self, text: str) -> None:
+        """Print the note above the bar."""
+        self._bar.console.print(f"note: {text}", markup=False, highlight=False)
+
+    def finish(self, metrics: dict[str, Any]) -> None:
+        """Close the bar."""
+        self._bar.stop()
+
+    def close(self) -> None:
+        """Give the terminal back, however the run ended."""
+        self._bar.stop()
+
+
+def console_sink(quiet: bool) -> Sink:
+    """The sink for this process's standard output: none, a live bar on a terminal, plain lines elsewhere."""
+    if quiet:
+        return NullSink()
+    return RichSink() if sys.stdout.isatty() else PlainSink()
+
+
+def _plain(value: Any) -> Any:
+    """JSON data of a value: NaN and infinities to None, tuples to lists, numpy and torch scalars to numbers."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _method(config: RunConfig) -> str:
+    return " + ".join((config.method, *config.regularizers))
+
+
+def _scores(row: Mapping[str, Any]) -> str:
+    parts = [f", loss {row['loss']:.3f}"] if row.get("loss") is not None else []
+    return "".join(parts + ([f", accuracy {row['accuracy']:.1%}"] if row.get("accuracy") is not None else []))
+
+
+def _task_line(row: Mapping[str, Any]) -> str:
+    seen = [f"{value:.1%}" for value in row["accuracy"] if value is not None]
+    return f"after task {row['task']} ({row['name']}): accuracy {' '.join(seen)}"
+
+
+def _clock(seconds: float) -> str:
+    whole = round(seconds)
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"

@@ -1,0 +1,1 @@
+"""Tables and plots of results; percent and megabytes appear here and nowhere else."""

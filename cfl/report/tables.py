@@ -1,0 +1,83 @@
+"""Tables for the terminal, and the summary of runs with several methods and seeds."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+Metrics = Mapping[str, Any]
+Matrix = Sequence[Sequence[float | None]]
+
+
+def matrix(rows: Matrix, title: str) -> Table:
+    """The accuracy matrix in percent: a row after each task, a column a task tested on.
+
+    rows: (tasks, tasks) fractions, None for tasks not yet seen.
+    """
+    table = Table(title=title, title_justify="left")
+    table.add_column("after task", justify="right")
+    for task in range(max(map(len, rows), default=0)):
+        table.add_column(f"task {task}", justify="right")
+    for task, row in enumerate(rows):
+        table.add_row(str(task), *("" if value is None else f"{value:.1%}" for value in row))
+    return table
+
+
+def mean_matrix(runs: Sequence[Metrics]) -> list[list[float | None]]:
+    """The entrywise mean of the runs' accuracy matrices; None where a run has none."""
+    stack = np.array([run["accuracy_matrix"] for run in runs], dtype=float)  # None becomes NaN
+    return [[None if np.isnan(value) else float(value) for value in row] for row in stack.mean(axis=0)]
+
+
+def summary(runs: Sequence[Metrics]) -> dict[str, Any]:
+    """Mean and population standard deviation over runs of one method.
+
+    acc, fgt: fractions; bytes_up, bytes_down: bytes; seconds: seconds; each a dict with mean and std; seeds: the seeds.
+    """
+    out: dict[str, Any] = {"seeds": [run["seed"] for run in runs]}
+    for name in ("acc", "fgt", "bytes_up", "bytes_down", "seconds"):
+        values = np.array([total(run[name]) for run in runs])
+        out[name] = {"mean": float(values.mean()), "std": float(values.std())}
+    return out
+
+
+def total(value: Any) -> float:
+    """A figure, or the sum of a figure given by phase (its entry "total" where there is one)."""
+    if isinstance(value, Mapping):
+        return float(value["total"] if "total" in value else sum(map(total, value.values())))
+    return float(value)
+
+
+def compared(summaries: Mapping[str, Mapping[str, Any]], title: str) -> Table:
+    """A line a method: mean ± standard deviation of ACC and FGT in percent, megabytes (1e6 bytes), seconds."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("method")
+    for name in ("ACC %", "FGT %", "up MB", "down MB", "seconds", "seeds"):
+        table.add_column(name, justify="right")
+    for method, row in summaries.items():
+        scores = [f"{100 * row[name]['mean']:.1f} ± {100 * row[name]['std']:.1f}" for name in ("acc", "fgt")]
+        sizes = [f"{row[name]['mean'] / 1e6:.1f}" for name in ("bytes_up", "bytes_down")]
+        table.add_row(method, *scores, *sizes, f"{row['seconds']['mean']:.1f}", str(len(row["seeds"])))
+    return table
+
+
+def listing(rows: Sequence[tuple[str, str, str]], title: str) -> Table:
+    """Names with a line on each and its source."""
+    table = Table(title=title, title_justify="left")
+    for name, wrap in (("name", True), ("what it is", False), ("source", False)):
+        table.add_column(name, no_wrap=wrap)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def hyper_parameters(rows: Sequence[Mapping[str, Any]], prefix: str) -> Table:
+    """Hyper-parameters as `--set` takes them: name, default, valid values, meaning, source."""
+    table = Table()
+    for name in ("option", "default", "valid", "meaning", "source"):
+        table.add_column(name, no_wrap=name == "option")
+    for row in rows:
+        default = "none" if row["default"] is None else str(row["default"])
+        table.add_row(f"{prefix}{row['name']}", default, row["range"], row["help"], row["source"])
+    return table

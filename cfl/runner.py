@@ -1,0 +1,332 @@
+"""The round loop: a run is a schedule of rounds, and each one is broadcast, local work, sum, and the server's step.
+
+Nothing here knows a method's name. All randomness is keyed by (seed, task, phase, round, client, purpose), so the cursor
+into the schedule is all that a resumed run needs beside the server's and the clients' trees.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from cfl import checkpoint, metrics, models, optim, options, plugins, rng, streams, tree
+from cfl import config as configuration
+from cfl.config import RunConfig
+from cfl.engines import ENGINES
+from cfl.engines.evaluate import accuracy
+from cfl.errors import ConfigError
+from cfl.local.base import LocalRegularizer
+from cfl.local.chain import STRATEGY, Chain
+from cfl.record import NullSink, RunFolder, Sink
+from cfl.state import RunState
+from cfl.strategies.base import Strategy
+from cfl.streams import Stream
+from cfl.streams.partition import Deal, deal
+from cfl.types import Client, Phase, RoundInfo
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run gives: metrics as in metrics.json (fractions, bytes, seconds) and the global model.
+
+    acc: (tasks, tasks) fractions, NaN for tasks not yet seen; params: the final global model, a tree for `model`.
+    """
+
+    metrics: dict[str, Any]
+    acc: np.ndarray
+    params: tree.Tree
+    model: models.Model
+
+
+def run(
+    config: RunConfig,
+    *,
+    output: Path | str | None = None,
+    resume: bool = False,
+    sink: Sink | None = None,
+    stream: Stream | None = None,
+    strategy: Strategy | None = None,
+    regularizers: Mapping[str, LocalRegularizer] | None = None,
+    model: nn.Module | None = None,
+    data_root: Path | str | None = None,
+    download: bool = False,
+) -> Result:
+    """Run a configuration from start to end, or from where a killed run in `output` stopped.
+
+    stream, strategy, regularizers, model: objects of your own in place of what the configuration names.
+    output: folder for config.yaml, rounds.jsonl, metrics.json and checkpoints; None keeps all in memory.
+    Raises ConfigError, DataError, UpdateError, CheckpointError; what was computed before is in `output`.
+    """
+    with _threads(config.threads):
+        if stream is None:
+            stream = streams.build(
+                config.benchmark,
+                tasks=config.tasks,
+                seed=config.seed,
+                data_root=Path(data_root) if data_root else None,
+                download=download,
+                class_order=config.class_order,
+            )
+        folder = RunFolder(output, resume=resume) if output is not None else None
+        this = _Run(config, stream, strategy, regularizers, model, folder, sink or NullSink())
+        this.start(resume)
+        for position in range(this.state.position, len(this.schedule)):
+            this.round(position)
+        return this.finish()
+
+
+class _Run:
+    def __init__(
+        self,
+        config: RunConfig,
+        stream: Stream,
+        strategy: Strategy | None,
+        regularizers: Mapping[str, LocalRegularizer] | None,
+        module: nn.Module | None,
+        folder: RunFolder | None,
+        sink: Sink,
+    ) -> None:
+        self.config, self.folder, self.sink = config, folder, sink
+        self.device = _device(config.device)
+        self.stream = stream.to(self.device)
+        self.strategy = strategy or options.build(plugins.strategies.get(config.method), config.strategy, STRATEGY)
+        if regularizers is None:
+            regularizers = {
+                name: options.build(plugins.local.get(name), config.regularizer.get(name, {}), f"regularizer.{name}")
+                for name in config.regularizers
+            }
+        self.chain = Chain({STRATEGY: self.strategy, **regularizers})
+        self.model = self._model(module)
+        self.deals = [self._deal(task) for task in range(len(stream))]
+        self.schedule = self._schedule()
+        self.engine = ENGINES[config.engine](
+            model=self.model,
+            strategy=self.strategy,
+            chain=self.chain,
+            optimizer=_optimizer(config),
+            epochs=config.local.epochs,
+            batch_size=config.local.batch_size,
+            weights=config.agg.weights,
+            on_bad_update=config.on_bad_update,
+        )
+        server = {"params": self.model.params, **self.strategy.init_server(self.model.params, self.model)}
+        self.state = RunState(server, len(stream))
+        self.fingerprint = checkpoint.fingerprint(configuration.dump(config))
+        self.clock = time.monotonic()
+
+    def start(self, resume: bool) -> None:
+        """Write the configuration, or take up the last checkpoint; tell the user what is about to run."""
+        if self.folder is not None:
+            found = (
+                checkpoint.load_latest(self.folder.checkpoints, self.fingerprint, self.sink.note) if resume else None
+            )
+            if found is not None:
+                self.state.restore(*found, device=self.device)
+            self.folder.write_config(configuration.dump(self.config))
+            self.folder.truncate_rounds(self.state.position)
+        self.sink.start(self.config, self._notes(), len(self.schedule))
+
+    def round(self, position: int) -> None:
+        """One round of the schedule, and the task's end where it is the last one of a task."""
+        task, phase, number = self.schedule[position]
+        info = self._info(task, phase, number)
+        state, lr = self.state, self._lr(position, number)
+        shared = self.strategy.broadcast(state.server, info)
+        clients = [self._client(task, id) for id in info.clients]
+        states = {client.id: state.client(client.id, lambda: self._init_client(shared)) for client in clients}
+        outcome = self.engine.round(info, shared, states, clients, lr)
+        state.server = self.strategy.absorb(state.server, outcome.mean, info, self.config.server.lr)
+        state.clients.update((id, leaves) for id, leaves in outcome.states.items() if leaves)
+        for id in outcome.excluded:
+            self.sink.note(f"client {id} left out: NaN or infinity in its update (task {task}, round {number})")
+
+        state.position = position + 1
+        task_done = position + 1 == len(self.schedule) or self.schedule[position + 1][0] > task
+        due = bool(self.config.eval_every) and (number + 1) % self.config.eval_every == 0
+        if task_done:
+            self._end_task(task)
+        row = {
+            "task": task,
+            "phase": phase.name,
+            "round": number,
+            "clients": len(outcome.states),
+            "excluded": outcome.excluded,
+            "loss": outcome.loss,
+            "accuracy": state.acc[task, task] if task_done else self._accuracy(task) if due else None,
+            "lr": lr,
+            "bytes_up": 0 if phase.diagnostic else outcome.bytes_up,
+            "bytes_down": 0 if phase.diagnostic else len(clients) * sum(map(tree.nbytes, shared.values())),
+            "seconds": self._lap(),
+        }
+        state.count(row)
+        if self.folder is not None:
+            self.folder.append_round(row)
+        self.sink.round({**row, "rounds_done": position + 1, "rounds_total": len(self.schedule)})
+        if task_done:
+            self.sink.task({"task": task, "name": self.stream.tasks[task].name, "accuracy": _row(state.acc[task])})
+        if self.folder is not None and (task_done or (position + 1) % self.config.checkpoint_every == 0):
+            trees, meta = state.saved()
+            checkpoint.save(self.folder.checkpoints, position + 1, trees, {**meta, "fingerprint": self.fingerprint})
+
+    def finish(self) -> Result:
+        """Metrics of the whole run, on disk where there is a folder."""
+        state, acc = self.state, self.state.acc
+        report = self.strategy.report(state.server, self.model)
+        result = {
+            "method": self.config.method,
+            "benchmark": self.config.benchmark,
+            "seed": self.config.seed,
+            "acc": metrics.average_accuracy(acc),
+            "fgt": metrics.forgetting(acc),
+            "bwt": metrics.backward_transfer(acc),
+            "learning_accuracy": metrics.learning_accuracy(acc),
+            "accuracy_matrix": [_row(row) for row in acc],
+            "subspace_use": report.pop("subspace_use", {}),
+            **report,
+            "bytes_up": sum(phase["bytes_up"] for phase in state.phases.values()),
+            "bytes_down": sum(phase["bytes_down"] for phase in state.phases.values()),
+            "bytes_by_phase": {
+                name: {"up": phase["bytes_up"], "down": phase["bytes_down"]} for name, phase in state.phases.items()
+            },
+            "seconds": sum(phase["seconds"] for phase in state.phases.values()),
+        }
+        if self.folder is not None:
+            self.folder.write_metrics(result)
+        self.sink.finish(result)
+        return Result(result, acc, state.server["params"], self.model)
+
+    def _info(self, task: int, phase: Phase, number: int) -> RoundInfo:
+        key = rng.key(self.config.seed, "round", task, phase.name, number)
+        owners = self.deals[task].owners
+        if phase.cohort == "sampled" and self.config.cohort < len(owners):
+            drawn = rng.numpy_generator(rng.key(key, "cohort")).choice(owners, self.config.cohort, replace=False)
+            owners = tuple(sorted(int(id) for id in drawn))
+        return RoundInfo(
+            task=task,
+            tasks=len(self.stream),
+            phase=phase,
+            round=number,
+            clients=owners,
+            names=(*self.model.trainable(task), *self.model.buffers(task)),
+            frozen=self.strategy.frozen(task, self.model),
+            model=self.model,
+            key=key,
+        )
+
+    def _init_client(self, shared: Mapping[str, tree.Tree]) -> tree.Tree:
+        return self.chain.init_client(shared["params"], self.model)
+
+    def _client(self, task: int, id: int) -> Client:
+        return Client(id, self.stream.tasks[task].train, self.deals[task].rows[id].to(self.device))
+
+    def _accuracy(self, task: int) -> float:
+        part = self.stream.tasks[task].test
+        return accuracy(self.model, self.state.server["params"], part, task, self.config.eval_batch_size)
+
+    def _end_task(self, task: int) -> None:
+        """Append a row to the accuracy matrix: every task seen so far, with the global model."""
+        self.state.acc[task, : task + 1] = [self._accuracy(seen) for seen in range(task + 1)]
+
+    def _lr(self, position: int, number: int) -> float:
+        """local.lr, decayed by the rounds of training since the task (or the run) began."""
+        task = self.schedule[position][0]
+        first = task if self.config.local.lr_restart else 0
+        earlier = sum(phase.train and first <= seen for seen, phase, _ in self.schedule[:position])
+        return self.config.local.lr * self.config.local.lr_decay**earlier
+
+    def _lap(self) -> float:
+        """Seconds since the last lap."""
+        before, self.clock = self.clock, time.monotonic()
+        return self.clock - before
+
+    def _schedule(self) -> list[tuple[int, Phase, int]]:
+        """All rounds of the run, in order: (task, phase, round within the phase)."""
+        tasks, rounds = len(self.stream), self.config.rounds
+        if isinstance(rounds, tuple) and len(rounds) != tasks:
+            raise ConfigError(f"rounds lists {len(rounds)} numbers for {tasks} tasks; give one a task")
+        each = rounds if isinstance(rounds, tuple) else (rounds,) * tasks
+        return [
+            (task, phase, number)
+            for task in range(tasks)
+            for phase in self.strategy.plan(task, tasks, each[task])
+            for number in range(phase.rounds)
+        ]
+
+    def _model(self, module: nn.Module | None) -> models.Model:
+        stream, config = self.stream, self.config.model
+        if module is None:
+            with rng.fork(rng.key(self.config.seed, "model")):
+                module = models.build(config.name, stream.input_shape, stream.tasks[0].classes, config.options)
+        return models.Model(
+            module,
+            stream.input_shape,
+            [task.classes for task in stream.tasks],
+            multi_head=stream.multi_head,
+            norm_stats=config.norm_stats,
+            seed=self.config.seed,
+            device=self.device,
+        )
+
+    def _deal(self, task: int) -> Deal:
+        partition, batch = self.config.partition, self.config.local.batch_size
+        targets = self.stream.tasks[task].train.targets.cpu()
+        dealt = deal(targets, task, seed=self.config.seed, **partition.model_dump())
+        smallest = min((len(dealt.rows[id]) for id in dealt.owners), default=0)
+        if smallest == 0:
+            raise ConfigError(f"no client holds data of task {task}; lower partition.clients")
+        if (
+            batch > smallest and partition.name != "dirichlet"
+        ):  # there, sizes are up to the draw: short batches are fine
+            raise ConfigError(
+                f"local.batch_size={batch} is more than the {smallest} samples that a client has of task {task}; "
+                f"set local.batch_size to at most {smallest}, or lower partition.clients"
+            )
+        return dealt
+
+    def _notes(self) -> list[str]:
+        notes = self.strategy.notes(self.model)
+        without = {task: len(dealt.without_data) for task, dealt in enumerate(self.deals) if dealt.without_data}
+        if without:
+            counts = ", ".join(f"task {task}: {count}" for task, count in without.items())
+            notes = [*notes, f"clients without data are never sampled: {counts}"]
+        if self.state.position:
+            notes = [*notes, f"resumed after {self.state.position} of {len(self.schedule)} rounds"]
+        return notes
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device={name}, but torch sees no GPU here; use device=cpu")
+    return torch.device(name)
+
+
+def _optimizer(config: RunConfig) -> optim.Optimizer:
+    local = config.local
+    if local.optimizer == "adam":
+        return optim.adam(weight_decay=local.weight_decay)
+    return optim.sgd(local.momentum, local.weight_decay)
+
+
+def _row(values: np.ndarray) -> list[float | None]:
+    return [None if math.isnan(value) else float(value) for value in values]

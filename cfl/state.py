@@ -1,0 +1,55 @@
+"""What a run has computed so far: all that a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from cfl import tree
+from cfl.tree import Tree
+from cfl.types import Server
+
+
+class RunState:
+    """server: its trees; clients: id to state, for those that have one; position: rounds of the schedule that are done.
+
+    acc: (tasks, tasks) fractions, NaN where not evaluated; phases: phase name to sums of bytes_up, bytes_down, seconds.
+    """
+
+    def __init__(self, server: Server, tasks: int) -> None:
+        self.server, self.position = server, 0
+        self.clients: dict[int, Tree] = {}
+        self.acc = np.full((tasks, tasks), np.nan)
+        self.phases: dict[str, dict[str, float]] = {}
+
+    def client(self, id: int, initial: Callable[[], Tree]) -> Tree:
+        """The state of a client, or the initial one where it has never taken part."""
+        return self.clients[id] if id in self.clients else initial()
+
+    def count(self, row: Mapping[str, Any]) -> None:
+        """Add a round's bytes and seconds to its phase."""
+        sums = self.phases.setdefault(row["phase"], {"bytes_up": 0, "bytes_down": 0, "seconds": 0.0})
+        for name in sums:
+            sums[name] += row[name]
+
+    def saved(self) -> tuple[dict[str, Tree], dict[str, Any]]:
+        """Trees and JSON data for a checkpoint."""
+        trees = {f"server/{name}": leaves for name, leaves in self.server.items()}
+        trees |= {f"client/{id}": leaves for id, leaves in sorted(self.clients.items())}
+        trees["run"] = {"acc": torch.from_numpy(self.acc)}
+        return trees, {"position": self.position, "phases": self.phases}
+
+    def restore(self, trees: Mapping[str, Tree], meta: Mapping[str, Any], device: torch.device) -> None:
+        """Take up what `saved` gave."""
+        for name, leaves in trees.items():
+            owner, _, rest = name.partition("/")
+            moved = tree.map(lambda leaf: leaf.to(device), leaves)
+            if owner == "server":
+                self.server[rest] = moved
+            elif owner == "client":
+                self.clients[int(rest)] = moved
+        self.acc = trees["run"]["acc"].numpy().copy()
+        self.position, self.phases = meta["position"], dict(meta["phases"])

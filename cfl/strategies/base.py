@@ -1,0 +1,71 @@
+"""FedAvg (McMahan et al., 2017, Algorithm 1), and the seam of every other method: what the base class does is FedAvg.
+
+A strategy is a local rule (the hooks of `LocalRegularizer`) with a server half. To write one, subclass `Strategy` as a
+frozen dataclass, and override what the method changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from cfl import plugins, tree
+from cfl.local.base import LocalRegularizer
+from cfl.models.handle import Model
+from cfl.tree import Tree
+from cfl.types import Client, Ctx, Parts, Phase, RoundInfo, Server
+
+
+@plugins.strategies.register("fedavg")
+@dataclass(frozen=True)
+class Strategy(LocalRegularizer):
+    """Federated averaging without a continual mechanism: the lower bound (McMahan et al., 2017)."""
+
+    source: ClassVar[str] = "McMahan et al., AISTATS 2017, Algorithm 1"
+
+    def plan(self, task: int, tasks: int, rounds: int) -> list[Phase]:
+        """The phases of a task, in order; rounds: the configured number of training rounds of this task."""
+        return [Phase("train", rounds)]
+
+    def init_server(self, params: Tree, model: Model) -> Server:
+        """Trees that the server keeps beside "params"."""
+        return {}
+
+    def frozen(self, task: int, model: Model) -> frozenset[str]:
+        """Parameters that no client trains in this task."""
+        return frozenset()
+
+    def broadcast(self, server: Server, info: RoundInfo) -> Parts:
+        """All that goes down: the parts of `ctx.shared`."""
+        return {"params": tree.select(server["params"], info.names)}
+
+    def finish(self, params: Tree, ctx: Ctx, steps: int) -> tuple[Tree, Tree]:
+        """Upload w_global - w_local, a step in the sign of a gradient; state as it was."""
+        return {name: ctx.shared["params"][name] - leaf for name, leaf in params.items()}, ctx.state
+
+    def work(self, params: Tree, client: Client, shared: Parts, state: Tree, info: RoundInfo) -> tuple[Tree, Tree]:
+        """A client's part in a phase with `work`: what goes up (summed over clients, unweighted), and its new state."""
+        return {}, state
+
+    def absorb(self, server: Server, mean: Parts, info: RoundInfo, lr: float) -> Server:
+        """The server's step, from the weighted mean of the uploads.
+
+        mean["strategy"]: the mean of what `finish` sent; mean["work"]: the sum of what `work` sent; lr: server.lr.
+        Buffers (running statistics) are averages already: they take the whole step whatever lr.
+        """
+        if "strategy" not in mean:
+            return server
+        buffers = info.model.buffers(info.task)
+        new = {
+            name: server["params"][name] - (step if lr == 1.0 or name in buffers else lr * step)
+            for name, step in mean["strategy"].items()
+        }
+        return {**server, "params": {**server["params"], **new}}
+
+    def notes(self, model: Model) -> list[str]:
+        """Lines for the start of a run: what the method covers of this model, and what it does not."""
+        return []
+
+    def report(self, server: Server, model: Model) -> dict[str, Any]:
+        """Figures of the method's own for metrics.json; "subspace_use" maps layers to fractions."""
+        return {}

@@ -1,0 +1,194 @@
+"""Streams of tasks over images kept once in memory: parts of a task are rows of a pool, gathered by index.
+
+Permuted tasks share one pool and permute on gather; a task's parts never copy an image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cfl.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """Images of a data set, kept once on the device.
+
+    images: (N, C, H, W) or (N, d), uint8 or float32; uint8 is scaled to [0, 1] when gathered.
+    mean, std: broadcastable against one image, e.g. (C, 1, 1), in units of the scaled image; None: no normalisation.
+    Raises DataError for other dtypes.
+    """
+
+    images: Tensor
+    mean: Tensor | None = None
+    std: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.images.dtype not in (torch.uint8, torch.float32):
+            raise DataError(f"images of a pool must be uint8 or float32, not {self.images.dtype}; convert them first")
+
+    def to(self, device: torch.device | str) -> Pool:
+        """The same pool on another device."""
+        mean, std = (None if t is None else t.to(device) for t in (self.mean, self.std))
+        return Pool(self.images.to(device), mean, std)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The train or test samples of one task.
+
+    index: (n,) int64 rows of the pool, also the sample ids; targets: (n,) int64 in [0, classes of the head);
+    permutation: (pixels,) int64, applied to the flattened image on gather (the shape is kept), or None.
+    Raises DataError where `index` and `targets` differ in length.
+    """
+
+    pool: Pool
+    index: Tensor
+    targets: Tensor
+    permutation: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.index.shape != self.targets.shape or self.index.dim() != 1:
+            shapes = f"{tuple(self.index.shape)} and {tuple(self.targets.shape)}"
+            raise DataError(f"index and targets of a part have shapes {shapes}; give one target a sample")
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def gather(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Samples at positions `rows` (b,): x (b, ...) float32, normalised and then permuted, and y (b,) int64."""
+        x = self.pool.images[self.index[rows]]
+        if x.dtype == torch.uint8:
+            x = x.float() / 255
+        if self.pool.mean is not None:
+            x = x - self.pool.mean
+        if self.pool.std is not None:
+            x = x / self.pool.std
+        if self.permutation is not None:
+            x = x.flatten(1)[:, self.permutation].reshape(x.shape)
+        return x, self.targets[rows]
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """One task of a stream: its train and test parts and the number of classes of its head.
+
+    Raises DataError for an empty part, a target outside [0, classes) and sample ids that occur twice.
+    """
+
+    name: str
+    train: Part
+    test: Part
+    classes: int
+
+    def __post_init__(self) -> None:
+        for which, part in (("train", self.train), ("test", self.test)):
+            if not len(part):
+                raise DataError(f"task '{self.name}' has no {which} samples; leave it out or add some")
+            low, high = int(part.targets.min()), int(part.targets.max())
+            if low < 0 or high >= self.classes:
+                raise DataError(
+                    f"{which} targets of task '{self.name}' lie in [{low}, {high}]; "
+                    f"map them to 0..{self.classes - 1} or give the head more classes"
+                )
+        ids = torch.cat([self.train.index, self.test.index])
+        if len(ids.unique()) != len(ids):
+            raise DataError(
+                f"task '{self.name}' has a sample id twice; give each train and test sample its own pool row"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """The ordered tasks of a benchmark.
+
+    input_shape: shape of one sample, (C, H, W) or (d,); multi_head: one head a task instead of one for all;
+    source: paper and section.
+    Raises DataError for a stream without tasks, samples of another shape, and one head with unequal class counts.
+    """
+
+    name: str
+    tasks: tuple[Task, ...]
+    input_shape: tuple[int, ...]
+    multi_head: bool
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.tasks:
+            raise DataError(f"stream '{self.name}' has no task; give at least one")
+        counts = sorted({task.classes for task in self.tasks})
+        if not self.multi_head and len(counts) > 1:
+            raise DataError(
+                f"tasks of the single-head stream '{self.name}' have {counts} classes; "
+                "give all the same number or set multi_head=True"
+            )
+        for task in self.tasks:
+            for part in (task.train, task.test):
+                shape = tuple(part.pool.images.shape[1:])
+                if shape != tuple(self.input_shape):
+                    raise DataError(
+                        f"task '{task.name}' of stream '{self.name}' has samples of shape {shape}, not "
+                        f"{tuple(self.input_shape)}; bring all tasks to one shape"
+                    )
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+    def to(self, device: torch.device | str) -> Stream:
+        """The same stream on another device; parts that share a pool or a permutation still do."""
+        pools: dict[int, Pool] = {}
+        permutations: dict[int, Tensor] = {}
+
+        def move(part: Part) -> Part:
+            key = id(part.pool)
+            if key not in pools:
+                pools[key] = part.pool.to(device)
+            permutation = part.permutation
+            if permutation is not None:
+                permutation = permutations.setdefault(id(permutation), permutation.to(device))
+            return Part(pools[key], part.index.to(device), part.targets.to(device), permutation)
+
+        tasks = tuple(replace(task, train=move(task.train), test=move(task.test)) for task in self.tasks)
+        return replace(self, tasks=tasks)
+
+
+def assemble(
+    name: str,
+    images: Sequence[Tensor],
+    samples: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]],
+    multi_head: bool,
+) -> Stream:
+    """A stream over one pool made of several blocks of images.
+
+    images: blocks (n, ...) of one sample shape, all uint8 or all of other dtypes (which become float32);
+    samples: for each task the rows (in the blocks put end to end) and labels of its train, then of its test samples.
+    With multi_head a task's labels become 0, 1, ... in ascending order; else all tasks have largest label + 1 classes.
+    Raises DataError for blocks of unequal shape or kind, and what Task and Stream raise.
+    """
+    kinds = {(tuple(block.shape[1:]), block.dtype == torch.uint8) for block in images}
+    if len(kinds) > 1:
+        found = ", ".join(f"{shape} {'uint8' if raw else 'float'}" for shape, raw in sorted(kinds))
+        raise DataError(f"samples of stream '{name}' differ: {found}; bring all tasks to one shape and dtype")
+    blocks = [block if block.dtype == torch.uint8 else block.float() for block in images]
+    if not blocks:
+        raise DataError(f"stream '{name}' has no task; give at least one")
+    pool = Pool(blocks[0] if len(blocks) == 1 else torch.cat(blocks))
+    classes = max((int(label.max()) + 1 for _, a, _, b in samples for label in (a, b) if len(label)), default=0)
+    tasks = []
+    for number, (train, train_y, test, test_y) in enumerate(samples):
+        label, heads = f"task {number}", classes
+        if multi_head:
+            known = torch.cat([train_y, test_y]).unique()
+            train_y, test_y = torch.searchsorted(known, train_y), torch.searchsorted(known, test_y)
+            label, heads = class_name(known), len(known)
+        tasks.append(Task(label, Part(pool, train, train_y), Part(pool, test, test_y), heads))
+    return Stream(name, tuple(tasks), tuple(pool.images.shape[1:]), multi_head)
+
+
+def class_name(classes: Tensor) -> str:
+    """The name of a task of those classes (k,), given in the order of the head: "classes 4 7"."""
+    return "classes " + " ".join(str(label) for label in classes.tolist())

@@ -1,0 +1,1 @@
+"""Layer inputs, sketches and orthonormal bases: the linear algebra of orthogonal-subspace methods."""

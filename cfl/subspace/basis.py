@@ -1,0 +1,98 @@
+"""Orthonormal bases of protected subspaces: projection, spectra, rank rules, expansion (FOT, eq. 6, 8, 11-12).
+
+A basis is O (d, k), float64, with orthonormal columns; the empty basis is (d, 0).
+"""
+
+import warnings
+
+import numpy as np
+import scipy.linalg
+import torch
+from torch import Tensor
+
+
+def empty(size: int, device: torch.device | str = "cpu") -> Tensor:
+    """The basis of the zero subspace: (size, 0)."""
+    return torch.zeros(size, 0, dtype=torch.float64, device=device)
+
+
+def remove(x: Tensor, basis: Tensor) -> Tensor:
+    """Remove from each *row* of x (n, d) its component in the basis: x - (x O) O^T, in the precision of x (FOT, eq. 6).
+
+    For a weight's update (outputs, d) this leaves the layer's output on inputs in span(O) unchanged.
+    """
+    if basis.shape[1] == 0:
+        return x
+    basis = basis.to(x)
+    return x - (x @ basis) @ basis.T
+
+
+def spectrum(a: Tensor, *, gram: bool = False) -> tuple[Tensor, Tensor]:
+    """Left singular vectors U (d, d) and squared singular values (d,) of a sketch A (d, s), largest first.
+
+    gram: `a` is X X^T (d, d) instead. By the eigen-decomposition of A A^T in float64, about ten times faster than an SVD
+    for s > d. Values below the numerical rank, given the precision of `a`, come back as zero.
+    Raises ValueError for a NaN or an infinity.
+    """
+    if not bool(torch.isfinite(a).all()):
+        raise ValueError("the sketch holds a NaN or an infinity")
+    relative = max(a.shape) * torch.finfo(a.dtype).eps
+    tolerance = relative if gram else max(relative**2, max(a.shape) * torch.finfo(torch.float64).eps)
+    values, vectors = torch.linalg.eigh(a.double() if gram else a.double() @ a.double().T)
+    values, vectors = values.flip(0).clamp(min=0), vectors.flip(1)
+    return vectors, torch.where(values > tolerance * values[0], values, torch.zeros_like(values))
+
+
+def residual_spectrum(a: Tensor, basis: Tensor, *, gram: bool = False) -> tuple[Tensor, Tensor, float]:
+    """`spectrum` of what remains of `a` beside the basis, and the share of its energy that remains, in [0, 1]."""
+    rest = remove(a.double().T, basis).T
+    rest = remove(rest, basis) if gram else rest
+    energy = (lambda matrix: float(matrix.trace())) if gram else (lambda matrix: float(matrix.square().sum()))
+    total = energy(a.double())
+    vectors, values = spectrum(rest.to(a.dtype), gram=gram)
+    return vectors, values, min(1.0, max(0.0, energy(rest) / total)) if total > 0 else 0.0
+
+
+def choose_rank(squared: Tensor, covered: float, threshold: float, criterion: str = "energy", min_rank: int = 0) -> int:
+    """Smallest number r of new directions that meets the threshold, at most the numerical rank.
+
+    squared: (d,) squared singular values of the residual sketch, largest first; threshold: in [0, 1].
+    covered: for "energy" the fraction of input energy already in the basis, c = 1 - |X*|^2 / |X|^2, and r satisfies
+    c + (1 - c) f_r >= threshold. For "norm_ratio" (FOT's code) and "eq12" (as FOT prints it) it is the ratio of norms
+    rho = |X*| / |X|: f_r > (rho - (1 - threshold)) / rho, and sqrt(f_r) + rho > threshold.
+    """
+    rank, total = int((squared > 0).sum()), float(squared.sum())
+    if rank == 0 or total == 0.0:
+        return 0
+    if threshold >= 1.0 and criterion == "energy":
+        return rank
+    f = torch.cat([squared.new_zeros(1), squared.cumsum(0) / total]).tolist()
+    tolerance = 1e-12
+    if criterion == "energy":
+        meets = [covered + (1 - covered) * f_r >= threshold - tolerance for f_r in f]
+    elif criterion == "norm_ratio":
+        wanted = (covered - (1 - threshold)) / covered if covered > 0 else 0.0
+        meets = [f_r > wanted for f_r in f]
+    elif criterion == "eq12":
+        warnings.warn("FOT's eq. 12 as printed protects nothing in the first task; see 'energy'", stacklevel=2)
+        meets = [f_r**0.5 + covered > threshold for f_r in f]
+    else:
+        raise ValueError(f"criterion must be energy, norm_ratio or eq12, not {criterion!r}")
+    first = meets.index(True) if True in meets else rank
+    return min(max(first, min_rank), rank)
+
+
+def expand(basis: Tensor, directions: Tensor) -> Tensor:
+    """Append the span of unit-length directions (d, r); the old columns stay as they are, to the bit (FOT, section 4).
+
+    Directions lose their component in the basis twice ("twice is enough"), then a pivoted QR of them alone makes them
+    orthonormal. One that keeps less than half of its length depends on the others: it is dropped, since a QR would
+    replace it by an arbitrary direction.
+    """
+    new = remove(remove(directions.double().T, basis), basis).T
+    if 0 in new.shape:
+        return basis
+    q, r, _ = scipy.linalg.qr(new.cpu().numpy(), mode="economic", pivoting=True)
+    kept = int((np.abs(np.diagonal(r)) > 0.5).sum())  # the diagonal falls
+    kept = min(kept, basis.shape[0] - basis.shape[1])
+    return torch.cat([basis, torch.from_numpy(q[:, :kept].copy()).to(basis)], dim=1)

@@ -1,0 +1,5 @@
+"""Makes torchvision importable beside a torch that its operators do not fit, before any test imports it."""
+
+from cfl.streams.torchvision_fix import import_torchvision
+
+import_torchvision()

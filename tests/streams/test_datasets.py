@@ -1,0 +1,190 @@
+"""Loading data sets: npz files, torchvision's folders, and the errors for missing and damaged ones."""
+
+import pickle
+import sys
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+
+from cfl.errors import ConfigError, DataError
+from cfl.streams import torchvision_fix
+from cfl.streams.datasets import digits, load, pooled
+
+
+@pytest.fixture(autouse=True)
+def no_data_root(monkeypatch):
+    monkeypatch.delenv("CFL_DATA", raising=False)
+
+
+def _arrays(colour: bool = False) -> dict[str, np.ndarray]:
+    draws = np.random.default_rng(0)
+    shape = (4, 5, 3) if colour else (4, 5)
+    return {
+        "x_train": draws.integers(0, 256, (6, *shape), dtype=np.uint8),
+        "y_train": np.arange(6) % 10,
+        "x_test": draws.integers(0, 256, (2, *shape), dtype=np.uint8),
+        "y_test": np.array([9, 0]),
+    }
+
+
+def test_npz_becomes_channel_first(tmp_path, monkeypatch):
+    grey, colour = _arrays(), _arrays(colour=True)
+    np.savez(tmp_path / "mnist.npz", **grey)
+    np.savez(
+        tmp_path / "cifar10.npz", **{**colour, "y_test": colour["y_test"][:, None]}
+    )  # Keras keeps labels as (n, 1)
+
+    found = load("mnist", tmp_path)
+    assert found.x_train.shape == (6, 1, 4, 5) and found.x_train.dtype == torch.uint8
+    assert (found.x_train[:, 0].numpy() == grey["x_train"]).all()
+    assert found.y_test.dtype == torch.int64 and found.y_test.tolist() == [9, 0]
+
+    monkeypatch.setenv("CFL_DATA", str(tmp_path))
+    found = load("cifar10")
+    assert found.x_test.shape == (2, 3, 4, 5) and found.y_test.tolist() == [9, 0]
+    for channel in range(3):
+        assert (found.x_test[:, channel].numpy() == colour["x_test"][..., channel]).all()
+
+
+def test_torchvision_layout_is_read(tmp_path):
+    """MNIST's raw files: big-endian magic number (0x0801 labels, 0x0803 images), sizes, then bytes."""
+    arrays, raw = _arrays(), tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part, prefix in (("train", "train"), ("test", "t10k")):
+        x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
+        head = np.array([0x0803, *x.shape], dtype=">i4").tobytes()
+        (raw / f"{prefix}-images-idx3-ubyte").write_bytes(head + x.tobytes())
+        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(
+            np.array([0x0801, len(y)], dtype=">i4").tobytes() + y.astype(np.uint8).tobytes()
+        )
+    found = load("mnist", tmp_path)
+    assert (found.x_train[:, 0].numpy() == arrays["x_train"]).all() and found.y_train.tolist() == [0, 1, 2, 3, 4, 5]
+    assert (found.x_test[:, 0].numpy() == arrays["x_test"]).all() and found.y_test.tolist() == [9, 0]
+
+
+def test_damaged_torchvision_folder_is_a_data_error(tmp_path):
+    folder = tmp_path / "cifar-100-python"
+    folder.mkdir()
+    for name in ("train", "test", "meta"):
+        (folder / name).write_bytes(pickle.dumps({}))  # torchvision checks the files' checksums
+    with pytest.raises(DataError, match="cifar-100-python.*--download"):
+        load("cifar100", tmp_path)
+
+
+def test_nothing_is_downloaded_unasked(tmp_path, monkeypatch):
+    asked = []
+
+    class Fake:
+        def __init__(self, root, train, download):
+            asked.append((root, download))
+            part = "train" if train else "test"
+            self.data, self.targets = _arrays()[f"x_{part}"], _arrays()[f"y_{part}"]
+
+    monkeypatch.setattr("torchvision.datasets.MNIST", Fake)
+    with pytest.raises(DataError):
+        load("mnist", tmp_path)
+    assert asked == []
+    assert load("mnist", tmp_path, download=True).y_test.tolist() == [9, 0]
+    assert asked == [(str(tmp_path), True)] * 2
+
+
+def test_failed_download_is_a_data_error(tmp_path, monkeypatch):
+    def offline(root, train, download):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr("torchvision.datasets.CIFAR10", offline)
+    with pytest.raises(DataError, match="'cifar10'.*cannot download it .*no route"):
+        load("cifar10", tmp_path, download=True)
+
+
+def test_torchvision_import_mends_only_the_one_error(monkeypatch):
+    def broken(name):
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(torchvision_fix, "import_module", broken)
+    with pytest.raises(RuntimeError, match="something else"):
+        torchvision_fix.import_torchvision()
+    monkeypatch.undo()
+    assert torchvision_fix.import_torchvision() is sys.modules["torchvision"]
+
+
+def test_missing_data_names_the_places_and_the_remedies(tmp_path):
+    with pytest.raises(DataError) as error:
+        load("cifar100", tmp_path)
+    for part in (str(tmp_path / "cifar100.npz"), str(tmp_path / "cifar-100-python"), "CFL_DATA", "--data-root"):
+        assert part in str(error.value)
+    assert "--download" in str(error.value)
+    with pytest.raises(DataError, match="none is set.*CFL_DATA"):
+        load("mnist")
+    with pytest.raises(ConfigError, match="did you mean 'cifar100'"):
+        load("cifar-100", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"y_test": None}, "no array y_test"),
+        ({"x_train": np.zeros((5, 4, 5), np.uint8)}, "array y_train .* 6 labels for the 5 images"),
+        ({"x_test": np.zeros((2, 4, 4), np.uint8)}, "array x_test .*differs from x_train"),
+        ({"x_test": np.zeros((2, 20), np.uint8)}, "array x_test .*shape"),
+        ({"x_train": np.zeros((6, 4, 5), np.float32)}, "array x_train .*float32"),
+        ({"y_test": np.array([0, 10])}, r"array y_test .*outside 0\.\.9"),
+        ({"y_test": np.array([0.5, 1.0])}, "array y_test .*integers"),
+        ({"y_test": np.array([{}, 1], dtype=object)}, "array y_test .*cannot be read"),
+    ],
+)
+def test_damaged_npz_names_file_and_array(tmp_path, change, message):
+    arrays = {name: array for name, array in {**_arrays(), **change}.items() if array is not None}
+    np.savez(tmp_path / "mnist.npz", **arrays)
+    with pytest.raises(DataError, match=message) as error:
+        load("mnist", tmp_path)
+    assert "mnist.npz" in str(error.value)
+
+
+def test_file_that_is_no_npz(tmp_path):
+    np.savez(tmp_path / "whole.npz", **_arrays())
+    whole = (tmp_path / "whole.npz").read_bytes()
+    for content in (b"", b"no archive", whole[:200], whole[:150] + b"xxxx" + whole[154:]):
+        (tmp_path / "mnist.npz").write_bytes(content)
+        with pytest.raises(DataError, match="mnist.npz"):
+            load("mnist", tmp_path)
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    (tmp_path / "one.npy").rename(tmp_path / "mnist.npz")
+    with pytest.raises(DataError, match="mnist.npz"):
+        load("mnist", tmp_path)
+
+
+def test_digits_are_all_there_and_standardised():
+    found = digits()
+    assert found.x_train.shape == (1400, 64) and found.x_test.shape == (397, 64)
+    assert found.x_train.dtype == torch.float32
+    raw, labels = load_digits(return_X_y=True)
+    assert torch.equal(torch.cat([found.y_train, found.y_test]).bincount(), torch.from_numpy(labels).bincount())
+    std = found.x_train.double().std(0, correction=0)
+    constant = raw.std(0) == 0
+    assert constant.sum() == 3  # pixels 0, 32 and 39 are blank in every digit
+    assert torch.equal(found.x_train[:, constant], torch.zeros(1400, 3))
+    assert found.x_train.double().mean(0).abs().max() < 1e-6
+    assert torch.all(((std - 1).abs() < 1e-5) | (std == 0))
+    # every sample occurs: undoing the affine map of a feature that varies gives back the same multiset of pixels
+    pixel = 20
+    everything = torch.cat([found.x_train, found.x_test])[:, pixel].double().sort().values
+    source = torch.from_numpy(np.sort(raw[:, pixel]))
+    slope = (everything[-1] - everything[0]) / (source[-1] - source[0])
+    assert torch.allclose(everything, everything[0] + slope * (source - source[0]), atol=1e-5)
+
+
+def test_digits_split_is_fixed_and_mixed():
+    first, torch_state = digits(), torch.random.get_rng_state()
+    again = digits()
+    assert torch.equal(first.x_train, again.x_train) and torch.equal(torch_state, torch.random.get_rng_state())
+    # 397 of 1,797 samples, about 178 a class: mean 39, std sqrt(178 * .22 * .78) = 5.5
+    assert (first.y_test.bincount() - 39.7).abs().max() < 5 * 5.5
+
+
+def test_pooled_holds_train_then_test():
+    found = digits()
+    pool = pooled(found)
+    assert len(pool.images) == 1797 and torch.equal(pool.images[1400], found.x_test[0]) and pool.mean is None

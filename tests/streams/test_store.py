@@ -1,0 +1,112 @@
+"""Pools, parts, tasks and streams."""
+
+import pytest
+import torch
+
+from cfl import streams
+from cfl.errors import DataError
+from cfl.streams.store import Part, Pool, Stream, Task
+
+
+def _task(name: str = "t", classes: int = 2, first: int = 0, pool: Pool | None = None) -> Task:
+    pool = pool or Pool(torch.zeros(20, 3))
+    labels = torch.tensor([0, 1])
+    return Task(
+        name, Part(pool, torch.arange(first, first + 2), labels), Part(pool, torch.tensor([8, 9]), labels), classes
+    )
+
+
+def test_gather_scales_normalises_then_permutes():
+    images = torch.randint(0, 256, (6, 2, 3, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    mean, std = torch.tensor([0.2, 0.7]).view(2, 1, 1), torch.tensor([0.5, 0.25]).view(2, 1, 1)
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(1))
+    part = Part(Pool(images, mean, std), torch.tensor([4, 1, 5]), torch.tensor([7, 8, 9]), order)
+
+    x, y = part.gather(torch.tensor([2, 0]))
+
+    assert x.dtype == torch.float32 and y.tolist() == [9, 7]
+    for sample, row in zip(x, (5, 4), strict=True):
+        for pixel in range(24):  # one pixel at a time, in plain numbers: pixel p shows the source pixel order[p]
+            channel, rest = divmod(int(order[pixel]), 12)
+            value = images[row, channel, rest // 4, rest % 4].item() / 255
+            expected = (value - mean[channel].item()) / std[channel].item()
+            assert sample.flatten()[pixel].item() == pytest.approx(expected, abs=1e-5)
+
+
+def test_gather_leaves_float_images_as_they_are():
+    images = torch.tensor([[300.0, -2.0], [1.0, 0.5]])
+    x, y = Part(Pool(images), torch.tensor([1, 0]), torch.tensor([0, 1])).gather(torch.tensor([1]))
+    assert x.tolist() == [[300.0, -2.0]] and y.tolist() == [1]
+
+
+def test_stream_to_keeps_the_one_copy_of_images():
+    pool = Pool(torch.zeros(20, 3), torch.zeros(3), torch.ones(3))
+    order = torch.tensor([2, 0, 1])
+    parts = [Part(pool, torch.tensor([i]), torch.tensor([0]), order) for i in range(4)]
+    stream = Stream("s", (Task("a", parts[0], parts[1], 1), Task("b", parts[2], parts[3], 1)), (3,), False)
+
+    moved = stream.to("cuda" if torch.cuda.is_available() else "cpu")
+
+    everything = [part for task in moved.tasks for part in (task.train, task.test)]
+    assert len(moved) == 2 and moved.tasks[1].name == "b"
+    assert len({id(part.pool) for part in everything}) == 1
+    assert len({id(part.permutation) for part in everything}) == 1
+
+
+def test_stream_refuses_what_cannot_be_trained():
+    with pytest.raises(DataError, match="no task"):
+        Stream("s", (), (3,), False)
+    with pytest.raises(DataError, match=r"\[2, 3\] classes"):
+        Stream("s", (_task(), _task(classes=3)), (3,), False)
+    assert len(Stream("s", (_task(), _task(classes=3)), (3,), True)) == 2
+    with pytest.raises(DataError, match=r"shape \(3,\), not \(4,\)"):
+        Stream("s", (_task(),), (4,), False)
+
+
+def test_task_and_part_refuse_bad_samples():
+    pool = Pool(torch.zeros(4, 3))
+    one = Part(pool, torch.tensor([0]), torch.tensor([0]))
+    with pytest.raises(DataError, match="sample id twice"):
+        _task(first=8)  # the test part has the rows 8 and 9
+    with pytest.raises(DataError, match=r"\[0, 1\]"):
+        _task(classes=1)
+    with pytest.raises(DataError, match="no test samples"):
+        Task("t", one, Part(pool, torch.tensor([]).long(), torch.tensor([]).long()), 1)
+    with pytest.raises(DataError, match="index and targets"):
+        Part(pool, torch.tensor([0, 1]), torch.tensor([0]))
+    with pytest.raises(DataError, match="float64"):
+        Pool(torch.zeros(2, 2, dtype=torch.float64))
+
+
+def test_from_tensors_single_head_keeps_labels():
+    x = torch.arange(12.0).view(6, 2)
+    y = torch.tensor([0, 1, 2, 0, 1, 2])
+    stream = streams.from_tensors([(x, y, x + 100, y), (x + 200, y * 2, x[:1] + 300, y[:1])], name="mine")
+
+    assert (stream.name, stream.multi_head, stream.input_shape) == ("mine", False, (2,))
+    assert [task.classes for task in stream.tasks] == [5, 5]  # the largest label is 2 * 2
+    second = stream.tasks[1]
+    assert torch.equal(second.train.gather(torch.arange(6))[0], x + 200)
+    assert torch.equal(second.test.gather(torch.tensor([0]))[0], x[:1] + 300)
+    assert torch.equal(second.train.targets, y * 2)
+
+
+def test_from_tensors_multi_head_counts_labels_from_zero():
+    x = torch.zeros(3, 1, 2, 2, dtype=torch.uint8)
+    a, b = torch.tensor([7, 4, 7]), torch.tensor([1, 2, 9])
+    stream = streams.from_tensors([(x, a, x, a), (x, b, x, b)], multi_head=True)
+    assert [task.name for task in stream.tasks] == ["classes 4 7", "classes 1 2 9"]
+    assert [task.train.targets.tolist() for task in stream.tasks] == [[1, 0, 1], [0, 1, 2]]
+    assert [task.classes for task in stream.tasks] == [2, 3]
+
+
+def test_from_tensors_names_what_is_wrong():
+    x, y = torch.zeros(3, 2), torch.tensor([0, 1, 0])
+    with pytest.raises(DataError, match="train labels of task 1"):
+        streams.from_tensors([(x, y, x, y), (x, y[:2], x, y)])
+    with pytest.raises(DataError, match="differ"):
+        streams.from_tensors([(x, y, x, y), (x.byte(), y, x, y)])
+    with pytest.raises(DataError, match="no task"):
+        streams.from_tensors([])
+    with pytest.raises(DataError, match=r"\[-1, 0\]"):
+        streams.from_tensors([(x, -y, x, y)])
