@@ -154,7 +154,9 @@ def _fail(text: str, code: int) -> None:
 
 def _usage(error: click.UsageError) -> str:
     text = error.format_message()
-    if error.ctx and isinstance(error.ctx.command, click.Group) and "did you mean" not in text.lower():
+    if error.ctx and isinstance(error.ctx.command, click.Group) and text.startswith("No such command"):
+        # click and typer both add a suggestion in some versions and none in others; one of ours is put in their place.
+        text = text.partition(" Did you mean")[0]
         commands = error.ctx.command.list_commands(error.ctx)
         near = get_close_matches(text.partition("'")[2].partition("'")[0], commands, n=1, cutoff=0.4)
         return f"{text} {f'Did you mean {near[0]!r}?' if near else 'Known: ' + ', '.join(commands)}"
@@ -249,9 +251,15 @@ def _parameters(builder: Callable[..., Any]) -> list[dict[str, Any]]:
     """Rows of a model builder's own parameters: those after input shape and number of outputs."""
     import inspect
 
-    own = list(inspect.signature(builder).parameters.values())[2:]
+    own = list(inspect.signature(builder, eval_str=True).parameters.values())[2:]
     return [
-        {"name": one.name, "default": one.default, "range": str(one.annotation), "help": "", "source": ""}
+        {
+            "name": one.name,
+            "default": one.default,
+            "range": inspect.formatannotation(one.annotation).replace("collections.abc.", ""),
+            "help": "",
+            "source": "",
+        }
         for one in own
     ]
 

@@ -6,6 +6,7 @@ Layers, later ones win: defaults, the benchmark's preset (`cfl/presets/<benchmar
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args, get_type_hints
@@ -214,7 +215,7 @@ def _check_keys(data: Mapping[str, Any], section: type[BaseModel], prefix: str, 
     for name, value in data.items():
         field = section.model_fields.get(name)
         if field is None:
-            raise unknown("option", f"{prefix}{name}", _option_names(method))
+            raise _unknown_option(f"{prefix}{name}", method)
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             if not isinstance(value, Mapping):
@@ -222,7 +223,17 @@ def _check_keys(data: Mapping[str, Any], section: type[BaseModel], prefix: str, 
                 raise ConfigError(f"{prefix}{name} is a group of options, not {value!r}; set one of {inner}")
             _check_keys(value, kind, f"{prefix}{name}.", method)
         elif isinstance(value, Mapping) and "dict" not in str(kind):
-            raise unknown("option", f"{prefix}{name}.{next(iter(value), '')}", _option_names(method))
+            raise _unknown_option(f"{prefix}{name}.{next(iter(value), '')}", method)
+
+
+def _unknown_option(dotted: str, method: str) -> ConfigError:
+    names = list(_option_names(method))
+    # The group is what users forget most: "threshold" is meant to find strategy.threshold.
+    by_leaf = {name.rpartition(".")[2]: name for name in reversed(names)}
+    near = [] if "." in dotted else get_close_matches(dotted, by_leaf, n=1, cutoff=0.7)
+    if near:
+        return ConfigError(f"unknown option '{dotted}'; did you mean '{by_leaf[near[0]]}'?")
+    return unknown("option", dotted, names)
 
 
 def _option_names(method: str) -> Iterable[str]:

@@ -45,7 +45,8 @@ def adam(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_dec
         grads = _decayed(grads, params, weight_decay)
         step_size = lr / (1 - beta1 ** (step + 1))
         correction = (1 - beta2 ** (step + 1)) ** 0.5
-        new_params, new_state = {}, {}
+        new_params: Tree = {}
+        new_state: Tree = {}
         for name, grad in grads.items():
             mean = torch.lerp(state[f"mean/{name}"], grad, 1 - beta1)
             square = torch.addcmul(state[f"square/{name}"] * beta2, grad, grad, value=1 - beta2)

@@ -18,7 +18,7 @@ from cfl.errors import unknown
 class Registry:
     """Names to objects: built-in ones register as their modules are imported, others come by entry point.
 
-    kind: the word that errors use; group: the entry-point group; home: the package whose import registers the built-ins.
+    kind: the word that errors use; group: the entry-point group; home: the package that registers the built-ins.
     """
 
     def __init__(self, kind: str, group: str, home: str) -> None:

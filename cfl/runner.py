@@ -1,7 +1,7 @@
 """The round loop: a run is a schedule of rounds, and each one is broadcast, local work, sum, and the server's step.
 
-Nothing here knows a method's name. All randomness is keyed by (seed, task, phase, round, client, purpose), so the cursor
-into the schedule is all that a resumed run needs beside the server's and the clients' trees.
+Nothing here knows a method's name. All randomness is keyed by (seed, task, phase, round, client, purpose), so the
+position in the schedule is all that a resumed run needs beside the server's and the clients' trees.
 """
 
 from __future__ import annotations
@@ -120,16 +120,16 @@ class _Run:
         )
         server = {"params": self.model.params, **self.strategy.init_server(self.model.params, self.model)}
         self.state = RunState(server, len(stream))
-        self.fingerprint = checkpoint.fingerprint(configuration.dump(config))
+        hooks = {owner: repr(member) for owner, member in self.chain.members.items()}
+        self.fingerprint = checkpoint.fingerprint({**configuration.dump(config), "hooks": hooks})
         self.clock = time.monotonic()
 
     def start(self, resume: bool) -> None:
         """Write the configuration, or take up the last checkpoint; tell the user what is about to run."""
         if self.folder is not None:
-            found = (
-                checkpoint.load_latest(self.folder.checkpoints, self.fingerprint, self.sink.note) if resume else None
-            )
-            if found is not None:
+            if not resume:
+                checkpoint.clear(self.folder.checkpoints)
+            elif found := checkpoint.load_latest(self.folder.checkpoints, self.fingerprint, self.sink.note):
                 self.state.restore(*found, device=self.device)
             self.folder.write_config(configuration.dump(self.config))
             self.folder.truncate_rounds(self.state.position)
@@ -283,9 +283,8 @@ class _Run:
         smallest = min((len(dealt.rows[id]) for id in dealt.owners), default=0)
         if smallest == 0:
             raise ConfigError(f"no client holds data of task {task}; lower partition.clients")
-        if (
-            batch > smallest and partition.name != "dirichlet"
-        ):  # there, sizes are up to the draw: short batches are fine
+        by_chance = partition.name == "dirichlet"  # a draw may leave a client less than a batch: it then trains on that
+        if batch > smallest and not by_chance:
             raise ConfigError(
                 f"local.batch_size={batch} is more than the {smallest} samples that a client has of task {task}; "
                 f"set local.batch_size to at most {smallest}, or lower partition.clients"

@@ -36,7 +36,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class LoopEngine:
-    """weights: of a client in the mean, its samples or 1; on_bad_update: "raise" UpdateError or "exclude" the client."""
+    """Clients one by one.
+
+    weights: of a client in the mean, its samples or 1; on_bad_update: "raise" UpdateError or "exclude" the client.
+    """
 
     model: Model
     strategy: Strategy
@@ -50,7 +53,7 @@ class LoopEngine:
     def round(
         self, info: RoundInfo, shared: Parts, states: Mapping[int, Tree], clients: Sequence[Client], lr: float
     ) -> Outcome:
-        """Run one round over the cohort's clients, in ascending id. Raises UpdateError for uploads that are not finite."""
+        """One round over the cohort's clients, in ascending id. Raises UpdateError for an upload that is not finite."""
         step = LocalStep(self.model, info.task, info.frozen, self.chain, self.optimizer)
         outcome, weight_sum, losses = Outcome(), 0.0, []
         for client in clients:
@@ -79,7 +82,8 @@ class LoopEngine:
         self, step: LocalStep, info: RoundInfo, shared: Parts, state: Tree, client: Client, lr: float
     ) -> tuple[Parts, Tree, float]:
         """One client's uploads, new state and mean loss of its last local epoch."""
-        params, uploads, loss = shared["params"], {}, 0.0
+        uploads: Parts = {}
+        params, loss = shared["params"], 0.0
         if info.phase.train:
             trained, steps, loss = self._train(step, info, shared, state, client, lr)
             ctx = step.context(shared, state, steps, rng.key(info.key, "finish", client.id))
@@ -112,8 +116,8 @@ class LoopEngine:
     def _reject(self, client: int, info: RoundInfo) -> None:
         if self.on_bad_update == "raise":
             raise UpdateError(
-                f"client {client} sent an update with NaN or infinity (task {info.task}, phase {info.phase.name}, round "
-                f"{info.round}); lower local.lr, or leave such clients out with on_bad_update=exclude"
+                f"client {client} sent an update with NaN or infinity (task {info.task}, phase {info.phase.name}, "
+                f"round {info.round}); lower local.lr, or leave such clients out with on_bad_update=exclude"
             )
 
 

@@ -2,10 +2,10 @@
 
 The order is: `augment`, then the gradient of the mean loss plus all `penalty` terms, as changed by `around`; `adjust`;
 the optimiser's step. `finish` runs once, after the last step. The strategy's hooks run first, then the regularizers' in
-the order in which the user lists them; `around` of the last one is outermost; hooks of a `hard_constraint` adjust last.
+the order in which the user lists them; `around` of the last is outermost; hooks of a `hard_constraint` adjust last.
 
-Hooks are pure: they take tensors and return tensors, write to nothing that they are given, draw random numbers only from
-generators made from ctx.key, and do not branch on the values of tensors.
+Hooks are pure: they take tensors and return tensors, write to nothing that they are given, draw random numbers only
+from generators made from ctx.key, and do not branch on the values of tensors.
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ class Chain:
         return grads
 
     def finish(self, params: Tree, ctx: Ctx, steps: int) -> tuple[Parts, Tree]:
-        uploads, states = {}, {}
+        uploads: Parts = {}
+        states: Tree = {}
         for owner, member in self.members.items():
             upload, state = member.finish(params, _own(ctx, owner), steps)
             states |= {f"{owner}/{name}": leaf for name, leaf in state.items()}

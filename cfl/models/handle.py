@@ -1,4 +1,4 @@
-"""A handle on any `nn.Module`: its parameters as a tree, its heads per task, its layers and their inputs, by inspection.
+"""A handle on any `nn.Module`, by inspection: parameters as a tree, heads per task, layers and their inputs.
 
 Names in the tree are the module's own. What belongs to one task (the head of a task-incremental stream, the running
 statistics of normalisation layers) carries the task after an "@": `head.weight@3`.
@@ -57,7 +57,7 @@ class Layer:
         x = F.pad(x, _margins(conv), mode=mode)
         channels = x.shape[1] // self.groups
         x = x[:, self.group * channels : (self.group + 1) * channels]
-        return F.unfold(x, conv.kernel_size, dilation=conv.dilation, stride=conv.stride).transpose(1, 2)  # type: ignore[arg-type]
+        return F.unfold(x, conv.kernel_size, dilation=conv.dilation, stride=conv.stride).transpose(1, 2)
 
 
 class Model:

@@ -57,7 +57,7 @@ class FOT(Strategy):
     )  # fmt: skip
     max_patches: int = option(0, "patches taken of an image, drawn at random (0: all)", at_least=0)
     project_at: str = option(
-        "client", "who removes the known span; at the server coverage is estimated from the sketch, and the basis stays",
+        "client", "who removes the known span (the server: no basis goes down, coverage comes from the sketch)",
         source="eq. 8", choices=("client", "server"),
     )  # fmt: skip
     participants: str = option("all", "clients in GPSE", source="code: sampled", choices=("all", "sampled"))
@@ -75,19 +75,19 @@ class FOT(Strategy):
             raise ConfigError(
                 f"strategy.criterion={self.criterion} needs |X*| of each client: use strategy.project_at=client"
             )
+        if self.model == "local" and self.participants == "all":
+            raise ConfigError("strategy.model=local sketches the last cohort: use strategy.participants=sampled")
 
     def plan(self, task: int, tasks: int, rounds: int) -> list[Phase]:
         if task == tasks - 1 and not self.after_last_task:
             return [Phase("train", rounds)]
-        if self.model == "global":
-            who = "available" if self.participants == "all" else "sampled"
-            phases = [Phase("train", rounds), Phase("gpse", cohort=who, train=False, work=True)]
-        elif self.participants == "sampled":  # the authors' code: GPSE rides on the last training round
+        if self.model == "local":  # the authors' code: GPSE rides on the last training round
             phases = [Phase("train", rounds - 1), Phase("train+gpse", work=True)]
         else:
-            raise ConfigError(
-                "strategy.model=local sketches the last round's cohort: use strategy.participants=sampled"
+            gpse = Phase(
+                "gpse", cohort="available" if self.participants == "all" else "sampled", train=False, work=True
             )
+            phases = [Phase("train", rounds), gpse]
         coverage = Phase("coverage", cohort="available", train=False, work=True, diagnostic=True)
         return [*phases, coverage] if self.measure_coverage else phases
 
@@ -134,8 +134,8 @@ class FOT(Strategy):
         up: Tree = {}
         for layer in watched:
             energies = sums[layer.name].energies
-            if not diagnostic:
-                up[f"sketch/{layer.name}"] = sums[layer.name].release().to(params[layer.weight].dtype)
+            if (released := sums[layer.name].release()) is not None:
+                up[f"sketch/{layer.name}"] = released.to(params[layer.weight].dtype)
             if diagnostic or at_client and self.criterion == "energy":
                 up[f"energy/{layer.name}"] = energies  # |X|^2, |X*|^2
             elif at_client:  # n_i and n_i |X*| / |X|: the server gets the mean ratio of norms, weighted by n_i
@@ -145,7 +145,7 @@ class FOT(Strategy):
 
     def absorb(self, server: Server, mean: Parts, info: RoundInfo, lr: float) -> Server:
         layers = self._projected(info.model)
-        new = super().absorb(server, mean, info, lr)
+        new = dict(super().absorb(server, mean, info, lr))
         if info.phase.train:  # FedProject: the whole step of the server, whatever rule made it (eq. 5-7)
             new["params"] = project_step(server["params"], new["params"], server["basis"], layers, self._augment)
         if info.phase.diagnostic:
@@ -193,7 +193,8 @@ class FOT(Strategy):
         columns = max(1, round(mult * known.shape[0]))
         by_sample = self.draw == "sample"
         key = rng.key(info.key, "sketch", layer.name, *(() if by_sample else (client.id,)))
-        if self.sketch == "gram" or not by_sample and self.distribution == "normal":
+        few = isinstance(layer.module, nn.Linear) and len(client) < known.shape[0]  # fewer vectors than dimensions
+        if self.sketch == "gram" or not by_sample and self.distribution == "normal" and not few:
             return Gram(known, None if self.sketch == "gram" else columns, key)
         return Direct(known, columns, key, by_sample=by_sample, distribution=self.distribution)
 

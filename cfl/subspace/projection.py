@@ -41,13 +41,12 @@ def project_step(old: Tree, new: Tree, bases: Mapping[str, Tensor], layers: Iter
         basis = bases[layer.name]
         if basis.shape[1] == 0:
             continue
-        columns = [
-            _rows(new[name], layer).double() - _rows(old[name], layer).double() for name in names(layer, augment)
-        ]
+        covered = names(layer, augment)
+        columns = [_rows(new[name], layer).double() - _rows(old[name], layer).double() for name in covered]
         step = torch.cat(columns, dim=1)
         step = torch.zeros_like(step) if basis.shape[1] == basis.shape[0] else remove(step, basis)
         parts = step.split([column.shape[1] for column in columns], dim=1)
-        for name, part in zip(names(layer, augment), parts, strict=True):
+        for name, part in zip(covered, parts, strict=True):
             whole = result[name].clone()
             before = old[name][layer.rows]
             whole[layer.rows] = (before.double() + part.reshape(before.shape)).to(before.dtype)

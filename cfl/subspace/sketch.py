@@ -20,6 +20,10 @@ class Energies:
         """Take in inputs (batch, positions, d) of the samples `ids` (batch,)."""
         self._residual(inputs.flatten(0, 1))
 
+    def release(self) -> Tensor | None:
+        """What goes up beside the energies: nothing."""
+        return None
+
     def _residual(self, rows: Tensor) -> Tensor:
         rows = rows.double()
         residual = rows - (rows @ self.basis) @ self.basis.T  # eq. 8
@@ -30,9 +34,9 @@ class Energies:
 class Gram(Energies):
     """Running X* X*^T: memory d^2 however many vectors there are.
 
-    columns: None to release the Gram matrix itself, packed; else the sketch's s. A sketch A = X* G with G normal has the
-    law of L Z, where L L^T = X* X*^T and Z (d, s) is normal: each column of either is N(0, X* X*^T). Drawing Z takes
-    d x s numbers in place of n x s.
+    columns: None to release the Gram matrix itself, packed; else the sketch's s. A sketch A = X* G with G normal has
+    the law of L Z, where L L^T = X* X*^T and Z (d, s) is normal: each column of either is N(0, X* X*^T). Drawing Z
+    takes d x s numbers in place of n x s.
     """
 
     def __init__(self, basis: Tensor, columns: int | None, key: int) -> None:
@@ -67,10 +71,9 @@ class Direct(Energies):
         self.source = rng.generator(key)
 
     def add(self, inputs: Tensor, ids: Tensor) -> None:
-        for sample, rows in (
-            zip(ids.tolist(), inputs, strict=True) if self.by_sample else [(None, inputs.flatten(0, 1))]
-        ):
-            source = self.source if sample is None else rng.generator(rng.key(self.key, sample))
+        parts = zip(ids.tolist(), inputs, strict=True) if self.by_sample else [(-1, inputs.flatten(0, 1))]
+        for sample, rows in parts:
+            source = rng.generator(rng.key(self.key, sample)) if self.by_sample else self.source
             shape = (rows.shape[0], self.matrix.shape[1])
             draw = torch.rand if self.uniform else torch.randn
             g = draw(shape, dtype=torch.float64, generator=source).to(rows.device)
@@ -82,7 +85,7 @@ class Direct(Energies):
 
 
 def some_patches(inputs: Tensor, ids: Tensor, most: int, key: int) -> Tensor:
-    """At most `most` of the positions of each sample, drawn by (key, sample); 0 takes all. inputs: (batch, positions, d)."""
+    """At most `most` of the positions (batch, positions, d) of each sample, drawn by (key, sample); 0 takes all."""
     positions = inputs.shape[1]
     if not 0 < most < positions:
         return inputs

@@ -1,0 +1,232 @@
+"""Orthonormal bases: projection, spectra, rank rules and expansion, against closed forms and NumPy."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from cfl.subspace import basis as bases
+
+
+def _random(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def _orthonormal(size, rank, seed=0):
+    return torch.linalg.qr(_random(size, rank, seed=seed)).Q
+
+
+# --- remove ---------------------------------------------------------------------------------------------------------
+
+
+def test_remove_by_hand():
+    # Rows (1, 2) and (3, 4); the basis is the unit vector (0.6, 0.8): inner products 2.2 and 5.
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64)
+    basis = torch.tensor([[0.6], [0.8]], dtype=torch.float64)
+    expected = torch.tensor([[1 - 2.2 * 0.6, 2 - 2.2 * 0.8], [3 - 5 * 0.6, 4 - 5 * 0.8]], dtype=torch.float64)
+    torch.testing.assert_close(bases.remove(x, basis), expected, atol=1e-15, rtol=0)
+
+
+def test_remove_is_the_orthogonal_projection():
+    x, other, basis = _random(4, 27), _random(4, 27, seed=1), _orthonormal(27, 5)
+    rest = bases.remove(x, basis)
+    assert (rest @ basis).abs().max() < 1e-14 * x.norm()
+    torch.testing.assert_close(bases.remove(rest, basis), rest, atol=1e-12, rtol=0)  # idempotent
+    left, right = (rest * other).sum(), (x * bases.remove(other, basis)).sum()
+    torch.testing.assert_close(left, right, atol=1e-12, rtol=0)  # self-adjoint
+    linear = bases.remove(2 * x - 3 * other, basis)
+    torch.testing.assert_close(linear, 2 * rest - 3 * bases.remove(other, basis), atol=1e-12, rtol=0)
+    assert rest.norm() <= x.norm()
+    torch.testing.assert_close(x.square().sum(), rest.square().sum() + (x @ basis).square().sum())  # Pythagoras
+
+
+def test_remove_works_on_the_input_side():
+    # A square update could hide a transposed projection; the left-sided one leaves the component on the inputs.
+    x, basis = _random(27, 27), _orthonormal(27, 5)
+    left_sided = x - basis @ (basis.T @ x)
+    assert (left_sided @ basis).abs().max() > 0.1
+    assert (bases.remove(x, basis) @ basis).abs().max() < 1e-13
+
+
+def test_remove_with_an_empty_and_a_full_basis():
+    x = _random(4, 6)
+    assert bases.remove(x, bases.empty(6)) is x
+    assert bases.empty(6).shape == (6, 0) and bases.empty(6).dtype == torch.float64
+    full = torch.eye(6, dtype=torch.float64)
+    assert torch.equal(bases.remove(x, full), torch.zeros_like(x))
+
+
+def test_remove_keeps_the_precision_of_its_input():
+    x, basis = _random(4, 27).float(), _orthonormal(27, 5)
+    rest = bases.remove(x, basis)
+    assert rest.dtype == torch.float32
+    assert (rest.double() @ basis).abs().max() < 27 * 1.2e-7 * float(x.norm())  # d roundings of float32
+
+
+# --- spectrum -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(8, 40), (8, 8), (8, 3), (1, 5)])
+def test_spectrum_is_that_of_the_svd(shape):
+    a = _random(*shape)
+    vectors, squared = bases.spectrum(a)
+    expected = np.zeros(shape[0])
+    singular = np.linalg.svd(a.numpy(), compute_uv=False)
+    expected[: len(singular)] = singular**2
+    np.testing.assert_allclose(squared.numpy(), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(vectors.T @ vectors, torch.eye(shape[0], dtype=torch.float64), atol=1e-13, rtol=0)
+    torch.testing.assert_close((vectors * squared) @ vectors.T, a @ a.T, atol=1e-12, rtol=0)
+
+
+def test_spectrum_of_a_gram_matrix_is_that_of_its_factor():
+    a = _random(8, 40)
+    for from_a, from_gram in zip(bases.spectrum(a), bases.spectrum(a @ a.T, gram=True), strict=True):
+        torch.testing.assert_close(from_a.abs(), from_gram.abs(), atol=1e-12, rtol=1e-12)  # vectors up to sign
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("gram", [False, True])
+def test_spectrum_counts_no_rounding_noise(dtype, gram):
+    a = _random(30, 4) @ _random(4, 100, seed=1)  # rank 4
+    a = (a @ a.T if gram else a).to(dtype)
+    assert int((bases.spectrum(a, gram=gram)[1] > 0).sum()) == 4
+
+
+def test_spectrum_of_zero_is_zero_and_of_nan_an_error():
+    vectors, squared = bases.spectrum(torch.zeros(5, 9))
+    assert torch.equal(squared, torch.zeros(5, dtype=torch.float64)) and torch.isfinite(vectors).all()
+    for bad in (math.nan, math.inf):
+        a = torch.zeros(5, 9)
+        a[2, 3] = bad
+        with pytest.raises(ValueError, match="NaN or an infinity"):
+            bases.spectrum(a)
+
+
+@pytest.mark.parametrize("gram", [False, True])
+def test_residual_spectrum_is_the_spectrum_of_the_projected_sketch(gram):
+    a, basis = _random(9, 30), _orthonormal(9, 3, seed=1)
+    projector = torch.eye(9, dtype=torch.float64) - basis @ basis.T
+    rest = projector @ a
+    vectors, squared, remaining = bases.residual_spectrum(a @ a.T if gram else a, basis, gram=gram)
+    expected = np.linalg.svd(rest.numpy(), compute_uv=False) ** 2
+    np.testing.assert_allclose(squared.numpy()[:6], expected[:6], rtol=1e-11)
+    assert torch.equal(squared[6:], torch.zeros(3, dtype=torch.float64))  # 9 - 3 directions remain
+    assert (basis.T @ vectors[:, :6]).abs().max() < 1e-13
+    assert remaining == pytest.approx(float(rest.square().sum() / a.square().sum()), rel=1e-12)
+
+
+def test_residual_share_at_its_ends():
+    basis = _orthonormal(9, 3)
+    assert bases.residual_spectrum(torch.zeros(9, 4), basis)[2] == 0.0
+    assert bases.residual_spectrum(_random(9, 4), bases.empty(9))[2] == 1.0
+    assert bases.residual_spectrum(basis @ _random(3, 4), basis)[2] < 1e-28
+
+
+# --- choose_rank ----------------------------------------------------------------------------------------------------
+
+# Ranks for squared singular values exp(-j / 10), j = 0..99, threshold 0.9, by the rules' formulas (own check below).
+RANKS = {
+    0.0: (24, 24, 0),
+    0.25: (21, 22, 1),
+    0.5: (17, 20, 1),
+    0.75: (10, 17, 2),
+    0.87: (3, 13, 4),
+    0.9: (0, 12, 5),
+    0.95: (0, 9, 7),
+    0.99: (0, 1, 11),
+}
+
+
+@pytest.mark.parametrize("share", RANKS)
+@pytest.mark.filterwarnings("ignore:FOT's eq. 12")
+def test_rank_rules_on_a_geometric_spectrum(share):
+    squared = torch.exp(-torch.arange(100, dtype=torch.float64) / 10)
+    rho = math.sqrt(1 - share)  # |X*| / |X| where the basis covers `share` of the energy
+    found = tuple(
+        bases.choose_rank(squared, covered, 0.9, criterion)
+        for criterion, covered in (("energy", share), ("norm_ratio", rho), ("eq12", rho))
+    )
+    assert found == RANKS[share]
+
+
+@pytest.mark.parametrize("share", RANKS)
+def test_energy_ranks_from_the_closed_form(share):
+    # The geometric series gives f_r = (1 - q^r) / (1 - q^100), q = exp(-1 / 10): solve c + (1 - c) f_r >= 0.9 for r.
+    q, wanted = math.exp(-0.1), (0.9 - share) / (1 - share)
+    rank = 0 if wanted <= 1e-12 else math.ceil(math.log(1 - wanted * (1 - q**100)) / math.log(q))
+    assert RANKS[share][0] == rank
+
+
+def test_threshold_of_one_and_zero_and_minimum():
+    squared = torch.tensor([4.0, 2.0, 1.0, 0.0], dtype=torch.float64)
+    assert bases.choose_rank(squared, 0.0, 1.0) == 3  # the numerical rank
+    assert bases.choose_rank(squared, 0.0, 0.0) == 0
+    assert bases.choose_rank(squared, 0.95, 0.9) == 0
+    assert bases.choose_rank(squared, 0.95, 0.9, min_rank=2) == 2
+    assert bases.choose_rank(squared, 0.95, 0.9, min_rank=9) == 3  # there are no more directions
+    assert bases.choose_rank(torch.zeros(4, dtype=torch.float64), 0.0, 0.9, min_rank=1) == 0
+    assert bases.choose_rank(squared, 1.0, 1.0) == 0  # all is covered: what is left is rounding noise
+
+
+def test_energy_rule_meets_its_threshold_exactly_at_a_tie():
+    squared = torch.tensor([5.0, 3.0, 1.0, 1.0], dtype=torch.float64)
+    assert bases.choose_rank(squared, 0.0, 0.8) == 2  # (5 + 3) / 10, whatever the rounding of 0.8
+    assert bases.choose_rank(squared, 0.5, 0.9) == 2  # 0.5 + 0.5 * 0.8
+
+
+def test_the_printed_rule_warns_and_unknown_rules_fail():
+    squared = torch.ones(3, dtype=torch.float64)
+    with pytest.warns(UserWarning, match="protects nothing in the first task"):
+        assert bases.choose_rank(squared, 1.0, 0.9, "eq12") == 0
+    with pytest.raises(ValueError, match="energy, norm_ratio or eq12"):
+        bases.choose_rank(squared, 0.0, 0.9, "no such rule")
+
+
+# --- expand ---------------------------------------------------------------------------------------------------------
+
+
+def test_twenty_expansions_stay_orthonormal_and_keep_old_columns():
+    basis = bases.empty(100)
+    for number in range(20):
+        directions = torch.nn.functional.normalize(_random(100, 4, seed=number), dim=0)
+        new = bases.expand(basis, directions)
+        assert torch.equal(new[:, : basis.shape[1]], basis)  # to the bit
+        assert (bases.remove(directions.T, new)).abs().max() < 1e-12  # and the new directions are in the span
+        basis = new
+    assert basis.shape == (100, 80)
+    assert (basis.T @ basis - torch.eye(80, dtype=torch.float64)).abs().max() < 1e-12
+
+
+def test_a_dependent_direction_is_dropped_not_replaced():
+    basis = _orthonormal(10, 3)
+    inside = basis @ torch.tensor([[0.6], [0.8], [0.0]], dtype=torch.float64)
+    assert torch.equal(bases.expand(basis, inside), basis)
+    fresh = torch.nn.functional.normalize(_random(10, 1, seed=5), dim=0)
+    new = bases.expand(basis, torch.cat([fresh, inside, fresh], dim=1))
+    assert new.shape == (10, 4)  # of three directions one is new, in whatever order they come
+    assert bases.remove(fresh.T, new).abs().max() < 1e-13
+
+
+def test_a_nearly_dependent_direction_does_not_spoil_orthogonality():
+    basis = _orthonormal(50, 10)
+    outside = bases.remove(_random(1, 50, seed=3), basis).T
+    mixed = basis[:, :1] + 1.5 * outside / outside.norm()  # keeps 1.5 / sqrt(3.25) = 0.83 of its length
+    new = bases.expand(basis, mixed / mixed.norm())
+    assert new.shape == (50, 11)
+    assert (new.T @ new - torch.eye(11, dtype=torch.float64)).abs().max() < 1e-12
+
+
+def test_a_basis_never_outgrows_its_space():
+    basis = bases.expand(bases.empty(5), _orthonormal(5, 5))
+    assert basis.shape == (5, 5)
+    more = torch.nn.functional.normalize(_random(5, 3), dim=0)
+    assert torch.equal(bases.expand(basis, more), basis)
+    assert torch.equal(bases.expand(basis, torch.zeros(5, 0)), basis)
+    assert bases.expand(bases.empty(1), torch.ones(1, 1)).abs().item() == 1.0
+
+
+def test_float32_directions_join_in_float64():
+    basis = bases.expand(bases.empty(20), _orthonormal(20, 4).float())
+    assert basis.dtype == torch.float64
+    assert (basis.T @ basis - torch.eye(4, dtype=torch.float64)).abs().max() < 1e-14

@@ -1,0 +1,137 @@
+import json
+
+import numpy as np
+import pytest
+
+from cfl import cli, runner
+from cfl.config import dump
+from cfl.report import plots, tables
+
+SMALL = ("--set", "tasks=2", "--set", "rounds=1", "--set", "model.hidden=[8]", "--set", "partition.clients=4")
+
+
+def invoke(*args):
+    """The exit status of `cfl-run` with these arguments."""
+    with pytest.raises(SystemExit) as stop:
+        cli.main(list(args))
+    return stop.value.code
+
+
+@pytest.mark.parametrize(
+    ("args", "hint"),
+    [
+        (("trian",), "'train'"),
+        (("train", "permuted-digits", "--metod", "fot"), "'--method'"),
+        (("train", "permuted-digit"), "'permuted-digits'"),
+        (("train", "permuted-digits", "--method", "fott"), "'fot'"),
+        (("train", "permuted-digits", "--local", "fedpro"), "'fedprox'"),
+        (("train", "permuted-digits", "--engine", "lop"), "'loop'"),
+        (("train", "permuted-digits", "--set", "local.lrr=1"), "'local.lr'"),
+        (("train", "permuted-digits", "--set", "partition.name=shard"), "'shards'"),
+        (("train", "permuted-digits", "--method", "fot", "--set", "strategy.threshold=0"), "(0, 1]"),
+        (("train", "permuted-digits", "--seed", "x"), "'--seed'"),
+        (("train",), "cfl-run list benchmarks"),
+        (("compare", "permuted-digits", "--methods", "fedavg,fott"), "'fot'"),
+        (("compare", "permuted-digits", "--methods", "fot", "--seeds", "2..0"), "0..2 or 0,3,5"),
+        (("describe", "fott"), "'fot'"),
+        (("list", "method"), "'methods'"),
+    ],
+)
+def test_wrong_use_exits_2_with_one_line_that_suggests(args, hint, capsys):
+    assert invoke(*args) == 2
+    streams = capsys.readouterr()
+    assert len(streams.err.splitlines()) == 1 and hint in streams.err
+    assert streams.out == ""
+
+
+def test_missing_data_exits_1_with_one_line(tmp_path, capsys):
+    args = ("train", "permuted-mnist", "--data-root", str(tmp_path), "--output", str(tmp_path / "run"), "--quiet")
+    assert invoke(*args) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_train_writes_the_folder_and_its_config_repeats_it(tmp_path, capsys):
+    first, again = tmp_path / "first", tmp_path / "again"
+    assert invoke("train", "permuted-digits", "--method", "fot", *SMALL, "--output", str(first), "--seed", "3") == 0
+    shown = capsys.readouterr().out
+    metrics = json.loads((first / "metrics.json").read_text())
+    assert f"ACC {metrics['acc']:.1%}" in shown and "after task 1" in shown
+    assert (first / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+    assert (metrics["seed"], metrics["method"], metrics["accuracy_matrix"][0][1]) == (3, "fot", None)
+
+    config = str(first / "config.yaml")
+    assert invoke("train", "--config", config, "--output", str(again), "--quiet", "--no-plot") == 0
+    assert (again / "config.yaml").read_bytes() == (first / "config.yaml").read_bytes()
+    assert json.loads((again / "metrics.json").read_text())["accuracy_matrix"] == metrics["accuracy_matrix"]
+    assert not (again / "accuracy.png").exists()
+    assert invoke("train", "--config", config, "--output", str(again), "--quiet") == 2  # holds a run already
+
+
+def test_compare_tabulates_and_skips_what_is_finished(tmp_path, capsys, monkeypatch):
+    args = ("compare", "permuted-digits", "--methods", "fedavg,fot", "--seeds", "0..1", *SMALL, "--quiet", "--matrix")
+    assert invoke(*args, "--output", str(tmp_path)) == 0
+    assert "±" in capsys.readouterr().out
+    report = json.loads((tmp_path / "compare.json").read_text())["methods"]["fot"]
+    runs = [json.loads((tmp_path / f"fot-seed{seed}" / "metrics.json").read_text())["acc"] for seed in (0, 1)]
+    assert report["acc"]["mean"] == pytest.approx(sum(runs) / 2)
+    assert report["acc"]["std"] == pytest.approx(abs(runs[0] - runs[1]) / 2)  # population std of two values
+    assert (tmp_path / "compare.png").exists()
+
+    monkeypatch.setattr(runner, "run", lambda *args, **kwargs: pytest.fail("a finished run was run again"))
+    assert invoke(*args, "--output", str(tmp_path)) == 0
+    assert invoke(*args, "--output", str(tmp_path), "--set", "local.lr=0.5") == 2  # another configuration
+
+
+def test_an_interrupted_run_says_how_to_go_on(tmp_path, capsys, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "run", interrupted)
+    assert invoke("train", "permuted-digits", "--output", str(tmp_path)) == 130
+    wanted = f"cfl-run train --config {tmp_path}/config.yaml --output {tmp_path} --resume"
+    assert wanted in capsys.readouterr().err
+
+
+def test_list_and_describe_name_sources_and_defaults(capsys):
+    assert invoke("list") == 0
+    shown = capsys.readouterr().out
+    for name in ("permuted-mnist", "fedavg", "fot", "alexnet_cl", "fedprox", "ICLR 2024"):
+        assert name in shown
+    for name, parts in {
+        "fot": ("strategy.threshold", "(0, 1]", "Table 9"),
+        "fedprox": ("regularizer.fedprox.mu",),
+        "mlp": ("model.hidden", "Sequence[int]"),
+        "permuted-mnist": ("cohort: 64", "appendix F.4"),
+    }.items():
+        assert invoke("describe", name) == 0
+        shown = capsys.readouterr().out
+        assert all(part in shown for part in parts)
+
+
+def test_the_summary_is_mean_and_population_deviation():
+    runs = [
+        {"seed": seed, "acc": acc, "fgt": 0.0, "bytes_up": 2, "bytes_down": 4, "seconds": 1.0}
+        for seed, acc in enumerate((0.2, 0.4))
+    ]
+    row = tables.summary(runs)
+    assert row["acc"] == {"mean": pytest.approx(0.3), "std": pytest.approx(0.1)}
+    assert row["bytes_up"] == {"mean": 2.0, "std": 0.0} and row["seeds"] == [0, 1]
+
+
+def test_the_mean_matrix_keeps_unseen_tasks_empty():
+    first, second = {"accuracy_matrix": [[0.2, None], [0.4, 0.6]]}, {"accuracy_matrix": [[0.4, None], [0.0, 1.0]]}
+    rows = tables.mean_matrix([first, second])
+    assert rows[0][1] is None
+    np.testing.assert_allclose([rows[0][0], *rows[1]], [0.3, 0.2, 0.8])
+
+
+def test_plots_draw_streams_of_one_and_of_many_tasks(tmp_path):
+    for tasks in (1, 20):
+        rows = [[0.5 if task <= after else None for task in range(tasks)] for after in range(tasks)]
+        plots.accuracy(rows, "title", tmp_path / f"{tasks}.png")
+        assert (tmp_path / f"{tasks}.png").stat().st_size > 1000
+
+
+def test_a_resolved_configuration_passes_through_the_command_line(tmp_path):
+    config = cli._resolved("split-digits", method="fedavg", seed=1)
+    assert dump(config)["benchmark"] == "split-digits" and config.seed == 1

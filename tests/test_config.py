@@ -1,0 +1,146 @@
+import pytest
+import yaml
+
+from cfl.config import RunConfig, dump, json_schema, load, preset, resolve
+from cfl.errors import ConfigError
+
+BENCHMARKS = ("permuted-digits", "split-digits", "permuted-mnist", "split-cifar100")
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS)
+@pytest.mark.parametrize("method", ["fedavg", "fot"])
+def test_presets_are_valid_and_survive_a_round_trip_through_yaml(benchmark, method, tmp_path):
+    config = resolve(benchmark, method=method)
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(dump(config)))
+    assert load(dump(config)) == config
+    assert resolve(file=file) == config
+
+
+def test_preset_of_permuted_digits_is_the_setting_of_the_issue():
+    config = resolve("permuted-digits", method="fot")
+    assert (config.tasks, config.partition.clients, config.cohort, config.rounds) == (5, 20, 10, 20)
+    assert (config.local.optimizer, config.local.lr, config.local.batch_size) == ("sgd", 0.05, 16)
+    assert config.model.options == {"hidden": [128, 128]}
+    assert config.strategy["threshold"] == 0.9
+    assert config.partition.name == "iid"
+
+
+def test_paper_presets_use_the_official_codes_choices():
+    # algorithms: FOT's code has weight decay 1e-5, uniform weights, the norm-ratio rule; thresholds are FOT's Table 9.
+    for benchmark, threshold in (("permuted-mnist", 0.94), ("split-cifar100", 0.87)):
+        config = resolve(benchmark, method="fot")
+        assert config.local.weight_decay == 1e-5
+        assert (config.agg.weights, config.model.norm_stats) == ("uniform", "batch")
+        assert config.strategy["criterion"] == "norm_ratio"
+        assert config.strategy["threshold"] == threshold
+
+
+def test_a_variant_follows_the_resolved_value_and_an_override_beats_it():
+    shards = resolve("permuted-mnist", method="fot", overrides=["partition.name=shards"])
+    assert shards.strategy["threshold"] == 0.96  # FOT Table 9, non-IID
+    own = resolve("permuted-mnist", method="fot", overrides=["partition.name=shards", "strategy.threshold=0.5"])
+    assert own.strategy["threshold"] == 0.5
+
+
+def test_layers_default_preset_override_flag():
+    assert RunConfig(benchmark="x").local.lr == 0.01  # default
+    assert resolve("permuted-digits").local.lr == 0.05  # preset
+    assert resolve("permuted-digits", overrides=["local.lr=1e-3"]).local.lr == 0.001  # YAML 1.1 alone reads a string
+    assert resolve("permuted-digits", overrides=["seed=1"], seed=2).seed == 2
+    assert resolve("permuted-digits", overrides=["local.lr=0.1", "local.lr=0.2"]).local.lr == 0.2
+
+
+def test_a_file_replaces_the_preset_and_another_method_drops_the_hyper_parameters(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("benchmark: permuted-digits\nmethod: fot\nstrategy: {threshold: 0.7}\n")
+    assert resolve(file=file).local.lr == 0.01  # the default: no preset
+    assert resolve(file=file).strategy["threshold"] == 0.7
+    assert "threshold" not in resolve(file=file, method="fedavg").strategy
+
+
+def test_another_model_drops_the_options_of_the_presets_model():
+    config = resolve("permuted-digits", overrides=["model.name=alexnet_cl"])
+    assert "hidden" not in config.model.options
+    assert resolve("permuted-digits", overrides=["model.hidden=[8]"]).model.options["hidden"] == [8]
+
+
+def test_rounds_a_task_become_a_tuple():
+    assert resolve("permuted-digits", overrides=["tasks=2", "rounds=[3, 1]"]).rounds == (3, 1)
+    with pytest.raises(ConfigError, match="rounds lists 2 numbers for 5 tasks"):
+        resolve("permuted-digits", overrides=["rounds=[3, 1]"])
+
+
+def test_dump_names_every_hyper_parameter():
+    from cfl import options
+    from cfl.strategies import FOT
+
+    names = {row["name"] for row in options.describe(FOT)}
+    assert names <= set(dump(RunConfig(benchmark="x", method="fot"))["strategy"])
+
+
+def test_a_benchmark_without_preset_gets_the_defaults():
+    assert preset("of-a-third-party") == {}
+    assert resolve("of-a-third-party").cohort == RunConfig(benchmark="x").cohort
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("local.lrr=1", r"unknown option 'local\.lrr'; did you mean 'local\.lr'"),
+        ("thresold=0.9", r"unknown option 'thresold'; did you mean 'strategy\.threshold'"),
+        ("strategy.thresold=0.9", r"did you mean 'strategy\.threshold'"),
+        ("strategy.threshold=1.2", r"strategy\.threshold must be in \(0, 1\], not 1\.2"),
+        ("partition.name=irid", r"unknown value of partition\.name 'irid'; did you mean 'iid'"),
+        ("partition.name.x=1", r"unknown option 'partition\.name\.x'"),
+        ("partition=iid", r"partition is a group of options"),
+        ("partition.task_share=0", r"partition\.task_share must be a number in \(0, 1\], not 0"),
+        ("local.momentum=1", r"local\.momentum must be a number in \[0, 1\), not 1"),
+        ("local.epochs=true", r"local\.epochs must be a whole number in \[1, inf\), not True"),
+        ("local.lr=.inf", r"local\.lr must be a number in \(0, inf\), not inf"),
+        ("rounds=0", r"rounds must be a whole number in \[1, inf\) or a list"),
+        ("secagg=masks", r"secagg must be 'none'"),
+        ("dp.level=client", r"dp\.level must be 'none'"),
+        ("device=gpu", r"device must be auto, cpu, mps, cuda or cuda:N, not 'gpu'"),
+        ("model.hiden=[8]", r"unknown option 'model\.hiden'; did you mean 'model\.hidden'"),
+        ("model.name=mpl", r"unknown model 'mpl'; did you mean 'mlp'"),
+        ("method=fott", r"unknown method 'fott'; did you mean 'fot'"),
+        ("regularizer.fedprox.mu=1", r"regularizer\.fedprox is set, but 'fedprox' is not used; add --local fedprox"),
+        ("local.lr", r"--set takes key=value"),
+        ("local.lr=[", r"the value of local\.lr is not valid YAML"),
+    ],
+)
+def test_wrong_overrides_are_one_line_that_says_what_is_valid(override, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve("permuted-digits", overrides=["method=fot", override])
+    assert "\n" not in str(caught.value)
+
+
+def test_regularizers_are_checked_and_filled():
+    config = resolve("permuted-digits", regularizers=["fedprox"], overrides=["regularizer.fedprox.mu=0.5"])
+    assert config.regularizers == ("fedprox",)
+    assert config.regularizer["fedprox"]["mu"] == 0.5
+    with pytest.raises(ConfigError, match="unknown local regularizer 'fedpro'; did you mean 'fedprox'"):
+        resolve("permuted-digits", regularizers=["fedpro"])
+    with pytest.raises(ConfigError, match="must differ"):
+        resolve("permuted-digits", regularizers=["fedprox", "fedprox"])
+
+
+def test_unreadable_files_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent\.yaml.*No such file"):
+        resolve(file=tmp_path / "absent.yaml")
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("a: 1\nb: [1\n")
+    with pytest.raises(ConfigError, match=r"bad\.yaml' is not valid YAML at line"):
+        resolve(file=bad)
+    bad.write_text("- 1\n")
+    with pytest.raises(ConfigError, match="must hold options"):
+        resolve(file=bad)
+    with pytest.raises(ConfigError, match="no benchmark is given"):
+        resolve()
+
+
+def test_the_json_schema_knows_every_option_and_refuses_others():
+    schema = json_schema()
+    assert set(schema["properties"]) == set(RunConfig.model_fields)
+    assert schema["additionalProperties"] is False

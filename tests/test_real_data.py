@@ -1,0 +1,29 @@
+"""Smoke runs of the papers' benchmarks, with the papers' models, on real data."""
+
+import os
+
+import pytest
+
+import cfl
+
+pytestmark = [
+    pytest.mark.data,
+    pytest.mark.skipif("CFL_DATA" not in os.environ, reason="needs real data: set CFL_DATA to a folder that has them"),
+]
+
+
+@pytest.mark.parametrize(
+    "benchmark, parameters, layers, options",
+    [
+        ("permuted-mnist", 638_810, 4, ()),  # FOT, Table 8: all four layers of the MLP are projected, its head too
+        ("split-cifar100", 6_704_128 - 8 * 2048 * 10, 5, ("eval_batch_size=250",)),  # two of the ten heads
+    ],
+)
+def test_two_tasks_train_for_a_few_rounds(benchmark: str, parameters: int, layers: int, options: tuple) -> None:
+    overrides = ["tasks=2", "rounds=2", "cohort=3", "strategy.measure_coverage=false", *options]
+    result = cfl.run(cfl.resolve(benchmark, method="fot", overrides=overrides))
+    assert sum(leaf.numel() for leaf in result.params.values()) == parameters
+    use = result.metrics["subspace_use"]
+    assert len(use) == layers and all(0 < share <= 1 for share in use.values())
+    # ten classes a task; chance is 0.1, and two rounds are too few for more than a sign of learning
+    assert result.acc.shape == (2, 2) and 0.05 < result.metrics["acc"] < 1

@@ -1,0 +1,154 @@
+"""A run killed at any moment ends with the same bytes as one never killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cfl
+from cfl import checkpoint, runner
+from cfl.errors import CheckpointError, ConfigError
+from cfl.record import NullSink, RunFolder
+from tests import toy
+
+# Momentum, dropout, shared running statistics and client sampling: all that could carry state past a kill.
+OPTIONS = ("local.momentum=0.9", "model.dropout=[0.2,0.2]", "partition.name=shards", "seed=3")
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing in the package may catch it."""
+
+
+def finished(folder: Path) -> tuple[dict, list[dict], bytes]:
+    """metrics.json, rounds.jsonl without seconds, and the last checkpoint's tensors."""
+    metrics = json.loads((folder / "metrics.json").read_text())
+    rows = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    for row in (metrics, *rows):
+        row.pop("seconds")
+    return metrics, rows, (folder / "config.yaml").read_bytes()
+
+
+def run(folder: Path, resume: bool = False, **options) -> cfl.Result:
+    return cfl.run(toy.config(*OPTIONS), stream=toy.stream(), output=folder, resume=resume, **options)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple:
+    folder = tmp_path_factory.mktemp("reference")
+    result = run(folder)
+    return finished(folder), result
+
+
+# Three tasks of two training rounds, the first two with gpse and coverage after them: 2 * 4 + 2 rounds.
+ROUNDS = 10
+
+
+def test_the_schedule_of_the_toy_run_is_as_stated(reference: tuple) -> None:
+    assert len(reference[0][1]) == ROUNDS
+
+
+@pytest.mark.parametrize("when", ["before the checkpoint is written", "after it"])
+@pytest.mark.parametrize("killed_at", range(1, ROUNDS + 1))
+def test_killed_at_every_checkpoint_the_run_ends_with_the_same_bytes(
+    killed_at: int, when: str, reference: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = checkpoint.save
+
+    def dies(folder: Path, serial: int, *rest, **options) -> Path:
+        if serial == killed_at and when.startswith("before"):
+            raise Killed
+        path = save(folder, serial, *rest, **options)
+        if serial == killed_at:
+            raise Killed
+        return path
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(runner.checkpoint, "save", dies)
+        run(tmp_path)
+    result = run(tmp_path, resume=True)
+    assert finished(tmp_path) == reference[0]
+    for name, leaf in result.params.items():
+        assert leaf.equal(reference[1].params[name]), name
+
+
+def test_sigkill_of_a_process_is_survived(reference: tuple, tmp_path: Path) -> None:
+    script = f"""
+import os, signal
+from pathlib import Path
+import cfl
+from cfl.record import NullSink
+from tests import toy
+from tests.test_resume import OPTIONS
+class Sink(NullSink):
+    def round(self, row):
+        if row["rounds_done"] == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+cfl.run(toy.config(*OPTIONS), stream=toy.stream(), output=Path({str(tmp_path)!r}), sink=Sink())
+"""
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, env={**os.environ, "PYTHONPATH": str(root)})
+    assert done.returncode == -signal.SIGKILL
+    assert not (tmp_path / "metrics.json").exists()
+    run(tmp_path, resume=True)
+    assert finished(tmp_path) == reference[0]
+
+
+def test_a_folder_without_a_checkpoint_starts_from_the_beginning(reference: tuple, tmp_path: Path) -> None:
+    (tmp_path / "rounds.jsonl").write_text('{"task": 0}\n{"tas')
+    run(tmp_path, resume=True)
+    assert finished(tmp_path) == reference[0]
+
+
+def test_a_finished_run_resumed_stays_as_it_is(reference: tuple, tmp_path: Path) -> None:
+    run(tmp_path)
+    run(tmp_path, resume=True)
+    assert finished(tmp_path) == reference[0]
+
+
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_used(reference: tuple, tmp_path: Path) -> None:
+    run(tmp_path)
+    (tmp_path / "metrics.json").unlink()
+    newest = max((tmp_path / "checkpoints").glob("*.safetensors"))
+    newest.write_bytes(newest.read_bytes()[:-10])
+    notes: list[str] = []
+
+    class Sink(NullSink):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    run(tmp_path, resume=True, sink=Sink())
+    assert any(newest.name in note and "damaged" in note for note in notes)
+    assert finished(tmp_path) == reference[0]
+
+
+def test_another_configuration_is_not_resumed(tmp_path: Path) -> None:
+    run(tmp_path)
+    with pytest.raises(CheckpointError, match="another configuration"):
+        cfl.run(toy.config(*OPTIONS, "local.lr=0.1"), stream=toy.stream(), output=tmp_path, resume=True)
+    with pytest.raises(ConfigError, match="--resume"):
+        run(tmp_path)
+
+
+def test_sparser_checkpoints_change_nothing_but_their_number(reference: tuple, tmp_path: Path) -> None:
+    class Sink(NullSink):
+        def round(self, row: dict) -> None:
+            if row["rounds_done"] == 7:
+                raise Killed
+
+    sparse = toy.config(*OPTIONS, "checkpoint_every=3")
+    with pytest.raises(Killed):
+        cfl.run(sparse, stream=toy.stream(), output=tmp_path, sink=Sink())
+    cfl.run(sparse, stream=toy.stream(), output=tmp_path, resume=True)
+    metrics, rows, _ = finished(tmp_path)
+    assert (metrics, rows) == reference[0][:2]
+
+
+def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    with pytest.raises(ConfigError, match=str(blocker / "run")):
+        RunFolder(blocker / "run")

@@ -1,0 +1,178 @@
+"""The round loop: what is counted, sampled, evaluated and refused."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import cfl
+from cfl import tree
+from cfl.errors import ConfigError, DataError, UpdateError
+from cfl.local.base import LocalRegularizer
+from cfl.record import NullSink
+from tests import toy
+
+
+class Recorder(NullSink):
+    """Keeps the rows that a run reports."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict] = []
+        self.notes: list[str] = []
+
+    def start(self, config: cfl.RunConfig, notes: list[str], total_rounds: int) -> None:
+        self.notes += notes
+
+    def round(self, row: dict) -> None:
+        self.rows.append(row)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_the_same_run_twice_gives_the_same_weights_and_another_seed_does_not() -> None:
+    first, again, other = (cfl.run(toy.config(f"seed={seed}"), stream=toy.stream()) for seed in (0, 0, 1))
+    assert all(leaf.equal(again.params[name]) for name, leaf in first.params.items())
+    assert not all(leaf.equal(other.params[name]) for name, leaf in first.params.items())
+
+
+def test_global_random_state_is_neither_read_nor_changed() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first = cfl.run(toy.config("model.dropout=[0.5,0.5]"), stream=toy.stream())
+    assert torch.get_rng_state().equal(before)
+    torch.manual_seed(6)
+    second = cfl.run(toy.config("model.dropout=[0.5,0.5]"), stream=toy.stream())
+    assert all(leaf.equal(second.params[name]) for name, leaf in first.params.items())
+
+
+def test_one_task_makes_orthogonal_training_plain_averaging_to_the_bit() -> None:
+    runs = [cfl.run(toy.config(method=method), stream=toy.stream(tasks=1)) for method in ("fot", "fedavg")]
+    assert all(leaf.equal(runs[1].params[name]) for name, leaf in runs[0].params.items())
+    assert np.isnan(runs[0].metrics["fgt"])
+
+
+def test_bytes_are_those_of_the_trees_that_travel() -> None:
+    """MLP 8-6-6-2 with biases: (8+1)6 + (6+1)6 + (6+1)2 = 110 float32 parameters, each way for each of 3 clients."""
+    sink = Recorder()
+    result = cfl.run(toy.config(), stream=toy.stream(), sink=sink)
+    model = 4 * 110
+    trains = [row for row in sink.rows if row["phase"] == "train"]
+    assert {(row["bytes_up"], row["bytes_down"]) for row in trains} == {(3 * model, 3 * model)}
+    # GPSE, all 4 owners, d = 9, 7, 7 with the bias: sketches d x 5d in float32 and two float64 energies a layer go up;
+    # the model and the (still empty) bases come down.
+    gpse = next(row for row in sink.rows if row["phase"] == "gpse")
+    assert gpse["bytes_up"] == 4 * (4 * 5 * (9 * 9 + 7 * 7 + 7 * 7) + 3 * 16)
+    assert gpse["bytes_down"] == 4 * model
+    assert all(row["bytes_up"] == row["bytes_down"] == 0 for row in sink.rows if row["phase"] == "coverage")
+    assert result.metrics["bytes_up"] == sum(row["bytes_up"] for row in sink.rows)
+
+
+def test_the_accuracy_matrix_is_that_of_the_global_model() -> None:
+    result = cfl.run(toy.config("eval_batch_size=7"), stream=toy.stream())
+    part = toy.stream().tasks[0].test
+    x, y = part.gather(torch.arange(len(part)))
+    result.model.module.eval()
+    with torch.no_grad():
+        correct = (result.model.logits(result.params, x, 0).argmax(1) == y).float().mean()
+    assert result.acc[-1, 0] == pytest.approx(float(correct))
+    assert np.isnan(result.acc[0, 1]) and result.metrics["accuracy_matrix"][0][1:] == [None, None]
+
+
+def test_cohorts_have_the_configured_size_and_reach_every_owner() -> None:
+    seen: set[int] = set()
+
+    @dataclass(frozen=True)
+    class Watch(cfl.Strategy):
+        def broadcast(self, server, info):  # noqa: ANN001, ANN202
+            assert len(info.clients) == 3 and list(info.clients) == sorted(set(info.clients))
+            seen.update(info.clients)
+            return super().broadcast(server, info)
+
+    cfl.run(toy.config("rounds=8"), stream=toy.stream(), strategy=Watch())
+    assert seen == {0, 1, 2, 3}
+
+
+def test_rounds_a_task_and_learning_rate_schedule() -> None:
+    sink = Recorder()
+    options = ("rounds=[1,3,2]", "local.lr=0.1", "local.lr_decay=0.5")
+    cfl.run(toy.config(*options, method="fedavg"), stream=toy.stream(), sink=sink)
+    # lr 0.1 halves after each round and starts again with each task
+    assert [(row["task"], row["lr"]) for row in sink.rows] == [
+        (0, 0.1), (1, 0.1), (1, 0.05), (1, 0.025), (2, 0.1), (2, 0.05),
+    ]  # fmt: skip
+    sink = Recorder()
+    cfl.run(toy.config(*options, "local.lr_restart=false", method="fedavg"), stream=toy.stream(), sink=sink)
+    assert [row["lr"] for row in sink.rows] == [0.1 * 0.5**i for i in range(6)]
+    with pytest.raises(ConfigError, match="2 numbers for 3 tasks"):
+        cfl.run(toy.config("tasks=null", "rounds=[1,3]"), stream=toy.stream())
+
+
+def test_state_follows_the_client_and_leaves_absent_ones_alone() -> None:
+    @dataclass(frozen=True)
+    class Counts(LocalRegularizer):
+        def init_client(self, params, model):  # noqa: ANN001, ANN202
+            return {"rounds": torch.zeros(())}
+
+        def finish(self, params, ctx, steps):  # noqa: ANN001, ANN202
+            return {"rounds": ctx.state["rounds"] + 1}, {"rounds": ctx.state["rounds"] + 1}
+
+    took_part: dict[int, int] = {}
+    uploads: list[float] = []
+
+    @dataclass(frozen=True)
+    class Watch(cfl.Strategy):
+        def absorb(self, server, mean, info, lr):  # noqa: ANN001, ANN202
+            for id in info.clients:
+                took_part[id] = took_part.get(id, 0) + 1
+            uploads.append((float(mean["counts"]["rounds"]), np.mean([took_part[id] for id in info.clients])))
+            return super().absorb(server, mean, info, lr)
+
+    cfl.run(toy.config("rounds=5"), stream=toy.stream(), strategy=Watch(), regularizers={"counts": Counts()})
+    # every client holds 12 samples, so the weighted mean of the counters is the plain mean of how often each took part
+    assert all(mean == pytest.approx(expected) for mean, expected in uploads)
+
+
+def test_nan_is_named_or_left_out() -> None:
+    @dataclass(frozen=True)
+    class Breaks(cfl.Strategy):
+        def finish(self, params, ctx, steps):  # noqa: ANN001, ANN202
+            upload, state = super().finish(params, ctx, steps)
+            bad = tree.scale(upload, float("nan"))
+            return (bad if ctx.key % 3 == 0 else upload), state
+
+    with pytest.raises(UpdateError, match=r"client \d .*task 0, phase train, round \d.*on_bad_update=exclude"):
+        cfl.run(toy.config("rounds=5"), stream=toy.stream(), strategy=Breaks())
+    sink = Recorder()
+    config = toy.config("rounds=5", "on_bad_update=exclude")
+    result = cfl.run(config, stream=toy.stream(), strategy=Breaks(), sink=sink)
+    assert tree.all_finite(result.params)
+    assert any(row["excluded"] for row in sink.rows)
+    assert sum(len(row["excluded"]) for row in sink.rows) == sum("left out" in note for note in sink.notes)
+
+
+def test_bad_input_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"local.batch_size=16 .* 12 samples .*at most 12"):
+        cfl.run(toy.config("local.batch_size=16"), stream=toy.stream())
+    with pytest.raises(DataError, match="49"):
+        cfl.run(toy.config("partition.clients=49"), stream=toy.stream())
+    with pytest.raises(ConfigError, match=r"2 outputs, but the stream has 3"):
+        parts = [(torch.randn(12, 8), torch.arange(12) % 3, torch.randn(6, 8), torch.arange(6) % 3)]
+        cfl.run(toy.config(), stream=cfl.from_tensors(parts), model=nn.Linear(8, 2))
+    with pytest.raises(ConfigError, match="no GPU"):
+        if torch.cuda.is_available():
+            pytest.skip("this machine has a GPU")
+        cfl.run(toy.config("device=cuda"), stream=toy.stream())
+
+
+def test_a_module_of_ones_own_runs_on_a_multi_head_stream() -> None:
+    module = nn.Sequential(nn.Linear(8, 5), nn.LayerNorm(5), nn.ReLU(), nn.Linear(5, 7))
+    before = {name: leaf.clone() for name, leaf in module.state_dict().items()}
+    sink = Recorder()
+    result = cfl.run(toy.config(), stream=toy.stream(multi_head=True), model=module, sink=sink)
+    assert result.params["3.weight@2"].shape == (2, 5)  # the head has the task's 2 classes, not the module's 7
+    assert any("0.weight+0.bias (d=9)" in note for note in sink.notes)
+    assert any("frozen after the first task: 1.bias, 1.weight" in note for note in sink.notes)
+    assert all(leaf.equal(before[name]) for name, leaf in module.state_dict().items())
