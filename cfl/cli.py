@@ -18,7 +18,9 @@ from cfl.errors import CflError, ConfigError, unknown
 if TYPE_CHECKING:
     from cfl.config import RunConfig
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Continual federated learning.")
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Continual federated learning."
+)
 
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Set an option; may be given again.")]
 DataRoot = Annotated[Path | None, typer.Option(help="Folder of the data sets (default: CFL_DATA).")]
@@ -55,7 +57,7 @@ def train(
     if plot:
         plots.accuracy(metrics["accuracy_matrix"], title, folder / "accuracy.png")
     _print(tables.matrix(metrics["accuracy_matrix"], f"Accuracy: {title}"))
-    _print(f"ACC {metrics['acc']:.1%}, FGT {metrics['fgt']:.1%}; results in {folder}")
+    _print(f"ACC {tables.percent(metrics['acc'])}%, FGT {tables.percent(metrics['fgt'])}%; results in {folder}")
 
 
 @app.command()
@@ -74,6 +76,7 @@ def compare(
     """Train several methods with several seeds, and tabulate mean and standard deviation."""
     import json
 
+    from cfl.record import plain
     from cfl.report import plots, tables
 
     names, numbers = [name.strip() for name in methods.split(",")], _seeds(seeds)
@@ -92,7 +95,8 @@ def compare(
     }
     summaries = {name: tables.summary(runs) for name, runs in results.items()}
     matrices = {name: tables.mean_matrix(runs) for name, runs in results.items()}
-    (folder / "compare.json").write_text(json.dumps({"benchmark": benchmark, "methods": summaries}, indent=2) + "\n")
+    written = plain({"benchmark": benchmark, "methods": summaries})
+    (folder / "compare.json").write_text(json.dumps(written, indent=2) + "\n")
     title = f"{benchmark}, {len(numbers)} seed{'s' * (len(numbers) > 1)}"
     if plot:
         plots.comparison(summaries, matrices, title, folder / "compare.png")
@@ -114,7 +118,7 @@ def list_(
         raise unknown("list", what, kinds)
     for kind, registry in kinds.items():
         if what in (None, kind):
-            rows = [(name, *_about(registry.get(name))) for name in registry.names()]
+            rows = [(name, _summary(registry.get(name)), registry.source(name)) for name in registry.names()]
             _print(tables.listing(rows, kind))
 
 
@@ -127,8 +131,8 @@ def describe(name: Annotated[str, typer.Argument(help="A benchmark, method, mode
         raise unknown("name", name, [known for registry in kinds.values() for known in registry.names()])
     for kind in found:
         item = kinds[kind].get(name)
-        summary, source = _about(item)
-        _print(f"{name} ({kind.removesuffix('s')}): {summary}" + (f"\nSource: {source}" if source else ""))
+        source = kinds[kind].source(name)
+        _print(f"{name} ({kind.removesuffix('s')}): {_summary(item)}" + (f"\nSource: {source}" if source else ""))
         _describe(kind, name, item)
 
 
@@ -228,10 +232,9 @@ def _registries() -> dict[str, Any]:
     }
 
 
-def _about(item: Any) -> tuple[str, str]:
-    """A line on what a registry holds, and its source."""
-    summary = getattr(item, "summary", None) or (item.__doc__ or "").strip().partition("\n")[0]
-    return summary, getattr(item, "source", "")
+def _summary(item: Any) -> str:
+    """A line on what a registry holds."""
+    return getattr(item, "summary", None) or (item.__doc__ or "").strip().partition("\n")[0]
 
 
 def _describe(kind: str, name: str, item: Any) -> None:

@@ -5,7 +5,7 @@ Layers, later ones win: defaults, the benchmark's preset (`cfl/presets/<benchmar
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
@@ -269,10 +269,8 @@ def _hyper(cls: type, values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     optional = {name for name, hint in hints.items() if type(None) in get_args(hint) and str not in get_args(hint)}
     # YAML spells it null, but the messages and most users say none.
     values = {name: None if value == "none" and name in optional else value for name, value in values.items()}
-    built = options.build(cls, values, prefix)
-    return (
-        {field.name: getattr(built, field.name) for field in fields(built) if field.init} if is_dataclass(built) else {}
-    )
+    built: Any = options.build(cls, values, prefix)
+    return {field.name: getattr(built, field.name) for field in fields(built) if field.init}
 
 
 def _one_line(error: ValidationError) -> ConfigError:

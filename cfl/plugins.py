@@ -24,13 +24,18 @@ class Registry:
     def __init__(self, kind: str, group: str, home: str) -> None:
         self.kind, self.group, self.home = kind, group, home
         self._items: dict[str, Any] = {}
+        self._sources: dict[str, str] = {}
 
-    def register(self, name: str) -> Callable[[Any], Any]:
-        """Decorator that enters an object under `name`; raises ValueError where the name is taken."""
+    def register(self, name: str, source: str = "") -> Callable[[Any], Any]:
+        """Decorator that enters an object under `name`; raises ValueError where the name is taken.
+
+        source: paper and section, for objects that have no `source` of their own.
+        """
 
         def enter(item: Any) -> Any:
             if self._items.setdefault(name, item) is not item:
                 raise ValueError(f"{self.kind} '{name}' is registered already, by {self._items[name]!r}")
+            self._sources[name] = source
             return item
 
         return enter
@@ -39,6 +44,10 @@ class Registry:
         """All names, sorted, those of installed third-party packages included."""
         import_module(self.home)
         return sorted({*self._items, *(point.name for point in entry_points(group=self.group))})
+
+    def source(self, name: str) -> str:
+        """Where the object of that name comes from: paper and section."""
+        return getattr(self.get(name), "source", "") or self._sources.get(name, "")
 
     def get(self, name: str) -> Any:
         """The object of that name; raises ConfigError with the nearest valid name."""

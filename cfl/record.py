@@ -41,7 +41,7 @@ class RunFolder:
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write the resolved configuration (plain data) to `config.yaml`."""
-        self._replace(self.path / "config.yaml", yaml.safe_dump(_plain(config), sort_keys=False))
+        self._replace(self.path / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False))
 
     def read_config(self) -> dict[str, Any]:
         """The resolved configuration in the folder; raises ConfigError where there is none."""
@@ -49,12 +49,12 @@ class RunFolder:
 
     def write_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Write `metrics.json`, atomically: it is there whole or not at all; NaN is written as null."""
-        self._replace(self._metrics, json.dumps(_plain(metrics), indent=2, allow_nan=False) + "\n")
+        self._replace(self._metrics, json.dumps(plain(metrics), indent=2, allow_nan=False) + "\n")
 
     def append_round(self, row: Mapping[str, Any]) -> None:
         """Add a line to `rounds.jsonl`, on its way to the disk when this returns."""
         with self._rounds.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_plain(row), allow_nan=False) + "\n")
+            file.write(json.dumps(plain(row), allow_nan=False) + "\n")
             file.flush()
 
     def truncate_rounds(self, n_lines: int) -> None:
@@ -221,14 +221,14 @@ def console_sink(quiet: bool) -> Sink:
     return RichSink() if sys.stdout.isatty() else PlainSink()
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """JSON data of a value: NaN and infinities to None, tuples to lists, numpy and torch scalars to numbers."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
+        return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if hasattr(value, "tolist"):
-        return _plain(value.tolist())
+        return plain(value.tolist())
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

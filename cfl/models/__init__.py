@@ -15,9 +15,10 @@ from cfl.models.resnet import resnet18
 
 __all__ = ["Layer", "Model", "build", "check_options"]
 
-plugins.models.register("mlp")(mlp)
-plugins.models.register("alexnet_cl")(alexnet_cl)
-plugins.models.register("resnet18")(resnet18)
+_FOT = "FOT (Bakman et al., ICLR 2024)"
+plugins.models.register("mlp", source=f"{_FOT}, Permuted MNIST")(mlp)
+plugins.models.register("alexnet_cl", source=f"{_FOT}, Split CIFAR-100")(alexnet_cl)
+plugins.models.register("resnet18", source=f"{_FOT}, 5-Datasets and Mini-ImageNet; He et al., CVPR 2016")(resnet18)
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:

@@ -14,6 +14,8 @@ def alexnet_cl(input_shape: Sequence[int], outputs: int, dropout: Sequence[float
     side = height
     for kernel in (4, 3, 2):
         side = (side - kernel + 1) // 2
+    if side < 1:
+        raise ValueError("images must have at least 19 x 19 pixels")
 
     def block(inputs: int, filters: int, kernel: int, rate: float) -> list[nn.Module]:
         return [nn.Conv2d(inputs, filters, kernel, bias=False), nn.ReLU(), nn.Dropout(rate), nn.MaxPool2d(2)]

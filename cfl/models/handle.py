@@ -89,7 +89,7 @@ class Model:
         last = self.module.get_submodule(linear[-1]) if linear else None
         self.classifier = linear[-1] if isinstance(last, nn.Linear) else None
         self._check_outputs(outputs, classes)
-        head = {f"{self.classifier}.{name}" for name, _ in last.named_parameters()} if last and multi_head else set()
+        head = {_join(linear[-1], name) for name, _ in last.named_parameters()} if last and multi_head else set()
         self._parameters = [name for name, _ in self.module.named_parameters()]
         self._buffers = [name for name, _ in self.module.named_buffers()]
         self._owned = head | set(self._buffers if norm_stats == "per_task" else ())
@@ -113,7 +113,10 @@ class Model:
 
     def head(self, task: int) -> tuple[str, ...]:
         """Names in the tree of the parameters of the last Linear layer, as a task uses it."""
-        return tuple(name for name in self.trainable(task) if name.startswith(f"{self.classifier}."))
+        if self.classifier is None:
+            return ()
+        leaves = self.module.get_submodule(self.classifier).named_parameters()
+        return tuple(self.tree_name(_join(self.classifier, name), task) for name, _ in leaves)
 
     def bind(self, params: Mapping[str, Tensor], task: int) -> Tree:
         """The tree's leaves of one task under the module's own names, for `torch.func.functional_call`."""
@@ -146,8 +149,13 @@ class Model:
                 with rng.fork(rng.key(seed, "head", task)):
                     head = nn.Linear(template.in_features, outputs, template.bias is not None)
                 for name, leaf in head.named_parameters():
-                    params[f"{self.classifier}.{name}@{task}"] = leaf.detach().to(template.weight)
+                    params[f"{_join(str(self.classifier), name)}@{task}"] = leaf.detach().to(template.weight)
         return params
+
+
+def _join(path: str, name: str) -> str:
+    """The full name of a submodule's parameter; the module itself has the empty path."""
+    return f"{path}.{name}" if path else name
 
 
 def _margins(conv: nn.Conv2d) -> list[int]:
@@ -171,8 +179,8 @@ def _layers(model: Model, path: str) -> list[Layer]:
         Layer(
             name=path if groups == 1 else f"{path}.group{group}",
             path=path,
-            weight=f"{path}.weight",
-            bias=f"{path}.bias" if module.bias is not None else None,
+            weight=_join(path, "weight"),
+            bias=_join(path, "bias") if module.bias is not None else None,
             size=size,
             rows=slice(group * outputs // groups, (group + 1) * outputs // groups),
             group=group,
@@ -212,7 +220,7 @@ def _norms(called: list[tuple[str, nn.Module]], layers: list[str]) -> dict[str, 
         if path in layers:
             seen.add(path)
         elif isinstance(module, _NORMS):
-            found.update({f"{path}.{name}": len(seen) for name, _ in module.named_parameters()})
+            found.update({_join(path, name): len(seen) for name, _ in module.named_parameters()})
     return found
 
 

@@ -45,6 +45,7 @@ def comparison(
         right.plot(range(len(seen)), seen, marker="o", label=method)
     right.set(
         xticks=_ticks(len(next(iter(matrices.values())))),
+        ylim=(0, 102),
         xlabel="after task",
         ylabel="mean accuracy on tasks seen, %",
         title="over the stream",

@@ -1,5 +1,6 @@
 """Tables for the terminal, and the summary of runs with several methods and seeds."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,20 +34,18 @@ def mean_matrix(runs: Sequence[Metrics]) -> list[list[float | None]]:
 def summary(runs: Sequence[Metrics]) -> dict[str, Any]:
     """Mean and population standard deviation over runs of one method.
 
-    acc, fgt: fractions; bytes_up, bytes_down: bytes; seconds: seconds; each a dict with mean and std; seeds: the seeds.
+    acc, fgt: fractions (NaN where not defined); bytes_up, bytes_down: bytes; seconds: seconds; each a dict with mean and std; seeds: the seeds.
     """
     out: dict[str, Any] = {"seeds": [run["seed"] for run in runs]}
     for name in ("acc", "fgt", "bytes_up", "bytes_down", "seconds"):
-        values = np.array([total(run[name]) for run in runs])
+        values = np.array([run[name] for run in runs], dtype=float)  # None becomes NaN
         out[name] = {"mean": float(values.mean()), "std": float(values.std())}
     return out
 
 
-def total(value: Any) -> float:
-    """A figure, or the sum of a figure given by phase (its entry "total" where there is one)."""
-    if isinstance(value, Mapping):
-        return float(value["total"] if "total" in value else sum(map(total, value.values())))
-    return float(value)
+def percent(value: float) -> str:
+    """A fraction in percent with one decimal; a dash for what is not defined (forgetting after one task)."""
+    return "–" if math.isnan(value) else f"{100 * value:.1f}"
 
 
 def compared(summaries: Mapping[str, Mapping[str, Any]], title: str) -> Table:
@@ -56,7 +55,7 @@ def compared(summaries: Mapping[str, Mapping[str, Any]], title: str) -> Table:
     for name in ("ACC %", "FGT %", "up MB", "down MB", "seconds", "seeds"):
         table.add_column(name, justify="right")
     for method, row in summaries.items():
-        scores = [f"{100 * row[name]['mean']:.1f} ± {100 * row[name]['std']:.1f}" for name in ("acc", "fgt")]
+        scores = [f"{percent(row[name]['mean'])} ± {percent(row[name]['std'])}" for name in ("acc", "fgt")]
         sizes = [f"{row[name]['mean'] / 1e6:.1f}" for name in ("bytes_up", "bytes_down")]
         table.add_row(method, *scores, *sizes, f"{row['seconds']['mean']:.1f}", str(len(row["seeds"])))
     return table

@@ -101,8 +101,9 @@ class FOT(Strategy):
         layers = [layer for layer in model.layers if self._treatment(layer, model) == "freeze"]
         names = {name for layer in layers for name in (layer.weight, layer.bias) if name}
         names |= {layer.bias for layer in self._projected(model) if layer.bias and self.bias == "freeze"}
+        paths = {layer.path: layer for layer in model.layers}  # one of each module, however many groups it has
         for name, after in model.norms.items():
-            layer = model.layers[max(after - 1, 0)]
+            layer = list(paths.values())[max(after - 1, 0)]
             if self.norm_affine == "freeze" or self._treatment(layer, model) == "freeze":
                 names.add(name)
         return frozenset(names)

@@ -5,8 +5,6 @@ A basis is O (d, k), float64, with orthonormal columns; the empty basis is (d, 0
 
 import warnings
 
-import numpy as np
-import scipy.linalg
 import torch
 from torch import Tensor
 
@@ -64,10 +62,10 @@ def choose_rank(squared: Tensor, covered: float, threshold: float, criterion: st
     rank, total = int((squared > 0).sum()), float(squared.sum())
     if rank == 0 or total == 0.0:
         return 0
-    if threshold >= 1.0 and criterion == "energy":
+    tolerance = 1e-12
+    if threshold >= 1.0 and criterion == "energy" and covered < 1 - tolerance:  # beyond it, what is left is rounding
         return rank
     f = torch.cat([squared.new_zeros(1), squared.cumsum(0) / total]).tolist()
-    tolerance = 1e-12
     if criterion == "energy":
         meets = [covered + (1 - covered) * f_r >= threshold - tolerance for f_r in f]
     elif criterion == "norm_ratio":
@@ -85,14 +83,11 @@ def choose_rank(squared: Tensor, covered: float, threshold: float, criterion: st
 def expand(basis: Tensor, directions: Tensor) -> Tensor:
     """Append the span of unit-length directions (d, r); the old columns stay as they are, to the bit (FOT, section 4).
 
-    Directions lose their component in the basis twice ("twice is enough"), then a pivoted QR of them alone makes them
-    orthonormal. One that keeps less than half of its length depends on the others: it is dropped, since a QR would
+    Directions lose their component in the basis twice ("twice is enough"); the eigenvectors of their Gram matrix then
+    make them orthonormal. What keeps less than half of its length depends on the rest, and is dropped: a QR would
     replace it by an arbitrary direction.
     """
     new = remove(remove(directions.double().T, basis), basis).T
-    if 0 in new.shape:
-        return basis
-    q, r, _ = scipy.linalg.qr(new.cpu().numpy(), mode="economic", pivoting=True)
-    kept = int((np.abs(np.diagonal(r)) > 0.5).sum())  # the diagonal falls
-    kept = min(kept, basis.shape[0] - basis.shape[1])
-    return torch.cat([basis, torch.from_numpy(q[:, :kept].copy()).to(basis)], dim=1)
+    values, vectors = torch.linalg.eigh(new.T @ new)
+    kept = (values > 0.25) & (torch.arange(len(values), 0, -1, device=values.device) <= basis.shape[0] - basis.shape[1])
+    return torch.cat([basis, remove((new @ vectors[:, kept] / values[kept].sqrt()).T, basis).T], dim=1)

@@ -53,8 +53,10 @@ class Gram(Energies):
         if self.columns is None:
             return pack(self.matrix)
         values, vectors = torch.linalg.eigh(self.matrix)
+        noise = len(values) * torch.finfo(values.dtype).eps * values[-1]  # the root would turn 1e-16 of it into 1e-8
+        roots = torch.where(values > noise, values, 0.0).sqrt()
         draws = torch.randn(len(values), self.columns, dtype=torch.float64, generator=rng.generator(self.key))
-        return (vectors * values.clamp(min=0).sqrt()) @ draws.to(vectors.device)
+        return (vectors * roots) @ draws.to(vectors.device)
 
 
 class Direct(Energies):

@@ -1,0 +1,229 @@
+"""The handle: what any module turns into, by inspection alone."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from cfl import rng
+from cfl.errors import ConfigError
+from cfl.models.handle import Model
+from cfl.models.mlp import mlp
+
+
+def seeded(make):
+    with rng.fork(1):
+        return make()
+
+
+def bn_net():
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+
+
+class Custom(nn.Module):
+    """Layers out of order, one never called, one called twice, a norm and a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 2)
+        self.unused = nn.Linear(100, 100)
+        self.twice = nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+        self.entry = nn.Linear(4, 6, bias=False)
+        self.gain = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        x = self.twice(self.twice(self.entry(x)))
+        return self.head(F.relu(self.norm(x)) * self.gain)
+
+
+def test_single_head_names_are_the_modules_own():
+    module = seeded(lambda: mlp((4,), 3, hidden=(5,)))
+    model = Model(module, (4,), [3, 3], multi_head=False)
+    names = ("1.weight", "1.bias", "3.weight", "3.bias")
+    assert tuple(model.params) == model.trainable(0) == model.trainable(1) == names
+    assert model.head(1) == ("3.weight", "3.bias")
+    assert [layer.name for layer in model.layers] == ["1", "3"]  # the shared head is a layer like any other
+
+
+def test_multi_head_names_carry_the_task():
+    model = Model(seeded(lambda: mlp((4,), 3, hidden=(5,))), (4,), [3, 2], multi_head=True)
+    body = ("1.weight", "1.bias")
+    assert model.trainable(1) == (*body, "3.weight@1", "3.bias@1")
+    assert model.head(0) == ("3.weight@0", "3.bias@0")
+    assert set(model.params) == {*body, "3.weight@0", "3.bias@0", "3.weight@1", "3.bias@1"}
+    assert model.params["3.weight@0"].shape == (3, 5) and model.params["3.weight@1"].shape == (2, 5)
+    assert [layer.name for layer in model.layers] == ["1"]
+
+
+def test_heads_are_initialised_from_the_seed_and_the_task():
+    def heads(seed):
+        model = Model(seeded(lambda: mlp((4,), 3, hidden=(5,))), (4,), [3, 3], multi_head=True, seed=seed)
+        return model.params["3.weight@0"], model.params["3.weight@1"]
+
+    assert all(torch.equal(a, b) for a, b in zip(heads(0), heads(0)))
+    assert not torch.equal(*heads(0))
+    assert not torch.equal(heads(0)[0], heads(1)[0])
+
+
+def test_logits_are_those_of_the_module_with_the_tasks_head():
+    module = seeded(lambda: mlp((4,), 3, hidden=(5,)))
+    model, x = Model(module, (4,), [3, 2], multi_head=True), torch.randn(7, 4, generator=rng.generator(1))
+    hidden = F.relu(F.linear(x, model.params["1.weight"], model.params["1.bias"]))
+    for task in (0, 1):
+        expected = F.linear(hidden, model.params[f"3.weight@{task}"], model.params[f"3.bias@{task}"])
+        assert torch.equal(model.logits(model.params, x, task), expected)
+    single = Model(module, (4,), [3], multi_head=False)
+    assert torch.equal(single.logits(single.params, x, 0), module(x))
+
+
+def test_the_users_module_is_copied():
+    module = seeded(bn_net)
+    before = {name: leaf.clone() for name, leaf in module.state_dict().items()}
+    model = Model(module, (4,), [3], multi_head=False, norm_stats="batch")
+    model.params["0.weight"].add_(1)
+    model.module.train()
+    model.logits(model.params, torch.randn(5, 4, generator=rng.generator(1)), 0)
+    assert module[1].track_running_stats
+    assert all(torch.equal(leaf, before[name]) for name, leaf in module.state_dict().items())
+
+
+def test_building_leaves_mode_hooks_and_global_randomness_alone():
+    module, state = seeded(bn_net).train(), torch.get_rng_state()
+    model = Model(module, (4,), [3, 3], multi_head=True)
+    assert model.module.training and not any(layer._forward_pre_hooks for layer in model.module.modules())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.params["1.num_batches_tracked@0"].item() == 0  # the trial pass counts as no batch
+
+
+def test_a_custom_module_is_read_from_its_forward_pass():
+    model = Model(seeded(Custom), (4,), [2, 2], multi_head=True)
+    assert [(layer.name, layer.size, layer.bias) for layer in model.layers] == [
+        ("entry", 4, None),
+        ("twice", 6, "twice.bias"),
+    ]
+    assert model.head(1) == ("head.weight@1", "head.bias@1")
+    assert "unused.weight" in model.trainable(0) and "gain" in model.trainable(0)
+    assert model.norms == {"norm.weight": 2, "norm.bias": 2}  # after both projected layers
+    assert model.logits(model.params, torch.zeros(3, 4), 1).shape == (3, 2)
+
+
+def test_a_module_that_is_one_linear_layer():
+    for multi_head, names in ((False, ("weight", "bias")), (True, ("weight@1", "bias@1"))):
+        model = Model(seeded(lambda: nn.Linear(4, 3)), (4,), [3, 3], multi_head=multi_head)
+        assert model.trainable(1) == model.head(1) == names
+        assert [layer.weight for layer in model.layers] == ([] if multi_head else ["weight"])
+        expected = F.linear(torch.ones(1, 4), model.params[names[0]], model.params[names[1]])
+        assert torch.equal(model.logits(model.params, torch.ones(1, 4), 1), expected)
+
+
+def test_a_model_without_a_final_linear_layer():
+    conv = nn.Sequential(nn.Conv2d(1, 3, 4), nn.Flatten())  # 4 x 4 inputs: three outputs
+    with pytest.raises(ConfigError, match=r"a head for each task.*not nn\.Linear: end the model in a Linear layer"):
+        Model(conv, (1, 4, 4), [3, 3], multi_head=True)
+    single = Model(conv, (1, 4, 4), [3, 3], multi_head=False)
+    assert single.head(0) == () and [layer.size for layer in single.layers] == [16]
+
+
+def test_outputs_and_inputs_must_fit_the_stream():
+    with pytest.raises(ConfigError, match="the model has 3 outputs, but the stream has 5 classes"):
+        Model(seeded(bn_net), (4,), [5], multi_head=False)
+    with pytest.raises(ConfigError, match=r"does not take inputs of shape \(batch, \(9,\)\)"):
+        Model(seeded(bn_net), (9,), [3], multi_head=False)
+
+
+@pytest.mark.parametrize(
+    ("stats", "names"),
+    [
+        ("per_task", {f"1.{name}@{task}" for name in ("running_mean", "running_var", "num_batches_tracked")
+                      for task in (0, 1)}),
+        ("running", {"1.running_mean", "1.running_var", "1.num_batches_tracked"}),
+        ("batch", set()),
+    ],
+)  # fmt: skip
+def test_where_running_statistics_live(stats, names):
+    model = Model(seeded(bn_net), (4,), [3, 3], multi_head=False, norm_stats=stats)
+    parameters = set(model.trainable(0))
+    assert set(model.params) - parameters == names
+    assert {*model.buffers(0), *model.buffers(1)} == names
+    assert parameters >= {"1.weight", "1.bias"}  # affine parameters are shared, whatever the statistics
+
+
+def test_running_statistics_are_those_of_the_task():
+    model = Model(seeded(bn_net), (4,), [3, 3], multi_head=False)
+    x = torch.randn(8, 4, generator=rng.generator(2)) + 5
+    before = {name: leaf.clone() for name, leaf in model.params.items()}
+    model.module.train()
+    with torch.no_grad():
+        model.logits(model.params, x, 1)
+    hidden = F.linear(x, before["0.weight"], before["0.bias"])
+    assert torch.allclose(model.params["1.running_mean@1"], 0.1 * hidden.mean(0))  # momentum 0.1, from 0
+    assert torch.allclose(model.params["1.running_var@1"], 0.9 + 0.1 * hidden.var(0))  # from 1
+    changed = {name for name, leaf in model.params.items() if not torch.equal(leaf, before[name])}
+    assert changed == set(model.buffers(1))
+
+
+def test_batch_statistics_normalise_with_the_batch_in_evaluation_too():
+    model = Model(seeded(bn_net), (4,), [3], multi_head=False, norm_stats="batch")
+    x, seen = torch.randn(8, 4, generator=rng.generator(2)) + 5, []
+    model.module[1].register_forward_hook(lambda *call: seen.append(call[2]))
+    model.module.eval()
+    with torch.no_grad():
+        model.logits(model.params, x, 0)
+    assert torch.allclose(seen[0].mean(0), torch.zeros(6), atol=1e-5)
+    assert torch.allclose(seen[0].var(0, unbiased=False), torch.ones(6), atol=1e-3)
+
+
+CONVOLUTIONS = {
+    "plain": lambda: nn.Conv2d(4, 6, 3),
+    "stride": lambda: nn.Conv2d(4, 6, 2, stride=2, padding=1, bias=False),
+    "shortcut": lambda: nn.Conv2d(4, 6, 1, stride=2),
+    "even-same": lambda: nn.Conv2d(4, 6, (4, 3), padding="same"),
+    "dilated": lambda: nn.Conv2d(4, 6, 3, dilation=2, padding=(2, 1)),
+    "reflect": lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"),
+    "circular": lambda: nn.Conv2d(4, 6, 3, padding=(1, 2), padding_mode="circular"),
+    "grouped": lambda: nn.Conv2d(4, 6, 3, groups=2),
+    "depthwise": lambda: nn.Conv2d(4, 8, 3, padding=1, groups=4, bias=False),
+}
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_layer_inputs_times_weight_is_the_convolution(case):
+    conv = seeded(lambda: CONVOLUTIONS[case]().double())
+    width = conv(torch.zeros(1, 4, 7, 6).double()).shape[-1]
+    model = Model(nn.Sequential(conv), (4, 7, 6), [width], multi_head=False)  # any last dimension passes as classes
+    x = torch.randn(3, 4, 7, 6, dtype=torch.float64, generator=rng.generator(3))
+    expected = conv(x)
+    assert len(model.layers) == conv.groups
+    for layer in model.layers:
+        weight = model.params[layer.weight][layer.rows].flatten(1)
+        outputs = layer.inputs(x) @ weight.T  # (batch, positions, outputs of the group)
+        if layer.bias:
+            outputs = outputs + model.params[layer.bias][layer.rows]
+        outputs = outputs.transpose(1, 2).reshape(3, -1, *expected.shape[2:])
+        assert layer.size == weight.shape[1]
+        assert torch.allclose(outputs, expected[:, layer.rows], atol=1e-12)
+
+
+def test_groups_share_out_the_rows_of_the_weight():
+    conv = nn.Conv2d(4, 6, 1, groups=2)
+    model = Model(nn.Sequential(conv, nn.Flatten(), nn.Linear(24, 2)), (4, 2, 2), [2, 2], multi_head=True)
+    assert [(layer.name, layer.rows) for layer in model.layers] == [
+        ("0.group0", slice(0, 3)),
+        ("0.group1", slice(3, 6)),
+    ]
+
+
+def test_inputs_of_a_linear_layer_on_sequences():
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.head = nn.Linear(5, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.head(self.inner(x).mean(1))
+
+    model = Model(Mean(), (3, 5), [2, 2], multi_head=True)
+    x = torch.randn(2, 3, 5, generator=rng.generator(4))
+    assert torch.equal(model.layers[0].inputs(x), x)  # positions are the steps of the sequence
+    assert model.layers[0].inputs(x[:, 0]).shape == (2, 1, 5)

@@ -1,0 +1,171 @@
+"""The documentation holds: its Python runs as written, its commands parse, its links exist, its tables agree."""
+
+import json
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
+
+import click
+import numpy as np
+import pytest
+import typer
+
+import cfl
+from cfl import options, plugins
+from cfl.cli import app
+from cfl.config import RunConfig, resolve
+from cfl.strategies.fot import FOT
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [code for name, code in FENCE.findall(page.read_text(encoding="utf-8")) if name == language]
+
+
+def prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def rows(page: Path, *, after: str) -> list[list[str]]:
+    """Cells of the first table below a line that starts with `after`, without its head."""
+    below = page.read_text(encoding="utf-8").partition(f"\n{after}")[2]
+    table = re.search(r"(?:^\|.*\n)+", below, re.MULTILINE)
+    assert table, f"no table below {after!r} in {page.name}"
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table[0].splitlines()[2:]]
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Arguments of each cfl-run in the page's shell blocks."""
+    lines = [line.split("#")[0] for block in blocks(page, "") for line in block.splitlines()]
+    return [shlex.split(line)[1:] for line in lines if re.match(r"(\.venv/bin/)?cfl-run ", line)]
+
+
+@pytest.fixture
+def own_registries(monkeypatch):
+    """What the pages register stays out of the other tests."""
+    for registry in (plugins.strategies, plugins.local, plugins.benchmarks, plugins.models):
+        registry.names()  # the built-ins register on import, which must not happen in the copy
+        monkeypatch.setattr(registry, "_items", dict(registry._items))
+
+
+@each_page
+def test_python_of_a_page_runs_as_written(page, tmp_path, monkeypatch, own_registries):
+    """A page is one program: its blocks run in order, in one namespace, in an empty folder."""
+    code = blocks(page, "python")
+    if not code:
+        pytest.skip("no Python on this page")
+    results, original = [], cfl.run
+
+    def run(*args, **kwargs):
+        results.append(original(*args, **kwargs))
+        return results[-1]
+
+    monkeypatch.setattr(cfl, "run", run)
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": f"docs_{page.stem}"}
+    for block in code:
+        exec(compile(block, page.name, "exec"), namespace)
+    # one accuracy for each pair of tasks tested on and learned before: the runs went to their end
+    assert results and all(result.acc.shape[0] >= 2 for result in results)
+    for result in results:
+        seen = result.acc[np.tril_indices(len(result.acc))]
+        assert ((seen >= 0) & (seen <= 1)).all()
+
+
+@each_page
+def test_relative_links_and_images_exist(page):
+    targets = re.findall(r"!?\[[^\]]*\]\(([^)]+)\)", prose(page))
+    missing = [t for t in targets if "://" not in t and not (page.parent / t.partition("#")[0]).is_file()]
+    assert targets or page.name not in ("README.md", "index.md")
+    assert missing == []
+
+
+@each_page
+def test_commands_parse_and_their_options_exist(page):
+    group = typer.main.get_command(app)
+    assert isinstance(group, click.Group)
+    found = commands(page)
+    if not found:
+        pytest.skip("no commands on this page")
+    for name, *args in found:
+        given = group.commands[name].make_context(name, list(args)).params  # raises on unknown flags
+        if name in ("train", "compare") and given.get("config") is None:
+            for method in given["methods"].split(",") if name == "compare" else [given["method"]]:
+                config = resolve(
+                    given["benchmark"],
+                    method=method,
+                    regularizers=given.get("local") or [],
+                    overrides=given["overrides"],
+                )
+                assert config.benchmark in plugins.benchmarks.names()
+        if name == "describe":
+            known = {
+                n for r in (plugins.strategies, plugins.benchmarks, plugins.models, plugins.local) for n in r.names()
+            }
+            assert given["name"] in known
+
+
+def test_fot_page_lists_each_option_with_its_default():
+    table = {name.strip("`"): default for name, default, *_ in rows(ROOT / "docs/fot.md", after="## Options")}
+    assert table == {row["name"]: str(row["default"]) for row in options.describe(FOT)}
+    assert list(table) == [field.name for field in fields(FOT)]
+
+
+def test_command_page_lists_each_option_with_its_default():
+    table = {
+        name.strip("`"): default
+        for name, default, *_ in rows(ROOT / "docs/command-line.md", after="## Options for --set")
+    }
+    expected = {}
+    for name, field in RunConfig.model_fields.items():
+        inner = getattr(field.annotation, "model_fields", None)
+        found = {f"{name}.{key}": item.default for key, item in inner.items()} if inner else {name: field.default}
+        expected.update({key: "null" if default is None else str(default) for key, default in found.items()})
+    # flags, groups with free keys, and what has one value only are described in the text of the page
+    aside = {"benchmark", "method", "regularizers", "seed", "engine", "strategy", "regularizer", "model.options"}
+    assert table == {name: default for name, default in expected.items() if name not in aside | {"secagg", "dp.level"}}
+
+
+def test_readme_names_what_is_there():
+    table = rows(ROOT / "README.md", after="## What works today")
+    kinds = {
+        "method": plugins.strategies,
+        "local regularizer": plugins.local,
+        "benchmark": plugins.benchmarks,
+        "model": plugins.models,
+    }
+    for kind, registry in kinds.items():
+        assert sorted(cells[1].strip("`") for cells in table if cells[0] == kind) == registry.names()
+
+
+def test_bytes_of_the_fot_page_follow_from_the_formulas():
+    """Sketches of 5 d columns, or the upper triangle of a Gram matrix; two float64 energies a layer."""
+    widths = [64 + 1, 128 + 1, 128 + 1]
+    gaussian = sum(4 * d * 5 * d + 16 for d in widths)
+    gram = sum(4 * d * (d + 1) // 2 + 16 for d in widths)
+    model = 4 * (65 * 128 + 129 * 128 + 129 * 10)
+    text = (ROOT / "docs/fot.md").read_text(encoding="utf-8")
+    for number in (gaussian, gram, model):
+        assert f"{number:,}" in text
+    # 20 clients after four of the five tasks; 10 clients in 100 rounds of training
+    rounded = [f"{total / 1e6:.1f} MB" for total in (80 * gaussian, 80 * gram, 1000 * model)]
+    assert all(number in text for number in rounded)
+
+
+def test_command_page_names_the_fields_of_the_files(tmp_path):
+    config = resolve("permuted-digits", method="fot", overrides=["tasks=2", "rounds=1"])
+    cfl.run(config, output=tmp_path)
+    page = ROOT / "docs/command-line.md"
+    for title, found in (
+        ("### metrics.json", json.loads((tmp_path / "metrics.json").read_text())),
+        ("### rounds.jsonl", json.loads((tmp_path / "rounds.jsonl").read_text().splitlines()[0])),
+    ):
+        named = [name.strip("`") for cells in rows(page, after=title) for name in cells[0].split(", ")]
+        assert sorted(named) == sorted(found)
+    files = {cells[0].strip("`").rstrip("/") for cells in rows(page, after="## Files of a run")}
+    assert files == {path.name for path in tmp_path.iterdir()} | {"accuracy.png"}  # drawn by the command alone
