@@ -96,6 +96,7 @@ class _Run:
         sink: Sink,
     ) -> None:
         self.config, self.folder, self.sink = config, folder, sink
+        self.method = type(strategy).__name__ if strategy else config.method
         self.device = _device(config.device)
         self.stream = stream.to(self.device)
         self.strategy = strategy or options.build(plugins.strategies.get(config.method), config.strategy, STRATEGY)
@@ -182,8 +183,8 @@ class _Run:
         state, acc = self.state, self.state.acc
         report = self.strategy.report(state.server, self.model)
         result = {
-            "method": self.config.method,
-            "benchmark": self.config.benchmark,
+            "method": self.method,
+            "benchmark": self.stream.name,
             "seed": self.config.seed,
             "acc": metrics.average_accuracy(acc),
             "fgt": metrics.forgetting(acc),

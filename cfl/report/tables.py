@@ -34,7 +34,8 @@ def mean_matrix(runs: Sequence[Metrics]) -> list[list[float | None]]:
 def summary(runs: Sequence[Metrics]) -> dict[str, Any]:
     """Mean and population standard deviation over runs of one method.
 
-    acc, fgt: fractions (NaN where not defined); bytes_up, bytes_down: bytes; seconds: seconds; each a dict with mean and std; seeds: the seeds.
+    acc, fgt (fractions, NaN where not defined), bytes_up, bytes_down, seconds: each a dict with mean and std; seeds: the
+    seeds.
     """
     out: dict[str, Any] = {"seeds": [run["seed"] for run in runs]}
     for name in ("acc", "fgt", "bytes_up", "bytes_down", "seconds"):

@@ -691,7 +691,7 @@ def test_the_basis_goes_down_only_with_gpse():
 
 
 def _synthetic(seed, count=3, train=400, test=400):
-    """Tasks with inputs z B^T + noise in random 8-dimensional subspaces of R^64, and labels from a random network."""
+    """Tasks with inputs z B^T + noise in random 8-dimensional subspaces of R^32, and labels from a random network."""
     tasks = []
     for task in range(count):
         source = torch.Generator().manual_seed(1000 * seed + task)
@@ -699,18 +699,17 @@ def _synthetic(seed, count=3, train=400, test=400):
         def draw(*shape, source=source):
             return torch.randn(*shape, generator=source)
 
-        span = torch.linalg.qr(draw(64, 8)).Q
+        span = torch.linalg.qr(draw(32, 8)).Q
         hidden, out = draw(8, 8), draw(8, 4)
         z = draw(train + test, 8)
-        x = z @ span.T + 0.02 * draw(train + test, 64)
+        x = z @ span.T + 0.02 * draw(train + test, 32)
         y = ((z @ hidden).tanh() @ out).argmax(1)
         tasks.append((x[:train], y[:train], x[train:], y[train:]))
     return tasks
 
 
 def _outcome(seed, method, *overrides):
-    torch.manual_seed(seed)
-    module = nn.Sequential(*(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 4, bias=False)))
+    module = _mlp(32, 64, 64, 4, bias=False).float()
     stream = cfl.from_tensors(_synthetic(seed), multi_head=True)
     small = ("partition.clients=4", "cohort=4", "rounds=40", "local.batch_size=20", "local.lr=0.5", "tasks=3")
     config = cfl.resolve("permuted-digits", method=method, seed=seed, overrides=[*small, *overrides])
