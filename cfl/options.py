@@ -5,6 +5,7 @@ and the configuration read them from there and from nowhere else.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -68,7 +69,7 @@ def _checked(name: str, value: Any, hint: Any, meta: Any) -> Any:
         raise unknown(f"value of {name}", str(value), map(str, meta["choices"]))
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         low, least, most = meta.get("above"), meta.get("at_least"), meta.get("at_most")
-        if value != value or any(
+        if not math.isfinite(value) or any(
             (low is not None and value <= low, least is not None and value < least, most is not None and value > most)
         ):
             raise ConfigError(f"{name} must be in {_range(meta)}, not {value}")

@@ -17,7 +17,7 @@ from cfl.overrides import read_yaml
 
 
 class RunFolder:
-    """A run's folder: `config.yaml`, `metrics.json`, `rounds.jsonl`, `checkpoints/`.
+    """A run's folder: `config.yaml`, `metrics.json`, `timing.json`, `rounds.jsonl`, `checkpoints/`.
 
     resume: continue what the folder holds. Raises ConfigError where it cannot be written, or holds a run and
     `resume` is False.
@@ -50,6 +50,10 @@ class RunFolder:
     def write_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Write `metrics.json`, atomically: it is there whole or not at all; NaN is written as null."""
         self._replace(self._metrics, json.dumps(plain(metrics), indent=2, allow_nan=False) + "\n")
+
+    def write_timing(self, seconds: Mapping[str, float]) -> None:
+        """Write `timing.json`: phase to seconds. It is apart because no other figure differs when a run is repeated."""
+        self._replace(self.path / "timing.json", json.dumps(plain(seconds), indent=2) + "\n")
 
     def append_round(self, row: Mapping[str, Any]) -> None:
         """Add a line to `rounds.jsonl`, on its way to the disk when this returns."""

@@ -202,6 +202,7 @@ class _Run:
         }
         if self.folder is not None:
             self.folder.write_metrics(result)
+            self.folder.write_timing({name: phase["seconds"] for name, phase in state.phases.items()})
         self.sink.finish(result)
         return Result(result, acc, state.server["params"], self.model)
 

@@ -85,7 +85,11 @@ class LoopEngine:
         uploads: Parts = {}
         params, loss = shared["params"], 0.0
         if info.phase.train:
-            trained, steps, loss = self._train(step, info, shared, state, client, lr)
+            try:
+                trained, steps, loss = self._train(step, info, shared, state, client, lr)
+            except (RuntimeError, ValueError) as error:
+                place = f"client {client.id} (task {info.task}, phase {info.phase.name}, round {info.round})"
+                raise UpdateError(f"local training failed at {place}: {error}") from error
             ctx = step.context(shared, state, steps, rng.key(info.key, "finish", client.id))
             uploads, state = self.chain.finish(trained, ctx, steps)
             params = {**params, **trained}

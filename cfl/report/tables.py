@@ -34,8 +34,8 @@ def mean_matrix(runs: Sequence[Metrics]) -> list[list[float | None]]:
 def summary(runs: Sequence[Metrics]) -> dict[str, Any]:
     """Mean and population standard deviation over runs of one method.
 
-    acc, fgt (fractions, NaN where not defined), bytes_up, bytes_down, seconds: each a dict with mean and std; seeds: the
-    seeds.
+    acc, fgt (fractions, NaN where not defined), bytes_up, bytes_down, seconds: each a dict with mean and std;
+    seeds: the seeds.
     """
     out: dict[str, Any] = {"seeds": [run["seed"] for run in runs]}
     for name in ("acc", "fgt", "bytes_up", "bytes_down", "seconds"):
@@ -56,7 +56,11 @@ def compared(summaries: Mapping[str, Mapping[str, Any]], title: str) -> Table:
     for name in ("ACC %", "FGT %", "up MB", "down MB", "seconds", "seeds"):
         table.add_column(name, justify="right")
     for method, row in summaries.items():
-        scores = [f"{percent(row[name]['mean'])} ± {percent(row[name]['std'])}" for name in ("acc", "fgt")]
+        scores = [percent(row[name]["mean"]) for name in ("acc", "fgt")]
+        if len(row["seeds"]) > 1:  # one run has no deviation to speak of
+            scores = [
+                f"{score} ± {percent(row[name]['std'])}" for score, name in zip(scores, ("acc", "fgt"), strict=True)
+            ]
         sizes = [f"{row[name]['mean'] / 1e6:.1f}" for name in ("bytes_up", "bytes_down")]
         table.add_row(method, *scores, *sizes, f"{row['seconds']['mean']:.1f}", str(len(row["seeds"])))
     return table

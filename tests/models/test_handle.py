@@ -187,6 +187,7 @@ CONVOLUTIONS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Using padding=.same. with even kernel")
 @pytest.mark.parametrize("case", CONVOLUTIONS)
 def test_layer_inputs_times_weight_is_the_convolution(case):
     conv = seeded(lambda: CONVOLUTIONS[case]().double())

@@ -174,7 +174,7 @@ PLANTED_BOUNDS = [(100, 0.0, 1e-12), (500, 0.0, 1e-12), (100, 1e-3, 5e-3), (500,
 
 @pytest.mark.parametrize("columns,noise,bound", [*PLANTED_BOUNDS, (100, 1e-2, 5e-2), (500, 1e-2, 2e-2)])
 def test_a_planted_subspace_is_found(columns, noise, bound):
-    # X = U Z, U (100, 10), N = 1,000. Noise of the measured bounds: with 1e-3 the sine was 1.5e-3 (s = d), 6.6e-4 (5 d).
+    # X = U Z, U (100, 10), N = 1,000. Measured with noise 1e-3: a sine of 1.5e-3 (s = d) and 6.6e-4 (s = 5 d).
     truth = _orthonormal(100, 10)
     x = truth @ _random(10, 1000, seed=1) + noise * _random(100, 1000, seed=2)
     for accumulator in (Gram(bases.empty(100), columns, 0), Direct(bases.empty(100), columns, 0, by_sample=False)):

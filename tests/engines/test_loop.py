@@ -1,0 +1,273 @@
+"""The loop engine: FedAvg against central training and by hand, heads, buffers, ragged batches and bad updates."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import cfl
+from cfl import optim, plugins, rng, tree
+from cfl.engines.evaluate import accuracy
+from cfl.engines.loop import LoopEngine
+from cfl.errors import UpdateError
+from cfl.local import FedProx
+from cfl.local.chain import Chain
+from cfl.models.handle import Model
+from cfl.models.mlp import mlp
+from cfl.strategies.base import Strategy
+from cfl.streams.store import Part, Pool
+from cfl.types import Client, Phase, RoundInfo
+from tests import toy
+
+LR = 0.1
+
+
+def data(size, seed=0):
+    x = torch.randn(size, 4, generator=rng.generator(seed))
+    return Part(Pool(x), torch.arange(size), (x[:, 0] > 0).long() + (x[:, 1] > 0).long())
+
+
+def bn_net():
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+
+
+def plain():
+    return mlp((4,), 3, hidden=(6,))
+
+
+def make_model(make=plain, multi_head=False, **options):
+    with rng.fork(1):
+        return Model(make(), (4,), [3, 3], multi_head=multi_head, **options)
+
+
+def engine_of(model, strategy=None, locals_=None, **options):
+    strategy = strategy or Strategy()
+    defaults = dict(optimizer=optim.sgd(), epochs=1, batch_size=8, weights="samples", on_bad_update="raise")
+    return LoopEngine(model, strategy, Chain({"strategy": strategy, **(locals_ or {})}), **{**defaults, **options})
+
+
+def info_of(model, clients, task=0, round=0, phase=Phase("train")):
+    names = (*model.trainable(task), *model.buffers(task))
+    return RoundInfo(task, 2, phase, round, tuple(clients), names, frozenset(), model, rng.key(3, task, round))
+
+
+def run(engine, samples, rows, server=None, task=0, round=0, lr=LR, states=None, server_lr=1.0):
+    """One round; rows: client id to its rows. Gives the outcome and the server's new trees."""
+    info = info_of(engine.model, rows, task, round)
+    server = server or {"params": engine.model.params}
+    shared = engine.strategy.broadcast(server, info)
+    states = states or {id: engine.chain.init_client(shared["params"], engine.model) for id in rows}
+    clients = [Client(id, samples, torch.tensor(own)) for id, own in rows.items()]
+    outcome = engine.round(info, shared, states, clients, lr)
+    return outcome, engine.strategy.absorb(server, outcome.mean, info, server_lr)
+
+
+@pytest.mark.parametrize("size", [24, 21, 17])  # with batches of 8: even, ragged, and a last batch of one sample
+def test_one_client_with_all_data_is_central_training(size):
+    model, samples = make_model(), data(size)
+    engine = engine_of(model, optimizer=optim.sgd(momentum=0.9, weight_decay=1e-2), epochs=3)
+    _, server = run(engine, samples, {5: list(range(size))})
+
+    central, key = copy.deepcopy(model.module).train(), info_of(model, [5]).key
+    optimizer = torch.optim.SGD(central.parameters(), lr=LR, momentum=0.9, weight_decay=1e-2)
+    for epoch in range(3):
+        order = torch.randperm(size, generator=rng.generator(rng.key(key, "order", 5, epoch)))
+        for rows in order.split(8):
+            optimizer.zero_grad()
+            F.cross_entropy(central(samples.pool.images[rows]), samples.targets[rows]).backward()
+            optimizer.step()
+    for name, leaf in central.named_parameters():
+        assert torch.allclose(server["params"][name], leaf, atol=1e-6), name
+        assert not torch.allclose(server["params"][name], model.params[name], atol=1e-3), name
+
+
+def test_the_loss_is_the_mean_over_the_last_epochs_batches():
+    model, samples = make_model(), data(16)
+    outcome, _ = run(engine_of(model, epochs=1, batch_size=16), samples, {0: list(range(16))})
+    expected = F.cross_entropy(model.logits(model.params, samples.pool.images, 0), samples.targets)
+    assert outcome.loss == pytest.approx(expected.item(), abs=1e-6)  # one batch: the loss before the first step
+
+
+def test_nothing_to_learn_gives_the_same_model_back():
+    """With lr 0 all client models equal the global one; momentum and decay must not creep in."""
+    model = make_model()
+    engine = engine_of(model, optimizer=optim.sgd(momentum=0.9, weight_decay=1e-2))
+    _, server = run(engine, data(20), {0: [0, 1, 2], 3: list(range(3, 20))}, lr=0.0)
+    assert all(torch.equal(server["params"][name], leaf) for name, leaf in model.params.items())
+
+
+def test_aggregation_of_equal_models_returns_that_model():
+    model = make_model()
+
+    class Target(Strategy):
+        def finish(self, params, ctx, steps):
+            return {name: ctx.shared["params"][name] - (leaf * 0 + 2) for name, leaf in params.items()}, ctx.state
+
+    for weights in ("samples", "uniform"):
+        engine = engine_of(model, Target(), weights=weights)
+        _, server = run(engine, data(20), {0: [0, 1, 2], 3: list(range(3, 16)), 9: [16, 17]})
+        for leaf in server["params"].values():
+            assert torch.allclose(leaf, torch.full_like(leaf, 2.0), atol=1e-6)
+
+
+def alone(model, samples, rows):
+    """Each client's own model, from a round that it makes alone: draws depend on the id, not on the cohort."""
+    return {id: run(engine_of(model), samples, {id: own})[1]["params"] for id, own in rows.items()}
+
+
+def test_weights_by_hand():
+    model, samples, rows = make_model(), data(16), {2: list(range(4)), 7: list(range(4, 16))}
+    own = alone(model, samples, rows)
+    for weights, (a, b) in {"samples": (0.25, 0.75), "uniform": (0.5, 0.5)}.items():  # 4 and 12 samples
+        _, server = run(engine_of(model, weights=weights), samples, rows)
+        for name, leaf in server["params"].items():
+            assert torch.allclose(leaf, a * own[2][name] + b * own[7][name], atol=1e-6), name
+    assert not torch.allclose(own[2]["1.weight"], own[7]["1.weight"], atol=1e-3)  # the two means do differ
+
+
+def test_weights_agree_for_clients_of_equal_size():
+    model, samples, rows = make_model(), data(16), {2: list(range(8)), 7: list(range(8, 16))}
+    means = [run(engine_of(model, weights=weights), samples, rows)[1]["params"] for weights in ("samples", "uniform")]
+    assert all(torch.allclose(means[0][name], means[1][name], atol=1e-7) for name in means[0])
+
+
+def test_server_lr_scales_the_step():
+    model, samples, rows = make_model(), data(8), {0: list(range(8))}
+    full, half = (run(engine_of(model), samples, rows, server_lr=lr)[1]["params"] for lr in (1.0, 0.5))
+    for name, start in model.params.items():
+        assert torch.allclose(half[name], (start + full[name]) / 2, atol=1e-6)
+
+
+def test_same_round_twice_gives_the_same_bits_and_another_round_does_not():
+    model, samples, rows = make_model(), data(20), {0: list(range(12)), 1: list(range(12, 20))}
+    first, again, later = (run(engine_of(model), samples, rows, round=r)[1]["params"] for r in (0, 0, 1))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert any(not torch.equal(first[name], later[name]) for name in first)
+
+
+def test_unused_heads_keep_every_bit():
+    model, samples = make_model(multi_head=True), data(16)
+    engine = engine_of(model, optimizer=optim.sgd(momentum=0.9, weight_decay=0.1), epochs=2)
+    _, server = run(engine, samples, {0: list(range(8)), 1: list(range(8, 16))}, task=1)
+    for name, leaf in server["params"].items():
+        assert torch.equal(leaf, model.params[name]) == name.endswith("@0"), name
+
+
+def test_only_the_tasks_leaves_travel():
+    model = make_model(multi_head=True)
+    outcome, _ = run(engine_of(model), data(16), {0: list(range(8)), 1: list(range(8, 16))}, task=1)
+    assert tuple(outcome.mean["strategy"]) == model.trainable(1)
+    numbers = 4 * 6 + 6 + 6 * 3 + 3  # body and one head
+    assert outcome.bytes_up == 2 * 4 * numbers
+
+
+def test_statistics_are_averaged_and_counters_are_not():
+    model, samples, rows = make_model(bn_net), data(32), {1: list(range(8)), 2: list(range(8, 32))}
+    own = alone(model, samples, rows)
+    _, server = run(engine_of(model), samples, rows, server_lr=0.5)
+    mean, count = "1.running_mean@0", "1.num_batches_tracked@0"
+    expected = 0.25 * own[1][mean] + 0.75 * own[2][mean]  # 8 and 24 samples; the whole step, whatever the server's rate
+    assert torch.allclose(server["params"][mean], expected, atol=1e-6)
+    assert server["params"][count].dtype == torch.int64
+    assert server["params"][count].item() == own[1][count].item() == 1 and own[2][count].item() == 3
+    assert torch.equal(server["params"]["1.running_mean@1"], model.params["1.running_mean@1"])
+
+
+def poisoned(samples, rows):
+    images = samples.pool.images.clone()
+    images[rows] = float("nan")
+    return Part(Pool(images), samples.index, samples.targets)
+
+
+def test_bad_update_raises_with_client_task_and_round():
+    model, samples = make_model(), poisoned(data(16), [9])
+    message = r"client 4 .*NaN or infinity \(task 1, phase train, round 6\); lower local\.lr.*on_bad_update=exclude"
+    with pytest.raises(UpdateError, match=message):
+        run(engine_of(model), samples, {1: list(range(8)), 4: list(range(8, 16))}, task=1, round=6)
+
+
+def test_bad_update_can_be_left_out():
+    class Counter(Strategy):
+        def init_client(self, params, model):
+            return {"rounds": torch.zeros(())}
+
+        def finish(self, params, ctx, steps):
+            upload, state = super().finish(params, ctx, steps)
+            return upload, {"rounds": state["rounds"] + 1}
+
+    model, samples = make_model(), poisoned(data(16), [9])
+    engine = engine_of(model, Counter(), on_bad_update="exclude")
+    states = {1: {"strategy/rounds": torch.tensor(5.0)}, 4: {"strategy/rounds": torch.tensor(8.0)}}
+    outcome, server = run(engine, samples, {1: list(range(8)), 4: list(range(8, 16))}, states=states)
+    assert outcome.excluded == [4] and set(outcome.states) == {1}
+    assert outcome.states[1]["strategy/rounds"].item() == 6
+    assert states[4]["strategy/rounds"].item() == 8  # its state stays what it was
+    only = alone(model, samples, {1: list(range(8))})[1]
+    assert all(torch.allclose(server["params"][name], leaf, atol=1e-6) for name, leaf in only.items())
+    with pytest.raises(UpdateError, match="task 0, round 0: no client's update was finite; lower local.lr"):
+        run(engine, samples, {4: list(range(8, 16))})
+
+
+def test_a_round_writes_to_nothing_that_it_is_given_and_not_to_the_global_generator():
+    model = make_model(bn_net)
+    before, state = tree.clone(model.params), torch.get_rng_state()
+    run(engine_of(model, locals_={"fedprox": FedProx()}), data(20), {0: list(range(20))})
+    assert all(torch.equal(leaf, before[name]) for name, leaf in model.params.items())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_dropout_is_drawn_from_the_clients_key():
+    model = make_model(lambda: mlp((4,), 3, hidden=(6,), dropout=(0.5,)))
+    torch.manual_seed(1)
+    first = run(engine_of(model), data(16), {0: list(range(16))})[1]["params"]
+    torch.manual_seed(2)
+    again = run(engine_of(model), data(16), {0: list(range(16))})[1]["params"]
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    without = run(engine_of(make_model()), data(16), {0: list(range(16))})[1]["params"]
+    assert not torch.allclose(first["1.weight"], without["1.weight"], atol=1e-4)  # it was on
+
+
+def test_work_is_summed_and_needs_no_training():
+    class Worker(Strategy):
+        def work(self, params, client, shared, state, info):
+            return {"n": torch.tensor([float(len(client))])}, {"seen": torch.tensor(client.id)}
+
+    model, strategy = make_model(), Worker()
+    engine = engine_of(model, strategy)
+    info = info_of(model, [1, 2], phase=Phase("measure", train=False, work=True))
+    clients = [Client(1, data(9), torch.arange(3)), Client(2, data(9), torch.arange(3, 9))]
+    outcome = engine.round(info, {"params": model.params}, {1: {"fedprox/a": torch.ones(1)}, 2: {}}, clients, LR)
+    assert outcome.mean == {"work": {"n": torch.tensor([9.0])}} and outcome.loss is None  # 3 + 6, not their mean
+    assert outcome.bytes_up == 2 * 4
+    assert set(outcome.states[1]) == {"fedprox/a", "strategy/seen"} and outcome.states[2]["strategy/seen"].item() == 2
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 100])
+def test_accuracy_counts_correct_predictions(batch_size):
+    model, samples = make_model(), data(20)
+    correct = sum(
+        int(model.module(x[None]).argmax() == y) for x, y in zip(samples.pool.images, samples.targets, strict=True)
+    )
+    assert 0 < correct < 20
+    assert accuracy(model, model.params, samples, 0, batch_size) == correct / 20
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedprox"])
+def test_training_lowers_the_loss(name):
+    model, samples, rows = make_model(), data(60), {id: list(range(id * 20, id * 20 + 20)) for id in range(3)}
+    locals_ = {} if name == "fedavg" else {name: plugins.local.get(name)()}
+    engine, server, losses = engine_of(model, locals_=locals_, epochs=2), {"params": model.params}, []
+    for round in range(15):
+        outcome, server = run(engine, samples, rows, server, round=round)
+        losses.append(outcome.loss)
+    # the labels are a function of two inputs' signs; chance is log 3 = 1.10, a fixed seed ends near half of it
+    assert losses[-1] < 0.75 * losses[0]
+
+
+def test_an_error_in_local_training_names_client_task_and_round() -> None:
+    """BatchNorm1d cannot train on one sample: 12 samples a client in batches of 11 leave a last batch of one."""
+    module = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    with pytest.raises(UpdateError, match=r"client \d \(task 0, phase train, round 0\).*more than 1 value"):
+        cfl.run(toy.config("local.batch_size=11", method="fedavg"), stream=toy.stream(), model=module)
