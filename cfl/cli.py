@@ -1,9 +1,9 @@
 """The command `cfl-run`: train, compare, list, describe.
 
-Exit status: 0 done; 1 a run that cannot go on; 2 wrong use, in one line; 130 interrupted. Heavy imports wait until a
-command needs them, so that help is fast.
+Exit status: 0 done; 1 a run that cannot go on; 2 wrong use, in one line; 130 interrupted.
 """
 
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
@@ -79,11 +79,11 @@ def compare(
     from cfl.record import plain
     from cfl.report import plots, tables
 
-    names, numbers = [name.strip() for name in methods.split(",")], _seeds(seeds)
+    numbers, own = _seeds(seeds), _overrides(methods, overrides)
     # All are resolved before the first runs: a wrong name must not wait for hours.
     plan = {
-        name: [_resolved(benchmark, method=name, overrides=overrides, seed=number) for number in numbers]
-        for name in names
+        name: [_resolved(benchmark, method=name, overrides=kept, seed=number) for number in numbers]
+        for name, kept in own.items()
     }
     folder = output or Path("runs") / f"compare-{benchmark}"
     results = {
@@ -115,7 +115,7 @@ def list_(
 
     kinds = _registries()
     if what is not None and what not in kinds:
-        raise unknown("list", what, kinds)
+        raise unknown("kind", what, kinds)
     for kind, registry in kinds.items():
         if what in (None, kind):
             rows = [(name, _summary(registry.get(name)), registry.source(name)) for name in registry.names()]
@@ -186,12 +186,19 @@ def _run(config: "RunConfig", folder: Path, resume: bool, quiet: bool, **data: A
     try:
         return run(config, output=folder, resume=resume, sink=sink, **data).metrics
     except KeyboardInterrupt:
-        again = f"cfl-run train --config {folder / 'config.yaml'} --output {folder} --resume"
-        root = f" --data-root {data['data_root']}" if data["data_root"] else ""
-        print(f"interrupted; continue with: {again}{root}", file=sys.stderr)
+        print(_continuation(folder, **data), file=sys.stderr)
         raise
     finally:
         sink.close()
+
+
+def _continuation(folder: Path, data_root: Path | None, download: bool) -> str:
+    """What to tell the user of an interrupted run."""
+    if not (folder / "config.yaml").exists():
+        return "interrupted before the first round, nothing is saved; give the same command again"
+    again = ["cfl-run", "train", "--config", str(folder / "config.yaml"), "--output", str(folder), "--resume"]
+    again += (["--data-root", str(data_root)] if data_root else []) + ["--download"] * download
+    return f"interrupted; continue with: {shlex.join(again)}"
 
 
 def _run_once(config: "RunConfig", folder: Path, quiet: bool, **data: Any) -> dict[str, Any]:
@@ -207,6 +214,18 @@ def _run_once(config: "RunConfig", folder: Path, quiet: bool, **data: Any) -> di
     if metrics.exists() and settings.exists():
         return dict(json.loads(metrics.read_text()))
     return _run(config, folder, settings.exists(), quiet, **data)
+
+
+def _overrides(methods: str, overrides: Sequence[str]) -> dict[str, list[str]]:
+    """The methods of "fedavg,fot", each with the overrides that are for it: of `strategy.*` those that it has."""
+    from cfl import options, plugins
+    from cfl.overrides import scoped
+
+    names = [name.strip() for name in methods.split(",")]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"--methods takes each method once, not '{methods}'")
+    known = {name: [row["name"] for row in options.describe(plugins.strategies.get(name))] for name in names}
+    return scoped(overrides, known, "strategy")
 
 
 def _seeds(text: str) -> list[int]:

@@ -4,7 +4,7 @@ Layers, later ones win: defaults, the benchmark's preset (`cfl/presets/<benchmar
 `key=value` overrides, flags. A resolved configuration names every hyper-parameter, so it repeats its run to the byte.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from importlib.resources import files
@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal, Self, get_args, get_type_hints
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from cfl import options, plugins
-from cfl.errors import ConfigError, unknown
-from cfl.overrides import merged, parse, read_yaml, without
+from cfl.errors import ConfigError, unknown, wanted
+from cfl.overrides import check_shape, merged, parse, read_yaml, without
 
-Positive = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1, le=2**31)]
 # YAML knows lists only; the strict models want tuples.
 Tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 
@@ -85,13 +85,13 @@ class RunConfig(Section):
     benchmark: str = Field(description="name of the benchmark; see `cfl-run list benchmarks`")
     method: str = Field("fedavg", description="strategy of the run; see `cfl-run list methods`")
     regularizers: Annotated[tuple[str, ...], Tuple] = Field((), description="local regularizers, in order")
-    seed: int = Field(0, ge=0, description="seed of every draw")
+    seed: int = Field(0, ge=0, le=2**32 - 1, description="seed of every draw")  # the most that numpy takes
     tasks: Positive | None = Field(None, description="number of tasks; null for all of the benchmark")
     rounds: Annotated[Positive | tuple[Positive, ...], Tuple] = Field(20, description="rounds a task, or one a task")
     cohort: Positive = Field(10, description="clients a round; all owners of the task where there are fewer")
     class_order: Literal["random", "natural"] = Field("random", description="order in which classes join tasks")
     engine: Literal["loop"] = Field("loop", description="how the clients of a round are computed")
-    device: str = Field("cpu", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="auto, cpu, mps, cuda or cuda:N")
+    device: str = Field("cpu", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
     partition: PartitionConfig = PartitionConfig()
     local: LocalConfig = LocalConfig()
     model: ModelConfig = ModelConfig()
@@ -99,10 +99,12 @@ class RunConfig(Section):
     agg: AggConfig = AggConfig()
     strategy: dict[str, Any] = Field(default_factory=dict, description="hyper-parameters of the method")
     regularizer: dict[str, dict[str, Any]] = Field(default_factory=dict, description="those of each local regularizer")
-    eval_every: int = Field(0, ge=0, description="rounds between evaluations of the current task; 0: at its end only")
+    eval_every: int = Field(
+        0, ge=0, le=2**31, description="rounds between evaluations of the current task; 0: at its end only"
+    )
     eval_batch_size: Positive = Field(1024, description="samples a batch in evaluations")
     checkpoint_every: Positive = Field(1, description="rounds between checkpoints; the end of a task always has one")
-    threads: Positive = Field(1, description="threads inside an operation; small models are fastest with 1")
+    threads: int = Field(1, ge=1, le=256, description="threads inside an operation; small models are fastest with 1")
     on_bad_update: Literal["raise", "exclude"] = Field("raise", description="what NaN in a client's update does")
     secagg: Literal["none"] = Field("none", description="secure aggregation")
     dp: PrivacyConfig = PrivacyConfig()
@@ -135,13 +137,16 @@ def resolve(
     Raises ConfigError in one line for unknown names, wrong values and a file that cannot be read.
     """
     flags = dict(benchmark=benchmark, method=method, seed=seed, engine=engine, regularizers=list(regularizers) or None)
-    top = merged(_routed(parse(overrides)), {name: value for name, value in flags.items() if value is not None})
-    base = _routed(read_yaml(file)) if file else {}
+    given = {name: value for name, value in flags.items() if value is not None}
+    top = merged(_routed(_shaped(parse(overrides))), given)
+    base = _routed(_shaped(read_yaml(file))) if file else {}
     name = top.get("benchmark", base.get("benchmark"))
+    if base.get("benchmark", name) != name:
+        raise ConfigError(f"'{file}' is for benchmark '{base['benchmark']}', not '{name}'; name that one or none")
     if name is None:
         raise ConfigError("no benchmark is given; name one (see 'cfl-run list benchmarks') or pass --config FILE")
     if not file:
-        base = _routed(merged(preset(str(name)), {"benchmark": name}))
+        base = _routed(merged(preset(name), {"benchmark": name}))
     return load(_layered(base, top))
 
 
@@ -150,8 +155,8 @@ def load(data: Mapping[str, Any]) -> RunConfig:
 
     Raises ConfigError in one line that names the option, the value and what is valid.
     """
-    data = _routed(data)
-    _check_keys(data, RunConfig, "", str(data.get("method", "fedavg")))
+    data = _routed(_shaped(data))
+    _check_keys(data, RunConfig, "", data.get("method", "fedavg"))
     try:
         config = RunConfig.model_validate(data)
     except ValidationError as error:
@@ -180,30 +185,37 @@ def _layered(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     """`top` over `base`, whose `methods` and `variants` are resolved by what the two say together."""
     both = merged(base, top)
     for dotted, cases in base.get("variants", {}).items():
-        section, _, name = dotted.rpartition(".")
-        value = (both.get(section, {}) if section else both).get(name)
-        base = merged(base, _routed(cases.get(value, {})))
+        section, _, name = str(dotted).rpartition(".")
+        group = both.get(section) if section else both
+        value = group.get(name) if isinstance(group, Mapping) else None
+        base = merged(base, _routed(cases.get(value, {}) if isinstance(value, Hashable) else {}))
     method = both.get("method", "fedavg")
     if "method" in base and base["method"] != method:
         base = without(base, "strategy")  # the other method's hyper-parameters mean nothing here
     if _model_name(base) != _model_name(both):
         base = merged(without(base, "model"), {"model": without(base.get("model", {}), "options")})
     if isinstance(top.get("regularizers"), list) and "regularizer" in base:
-        kept = {name: base["regularizer"][name] for name in top["regularizers"] if name in base["regularizer"]}
+        kept = {name: own for name, own in base["regularizer"].items() if name in top["regularizers"]}
         base = {**base, "regularizer": kept}
     base = merged(base, {"strategy": base.get("methods", {}).get(method, {})})
     return merged(without(base, "methods", "variants"), top)
 
 
+def _shaped(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same data; raises ConfigError where layering would read a name or a group and finds something else."""
+    sections = {name: getattr(field.annotation, "model_fields", None) for name, field in RunConfig.model_fields.items()}
+    check_shape(data, {name: list(inner) for name, inner in sections.items() if inner})
+    return data
+
+
 def _model_name(data: Mapping[str, Any]) -> Any:
-    model = data.get("model", {})
-    return model.get("name", "mlp") if isinstance(model, Mapping) else model
+    return data.get("model", {}).get("name", "mlp")
 
 
 def _routed(data: Mapping[str, Any]) -> dict[str, Any]:
     """The same data with the keys of `model` that are no field of it moved to `model.options`."""
     model = data.get("model")
-    if not isinstance(model, Mapping):
+    if model is None:
         return dict(data)
     own = {name: value for name, value in model.items() if name in ModelConfig.model_fields}
     extra = {name: value for name, value in model.items() if name not in own}
@@ -218,9 +230,6 @@ def _check_keys(data: Mapping[str, Any], section: type[BaseModel], prefix: str, 
             raise _unknown_option(f"{prefix}{name}", method)
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            if not isinstance(value, Mapping):
-                inner = ", ".join(f"{prefix}{name}.{key}" for key in kind.model_fields)
-                raise ConfigError(f"{prefix}{name} is a group of options, not {value!r}; set one of {inner}")
             _check_keys(value, kind, f"{prefix}{name}.", method)
         elif isinstance(value, Mapping) and "dict" not in str(kind):
             raise _unknown_option(f"{prefix}{name}.{next(iter(value), '')}", method)
@@ -285,24 +294,4 @@ def _one_line(error: ValidationError) -> ConfigError:
         schema = definitions[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
     if "enum" in schema:
         return unknown(f"value of {dotted}", str(value), schema["enum"])
-    return ConfigError(f"{dotted} must be {_wanted(schema)}, not {value!r}")
-
-
-def _wanted(schema: Mapping[str, Any]) -> str:
-    """What a JSON schema asks for, in words."""
-    if "anyOf" in schema:
-        return " or ".join(map(_wanted, schema["anyOf"]))
-    if "const" in schema:
-        return f"'{schema['const']}' (this version has nothing else)"
-    if "pattern" in schema:
-        return str(schema["description"])
-    words = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "a name"}
-    text = words.get(schema["type"], schema["type"])
-    if schema["type"] == "array":
-        return f"a list (each {_wanted(schema['items'])})"
-    if schema["type"] not in ("integer", "number"):
-        return text
-    low = f"[{schema['minimum']:g}" if "minimum" in schema else f"({schema.get('exclusiveMinimum', float('-inf')):g}"
-    if "maximum" in schema:
-        return f"{text} in {low}, {schema['maximum']:g}]"
-    return f"{text} in {low}, {schema.get('exclusiveMaximum', float('inf')):g})"
+    return ConfigError(f"{dotted} must be {wanted(schema)}, not {value!r}")

@@ -1,7 +1,10 @@
 """Errors that a user can act on: each message names the thing at fault and says what to do."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from typing import Any
+
+MOST_NAMES = 8  # names that one line lists
 
 
 class CflError(Exception):
@@ -28,5 +31,32 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> ConfigError:
     """A ConfigError for a `name` that is not among the `known` ones, with the nearest valid one."""
     known = sorted(known)
     near = get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known) or 'none'}"
+    more = f", ... (and {len(known) - MOST_NAMES} more)" if len(known) > MOST_NAMES else ""
+    hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known[:MOST_NAMES]) or 'none'}{more}"
     return ConfigError(f"unknown {kind} '{name}'; {hint}")
+
+
+def wanted(schema: Mapping[str, Any]) -> str:
+    """What a JSON schema asks for, in words."""
+    if "anyOf" in schema:
+        return " or ".join(map(wanted, schema["anyOf"]))
+    if "const" in schema:
+        return f"'{schema['const']}' (this version has nothing else)"
+    if "pattern" in schema:
+        return str(schema["description"])
+    words = {
+        "integer": "a whole number",
+        "number": "a number",
+        "boolean": "true or false",
+        "string": "a name",
+        "object": "a group",
+    }
+    text = words.get(schema["type"], schema["type"])
+    if schema["type"] == "array":
+        return f"a list (each {wanted(schema['items'])})"
+    if schema["type"] not in ("integer", "number"):
+        return text
+    low = f"[{schema['minimum']}" if "minimum" in schema else f"({schema.get('exclusiveMinimum', '-inf')}"
+    if "maximum" in schema:
+        return f"{text} in {low}, {schema['maximum']}]"
+    return f"{text} in {low}, {schema.get('exclusiveMaximum', 'inf')})"

@@ -1,13 +1,13 @@
 """Reading options: YAML with scientific numbers, `key=value` overrides, and merging of nested mappings."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from cfl.errors import ConfigError
+from cfl.errors import ConfigError, unknown
 
 
 class _Loader(yaml.SafeLoader):
@@ -51,8 +51,65 @@ def parse(overrides: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"the value of {dotted} is not valid YAML: '{value}'") from None
         for part in reversed(parts):
             item = {part: item}
+        clash = _clash(nested, item)
+        if clash:
+            raise ConfigError(f"--set gives {clash} a value, and also sets a key inside it; leave out one of the two")
         nested = merged(nested, item)
     return nested
+
+
+def scoped(overrides: Sequence[str], known: Mapping[str, Collection[str]], section: str) -> dict[str, list[str]]:
+    """For each of several owners, the overrides without those keys of `section` that others have and it has not.
+
+    known: owner to the names of its options; raises ConfigError for a key of `section` that no owner has.
+    """
+    everyone = {f"{section}.{name}" for names in known.values() for name in names}
+    kept: dict[str, list[str]] = {owner: [] for owner in known}
+    for text in overrides:
+        dotted = text.partition("=")[0].strip()
+        if dotted.startswith(f"{section}.") and dotted not in everyone:
+            raise unknown("option", dotted, everyone)
+        for owner, names in known.items():
+            if dotted not in everyone or dotted.removeprefix(f"{section}.") in names:
+                kept[owner].append(text)
+    return kept
+
+
+def check_shape(data: Mapping[str, Any], sections: Mapping[str, Sequence[str]]) -> None:
+    """Raise ConfigError where a layer has something else than a name, or than a group of options, where one belongs.
+
+    sections: group to its options; the groups with free keys, and `methods` and `variants` of presets, are known here.
+    """
+    for name in ("benchmark", "method"):
+        if not isinstance(data.get(name, ""), str):
+            raise ConfigError(f"{name} must be a name, not {data[name]!r}")
+    for name, options in {**sections, "strategy": ["<option>"]}.items():
+        _group(name, data.get(name, {}), ", ".join(f"{name}.{option}" for option in options))
+    for name, inner in {"regularizer": "<name>.<option>", "methods": "<method>", "variants": "<option>"}.items():
+        _group(name, data.get(name, {}), f"{name}.{inner}")
+        for key, value in data.get(name, {}).items():
+            _group(f"{name}.{key}", value, f"{name}.{inner}")
+    for dotted, cases in data.get("variants", {}).items():
+        for value, case in cases.items():
+            _group(f"variants.{dotted}.{value}", case, "the options of a run")
+            check_shape(case, sections)
+
+
+def _group(name: str, value: Any, inner: str) -> None:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} is a group of options, not {value!r}; set one of {inner}")
+
+
+def _clash(low: Mapping[str, Any], high: Mapping[str, Any], prefix: str = "") -> str:
+    """The dotted name of what is a mapping on one side and a plain value on the other; empty where nothing is."""
+    for name in low.keys() & high.keys():
+        under, over, dotted = low[name], high[name], f"{prefix}{name}"
+        if isinstance(under, Mapping) and isinstance(over, Mapping):
+            if inner := _clash(under, over, f"{dotted}."):
+                return inner
+        elif isinstance(under, Mapping) or isinstance(over, Mapping):
+            return dotted
+    return ""
 
 
 def merged(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import math
 import os
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -13,7 +14,6 @@ import yaml
 
 from cfl.config import RunConfig
 from cfl.errors import ConfigError
-from cfl.overrides import read_yaml
 
 
 class RunFolder:
@@ -43,10 +43,6 @@ class RunFolder:
         """Write the resolved configuration (plain data) to `config.yaml`."""
         self._replace(self.path / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False))
 
-    def read_config(self) -> dict[str, Any]:
-        """The resolved configuration in the folder; raises ConfigError where there is none."""
-        return read_yaml(self.path / "config.yaml")
-
     def write_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Write `metrics.json`, atomically: it is there whole or not at all; NaN is written as null."""
         self._replace(self._metrics, json.dumps(plain(metrics), indent=2, allow_nan=False) + "\n")
@@ -56,10 +52,13 @@ class RunFolder:
         self._replace(self.path / "timing.json", json.dumps(plain(seconds), indent=2) + "\n")
 
     def append_round(self, row: Mapping[str, Any]) -> None:
-        """Add a line to `rounds.jsonl`, on its way to the disk when this returns."""
-        with self._rounds.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(plain(row), allow_nan=False) + "\n")
-            file.flush()
+        """Add a line to `rounds.jsonl`, on its way to the disk when this returns; ConfigError where it cannot be."""
+        try:
+            with self._rounds.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(plain(row), allow_nan=False) + "\n")
+                file.flush()
+        except OSError as error:
+            raise _unwritable(self._rounds, error) from None
 
     def truncate_rounds(self, n_lines: int) -> None:
         """Keep the first `n_lines` whole lines of `rounds.jsonl`: what came after the checkpoint is done again.
@@ -83,7 +82,7 @@ class RunFolder:
                 os.fsync(file.fileno())
             os.replace(temporary, path)
         except OSError as error:
-            raise ConfigError(f"'{path}' cannot be written ({error.strerror}); choose another --output") from None
+            raise _unwritable(path, error) from None
 
 
 class Sink(Protocol):
@@ -101,6 +100,9 @@ class Sink(Protocol):
     def note(self, text: str) -> None:
         """Something the user should know."""
 
+    def warn(self, text: str) -> None:
+        """Something went wrong that the run can go on with."""
+
     def finish(self, metrics: dict[str, Any]) -> None:
         """The run is done."""
 
@@ -109,7 +111,7 @@ class Sink(Protocol):
 
 
 class NullSink:
-    """A sink that shows nothing."""
+    """A sink that shows nothing but warnings."""
 
     def start(self, config: RunConfig, notes: list[str], total_rounds: int) -> None:
         """Show nothing."""
@@ -122,6 +124,10 @@ class NullSink:
 
     def note(self, text: str) -> None:
         """Show nothing."""
+
+    def warn(self, text: str) -> None:
+        """Issue a Python warning, which standard error shows: no progress does not mean no faults."""
+        warnings.warn(text, stacklevel=2)
 
     def finish(self, metrics: dict[str, Any]) -> None:
         """Show nothing."""
@@ -135,6 +141,7 @@ class PlainSink:
 
     def __init__(self, file: IO[str] | None = None) -> None:
         self._file, self._began, self._every = file, 0.0, 1
+        self._before: int | None = None  # rounds of earlier sessions
 
     def start(self, config: RunConfig, notes: list[str], total_rounds: int) -> None:
         """Name the run: benchmark, method, seed, number of rounds; then the notes."""
@@ -146,9 +153,11 @@ class PlainSink:
     def round(self, row: dict[str, Any]) -> None:
         """row: task, phase, round, loss, accuracy (fraction or None), rounds_done, rounds_total among others."""
         done, total = row["rounds_done"], row["rounds_total"]
+        self._before = done - 1 if self._before is None else self._before
         if done % self._every and done != total:
             return
-        left = f", {_clock((time.monotonic() - self._began) / done * (total - done))} left" if done < total else ""
+        each = (time.monotonic() - self._began) / (done - self._before)
+        left = f", {_clock(each * (total - done))} left" if done < total else ""
         self._say(f"  round {done}/{total}: task {row['task']}, {row['phase']}{_scores(row)}{left}")
 
     def task(self, row: dict[str, Any]) -> None:
@@ -158,6 +167,10 @@ class PlainSink:
     def note(self, text: str) -> None:
         """Print the note."""
         self._say(f"note: {text}")
+
+    def warn(self, text: str) -> None:
+        """Print the warning to standard error."""
+        print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def finish(self, metrics: dict[str, Any]) -> None:
         """Nothing to add: the caller prints the results."""
@@ -183,6 +196,7 @@ class RichSink:
             TimeRemainingColumn(),
         )
         self._accuracy: float | None = None
+        self._placed = False
 
     def start(self, config: RunConfig, notes: list[str], total_rounds: int) -> None:
         """Name the run, print the notes and open the bar."""
@@ -196,6 +210,9 @@ class RichSink:
         """Move the bar; rows as for `PlainSink`. The last known accuracy stays in sight."""
         self._accuracy = row.get("accuracy") if row.get("accuracy") is not None else self._accuracy
         scores = f"task {row['task']} {row['phase']}{_scores({**row, 'accuracy': self._accuracy})}"
+        if not self._placed:  # a resumed run: the rounds of earlier sessions count as done, not as this session's speed
+            self._bar.reset(self._id, completed=row["rounds_done"] - 1, total=row["rounds_total"])
+            self._placed = True
         self._bar.update(self._id, completed=row["rounds_done"], total=row["rounds_total"], scores=scores)
         if row["rounds_done"] == row["rounds_total"]:
             self._bar.refresh()
@@ -208,6 +225,10 @@ class RichSink:
     def note(self, text: str) -> None:
         """Print the note above the bar."""
         self._bar.console.print(f"note: {text}", markup=False, highlight=False)
+
+    def warn(self, text: str) -> None:
+        """Print the warning to standard error, which the bar leaves alone."""
+        print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def finish(self, metrics: dict[str, Any]) -> None:
         """Close the bar."""
@@ -234,6 +255,10 @@ def plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return plain(value.tolist())
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"'{path}' cannot be written ({error.strerror}); choose another --output")
 
 
 def _method(config: RunConfig) -> str:

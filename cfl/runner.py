@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+import signal
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -79,8 +82,12 @@ def run(
         folder = RunFolder(output, resume=resume) if output is not None else None
         this = _Run(config, stream, strategy, regularizers, model, folder, sink or NullSink())
         this.start(resume)
-        for position in range(this.state.position, len(this.schedule)):
-            this.round(position)
+        with _interrupts() as interrupted:
+            for position in range(this.state.position, len(this.schedule)):
+                this.round(position)
+                if interrupted():
+                    this.save()
+                    raise KeyboardInterrupt
         return this.finish()
 
 
@@ -109,6 +116,7 @@ class _Run:
         self.model = self._model(module)
         self.deals = [self._deal(task) for task in range(len(stream))]
         self.schedule = self._schedule()
+        self.rates = self._rates()
         self.engine = ENGINES[config.engine](
             model=self.model,
             strategy=self.strategy,
@@ -121,8 +129,12 @@ class _Run:
         )
         server = {"params": self.model.params, **self.strategy.init_server(self.model.params, self.model)}
         self.state = RunState(server, len(stream))
-        hooks = {owner: repr(member) for owner, member in self.chain.members.items()}
-        self.fingerprint = checkpoint.fingerprint({**configuration.dump(config), "hooks": hooks})
+        given = {  # objects of a user's own are no part of the configuration
+            "hooks": {owner: repr(member) for owner, member in self.chain.members.items()},
+            "params": {name: list(leaf.shape) for name, leaf in self.model.params.items()},
+            "tasks": [(task.name, len(task.train), len(task.test)) for task in self.stream.tasks],
+        }
+        self.fingerprint = checkpoint.fingerprint({**configuration.dump(config), "given": given})
         self.clock = time.monotonic()
 
     def start(self, resume: bool) -> None:
@@ -130,7 +142,7 @@ class _Run:
         if self.folder is not None:
             if not resume:
                 checkpoint.clear(self.folder.checkpoints)
-            elif found := checkpoint.load_latest(self.folder.checkpoints, self.fingerprint, self.sink.note):
+            elif found := checkpoint.load_latest(self.folder.checkpoints, self.fingerprint, self.sink.warn):
                 self.state.restore(*found, device=self.device)
             self.folder.write_config(configuration.dump(self.config))
             self.folder.truncate_rounds(self.state.position)
@@ -140,7 +152,7 @@ class _Run:
         """One round of the schedule, and the task's end where it is the last one of a task."""
         task, phase, number = self.schedule[position]
         info = self._info(task, phase, number)
-        state, lr = self.state, self._lr(position, number)
+        state, lr = self.state, self.rates[position]
         shared = self.strategy.broadcast(state.server, info)
         clients = [self._client(task, id) for id in info.clients]
         states = {client.id: state.client(client.id, lambda: self._init_client(shared)) for client in clients}
@@ -148,11 +160,12 @@ class _Run:
         state.server = self.strategy.absorb(state.server, outcome.mean, info, self.config.server.lr)
         state.clients.update((id, leaves) for id, leaves in outcome.states.items() if leaves)
         for id in outcome.excluded:
-            self.sink.note(f"client {id} left out: NaN or infinity in its update (task {task}, round {number})")
+            self.sink.warn(f"client {id} left out: NaN or infinity in its update (task {task}, round {number})")
 
+        seconds = self._lap()
         state.position = position + 1
         task_done = position + 1 == len(self.schedule) or self.schedule[position + 1][0] > task
-        due = bool(self.config.eval_every) and (number + 1) % self.config.eval_every == 0
+        due = phase.train and bool(self.config.eval_every) and (number + 1) % self.config.eval_every == 0
         if task_done:
             self._end_task(task)
         row = {
@@ -166,17 +179,24 @@ class _Run:
             "lr": lr,
             "bytes_up": 0 if phase.diagnostic else outcome.bytes_up,
             "bytes_down": 0 if phase.diagnostic else len(clients) * sum(map(tree.nbytes, shared.values())),
-            "seconds": self._lap(),
+            "seconds": seconds,
         }
         state.count(row)
+        state.spent("evaluate", self._lap())
         if self.folder is not None:
             self.folder.append_round(row)
         self.sink.round({**row, "rounds_done": position + 1, "rounds_total": len(self.schedule)})
         if task_done:
             self.sink.task({"task": task, "name": self.stream.tasks[task].name, "accuracy": _row(state.acc[task])})
-        if self.folder is not None and (task_done or (position + 1) % self.config.checkpoint_every == 0):
-            trees, meta = state.saved()
-            checkpoint.save(self.folder.checkpoints, position + 1, trees, {**meta, "fingerprint": self.fingerprint})
+        if task_done or (position + 1) % self.config.checkpoint_every == 0:
+            self.save()
+
+    def save(self) -> None:
+        """Write a checkpoint of what is done so far, where there is a folder."""
+        if self.folder is not None:
+            trees, meta = self.state.saved()
+            meta["fingerprint"] = self.fingerprint
+            checkpoint.save(self.folder.checkpoints, self.state.position, trees, meta)
 
     def finish(self) -> Result:
         """Metrics of the whole run, on disk where there is a folder."""
@@ -193,16 +213,16 @@ class _Run:
             "accuracy_matrix": [_row(row) for row in acc],
             "subspace_use": report.pop("subspace_use", {}),
             **report,
-            "bytes_up": sum(phase["bytes_up"] for phase in state.phases.values()),
-            "bytes_down": sum(phase["bytes_down"] for phase in state.phases.values()),
+            "bytes_up": sum(sums["up"] for sums in state.bytes.values()),
+            "bytes_down": sum(sums["down"] for sums in state.bytes.values()),
             "bytes_by_phase": {
-                name: {"up": phase["bytes_up"], "down": phase["bytes_down"]} for name, phase in state.phases.items()
+                name: {"up": sums["up"], "down": sums["down"]} for name, sums in sorted(state.bytes.items())
             },
-            "seconds": sum(phase["seconds"] for phase in state.phases.values()),
+            "seconds": sum(state.seconds.values()),
         }
         if self.folder is not None:
             self.folder.write_metrics(result)
-            self.folder.write_timing({name: phase["seconds"] for name, phase in state.phases.items()})
+            self.folder.write_timing(dict(sorted(state.seconds.items())))
         self.sink.finish(result)
         return Result(result, acc, state.server["params"], self.model)
 
@@ -238,12 +258,15 @@ class _Run:
         """Append a row to the accuracy matrix: every task seen so far, with the global model."""
         self.state.acc[task, : task + 1] = [self._accuracy(seen) for seen in range(task + 1)]
 
-    def _lr(self, position: int, number: int) -> float:
-        """local.lr, decayed by the rounds of training since the task (or the run) began."""
-        task = self.schedule[position][0]
-        first = task if self.config.local.lr_restart else 0
-        earlier = sum(phase.train and first <= seen for seen, phase, _ in self.schedule[:position])
-        return self.config.local.lr * self.config.local.lr_decay**earlier
+    def _rates(self) -> list[float]:
+        """local.lr for each round of the schedule, decayed by the training rounds since the task (or the run) began."""
+        rates, earlier, last = [], 0, 0
+        for task, phase, _ in self.schedule:
+            if self.config.local.lr_restart and task != last:
+                earlier, last = 0, task
+            rates.append(self.config.local.lr * self.config.local.lr_decay**earlier)
+            earlier += phase.train
+        return rates
 
     def _lap(self) -> float:
         """Seconds since the last lap."""
@@ -282,9 +305,9 @@ class _Run:
         partition, batch = self.config.partition, self.config.local.batch_size
         targets = self.stream.tasks[task].train.targets.cpu()
         dealt = deal(targets, task, seed=self.config.seed, **partition.model_dump())
-        smallest = min((len(dealt.rows[id]) for id in dealt.owners), default=0)
-        if smallest == 0:
+        if not dealt.owners:
             raise ConfigError(f"no client holds data of task {task}; lower partition.clients")
+        smallest = min(len(dealt.rows[id]) for id in dealt.owners)
         by_chance = partition.name == "dirichlet"  # a draw may leave a client less than a batch: it then trains on that
         if batch > smallest and not by_chance:
             raise ConfigError(
@@ -302,6 +325,27 @@ class _Run:
         if self.state.position:
             notes = [*notes, f"resumed after {self.state.position} of {len(self.schedule)} rounds"]
         return notes
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Inside, the first Ctrl-C waits for the end of the round, so that the round is saved; a second stops at once."""
+    asked: list[int] = []
+
+    def ask(signum: int, frame: FrameType | None) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(signum)
+
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+        yield lambda: False
+        return
+    signal.signal(signal.SIGINT, ask)
+    try:
+        yield lambda: bool(asked)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager

@@ -16,14 +16,16 @@ from cfl.types import Server
 class RunState:
     """server: its trees; clients: id to state, for those that have one; position: rounds of the schedule that are done.
 
-    acc: (tasks, tasks) fractions, NaN where not evaluated; phases: phase name to sums of bytes_up, bytes_down, seconds.
+    acc: (tasks, tasks) fractions, NaN where not evaluated; bytes: phase name to {"up", "down"}; seconds: phase name, or
+    "evaluate", to seconds.
     """
 
     def __init__(self, server: Server, tasks: int) -> None:
         self.server, self.position = server, 0
         self.clients: dict[int, Tree] = {}
         self.acc = np.full((tasks, tasks), np.nan)
-        self.phases: dict[str, dict[str, float]] = {}
+        self.bytes: dict[str, dict[str, int]] = {}
+        self.seconds: dict[str, float] = {}
 
     def client(self, id: int, initial: Callable[[], Tree]) -> Tree:
         """The state of a client, or the initial one where it has never taken part."""
@@ -31,16 +33,21 @@ class RunState:
 
     def count(self, row: Mapping[str, Any]) -> None:
         """Add a round's bytes and seconds to its phase."""
-        sums = self.phases.setdefault(row["phase"], {"bytes_up": 0, "bytes_down": 0, "seconds": 0.0})
-        for name in sums:
-            sums[name] += row[name]
+        sums = self.bytes.setdefault(row["phase"], {"up": 0, "down": 0})
+        sums["up"] += row["bytes_up"]
+        sums["down"] += row["bytes_down"]
+        self.spent(row["phase"], row["seconds"])
+
+    def spent(self, what: str, seconds: float) -> None:
+        """Add seconds to a phase."""
+        self.seconds[what] = self.seconds.get(what, 0.0) + seconds
 
     def saved(self) -> tuple[dict[str, Tree], dict[str, Any]]:
         """Trees and JSON data for a checkpoint."""
         trees = {f"server/{name}": leaves for name, leaves in self.server.items()}
         trees |= {f"client/{id}": leaves for id, leaves in sorted(self.clients.items())}
         trees["run"] = {"acc": torch.from_numpy(self.acc)}
-        return trees, {"position": self.position, "phases": self.phases}
+        return trees, {"position": self.position, "bytes": self.bytes, "seconds": self.seconds}
 
     def restore(self, trees: Mapping[str, Tree], meta: Mapping[str, Any], device: torch.device) -> None:
         """Take up what `saved` gave."""
@@ -52,4 +59,4 @@ class RunState:
             elif owner == "client":
                 self.clients[int(rest)] = moved
         self.acc = trees["run"]["acc"].numpy().copy()
-        self.position, self.phases = meta["position"], dict(meta["phases"])
+        self.position, self.bytes, self.seconds = meta["position"], dict(meta["bytes"]), dict(meta["seconds"])

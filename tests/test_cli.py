@@ -1,9 +1,12 @@
 import json
+import shlex
 
 import numpy as np
 import pytest
 
 from cfl import cli, runner
+from cfl.overrides import read_yaml
+from cfl.record import RunFolder
 from cfl.report import plots, tables
 
 SMALL = ("--set", "tasks=2", "--set", "rounds=1", "--set", "model.hidden=[8]", "--set", "partition.clients=4")
@@ -33,7 +36,12 @@ def invoke(*args):
         (("compare", "permuted-digits", "--methods", "fedavg,fott"), "'fot'"),
         (("compare", "permuted-digits", "--methods", "fot", "--seeds", "2..0"), "0..2 or 0,3,5"),
         (("describe", "fott"), "'fot'"),
-        (("list", "method"), "'methods'"),
+        (("list", "methds"), "unknown kind 'methds'; did you mean 'methods'"),
+        (("compare", "permuted-digits", "--methods", "fedavg,fedavg"), "each method once"),
+        (
+            ("compare", "permuted-digits", "--methods", "fedavg,fot", "--set", "strategy.thresold=0.9"),
+            "'strategy.threshold'",
+        ),
     ],
 )
 def test_wrong_use_exits_2_with_one_line_that_suggests(args, hint, capsys):
@@ -68,8 +76,11 @@ def test_train_writes_the_folder_and_its_config_repeats_it(tmp_path, capsys):
 
 def test_compare_tabulates_and_skips_what_is_finished(tmp_path, capsys, monkeypatch):
     args = ("compare", "permuted-digits", "--methods", "fedavg,fot", "--seeds", "0..1", *SMALL, "--quiet", "--matrix")
+    args += ("--set", "strategy.threshold=0.8")  # fedavg has no such option
     assert invoke(*args, "--output", str(tmp_path)) == 0
     assert "±" in capsys.readouterr().out
+    kept = {name: read_yaml(tmp_path / f"{name}-seed0" / "config.yaml")["strategy"] for name in ("fedavg", "fot")}
+    assert kept["fedavg"] == {} and kept["fot"]["threshold"] == 0.8
     report = json.loads((tmp_path / "compare.json").read_text())["methods"]["fot"]
     runs = [json.loads((tmp_path / f"fot-seed{seed}" / "metrics.json").read_text())["acc"] for seed in (0, 1)]
     assert report["acc"]["mean"] == pytest.approx(sum(runs) / 2)
@@ -86,9 +97,26 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path, capsys, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(runner, "run", interrupted)
-    assert invoke("train", "permuted-digits", "--output", str(tmp_path)) == 130
-    wanted = f"cfl-run train --config {tmp_path}/config.yaml --output {tmp_path} --resume"
-    assert wanted in capsys.readouterr().err
+    folder = tmp_path / "my run"
+    args = ("train", "permuted-digits", "--output", str(folder), "--download", "--data-root", "da ta")
+    assert invoke(*args) == 130
+    assert "nothing is saved; give the same command again" in capsys.readouterr().err  # stopped while loading
+
+    RunFolder(folder).write_config({})
+    assert invoke(*args) == 130
+    again = shlex.split(capsys.readouterr().err.partition("continue with: ")[2])
+    wanted = ["--config", f"{folder}/config.yaml", "--output", str(folder), "--resume", "--data-root", "da ta"]
+    assert again == ["cfl-run", "train", *wanted, "--download"]
+
+
+def test_quiet_keeps_warnings(tmp_path, monkeypatch):
+    def damaged(config, *, sink, **kwargs):
+        sink.warn("damaged")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "run", damaged)
+    with pytest.warns(UserWarning, match="damaged"):
+        assert invoke("train", "permuted-digits", "--output", str(tmp_path), "--quiet") == 130
 
 
 def test_list_and_describe_name_sources_and_defaults(capsys):

@@ -2,7 +2,8 @@ import pytest
 import yaml
 
 from cfl.config import RunConfig, dump, json_schema, load, preset, resolve
-from cfl.errors import ConfigError
+from cfl.errors import ConfigError, unknown
+from cfl.models import build
 
 BENCHMARKS = ("permuted-digits", "split-digits", "permuted-mnist", "split-cifar100")
 
@@ -96,12 +97,21 @@ def test_a_benchmark_without_preset_gets_the_defaults():
         ("partition=iid", r"partition is a group of options"),
         ("partition.task_share=0", r"partition\.task_share must be a number in \(0, 1\], not 0"),
         ("local.momentum=1", r"local\.momentum must be a number in \[0, 1\), not 1"),
-        ("local.epochs=true", r"local\.epochs must be a whole number in \[1, inf\), not True"),
+        ("local.epochs=true", r"local\.epochs must be a whole number in \[1, 2147483648\], not True"),
         ("local.lr=.inf", r"local\.lr must be a number in \(0, inf\), not inf"),
-        ("rounds=0", r"rounds must be a whole number in \[1, inf\) or a list"),
+        ("rounds=0", r"rounds must be a whole number in \[1, 2147483648\] or a list"),
         ("secagg=masks", r"secagg must be 'none'"),
         ("dp.level=client", r"dp\.level must be 'none'"),
-        ("device=gpu", r"device must be auto, cpu, mps, cuda or cuda:N, not 'gpu'"),
+        ("device=gpu", r"device must be auto, cpu, cuda or cuda:N, not 'gpu'"),
+        ("device=mps", r"device must be auto, cpu, cuda or cuda:N, not 'mps'"),
+        ("seed=4294967296", r"seed must be a whole number in \[0, 4294967295\]"),
+        ("threads=257", r"threads must be a whole number in \[1, 256\]"),
+        ("partition.name=[iid]", r"unknown value of partition\.name '\['iid'\]'; did you mean 'iid'"),
+        ("model=3", r"model is a group of options, not 3; set one of model\.name"),
+        ("method=[fot]", r"method must be a name, not \['fot'\]"),
+        ("benchmark=[x]", r"benchmark must be a name"),
+        ("strategy=3", r"strategy is a group of options, not 3; set one of strategy\.<option>"),
+        ("regularizer.fedprox=3", r"regularizer\.fedprox is a group of options"),
         ("model.hiden=[8]", r"unknown option 'model\.hiden'; did you mean 'model\.hidden'"),
         ("model.name=mpl", r"unknown model 'mpl'; did you mean 'mlp'"),
         ("method=fott", r"unknown method 'fott'; did you mean 'fot'"),
@@ -114,6 +124,73 @@ def test_wrong_overrides_are_one_line_that_says_what_is_valid(override, message)
     with pytest.raises(ConfigError, match=message) as caught:
         resolve("permuted-digits", overrides=["method=fot", override])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("benchmark", ["permuted-digits", "permuted-mnist"])  # without and with variants
+@pytest.mark.parametrize("override", ["partition=iid", "partition.name=[iid]", "method=[fot]", "model=3"])
+def test_values_of_the_wrong_shape_are_refused_in_every_preset(benchmark, override):
+    with pytest.raises(ConfigError, match=override.partition("=")[0]):
+        resolve(benchmark, overrides=[override])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("methods: 3", "methods is a group of options, not 3"),
+        ("methods: {fot: 3}", r"methods\.fot is a group of options, not 3"),
+        ("variants: 3", "variants is a group of options, not 3"),
+        ("variants: {partition.name: 3}", r"variants\.partition\.name is a group"),
+        ("variants: {partition.name: {iid: 3}}", r"variants\.partition\.name\.iid is a group"),
+        ("variants: {partition.name: {iid: {methods: 3}}}", "methods is a group"),
+    ],
+)
+def test_a_file_of_the_wrong_shape_is_refused(text, message, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(f"benchmark: permuted-digits\n{text}\n")
+    with pytest.raises(ConfigError, match=message):
+        resolve(file=file)
+
+
+@pytest.mark.parametrize("overrides", [["local=5", "local.lr=0.1"], ["local.lr=0.1", "local=5"]])
+def test_a_group_and_a_key_inside_it_are_refused_in_either_order(overrides):
+    with pytest.raises(ConfigError, match="gives local a value, and also sets a key inside it"):
+        resolve("permuted-digits", overrides=overrides)
+
+
+def test_a_file_keeps_its_benchmark(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("benchmark: permuted-digits\n")
+    assert resolve("permuted-digits", file=file).benchmark == "permuted-digits"
+    with pytest.raises(ConfigError, match="is for benchmark 'permuted-digits', not 'split-digits'"):
+        resolve("split-digits", file=file)
+
+
+@pytest.mark.parametrize("benchmark", ["permuted-mnist", "split-cifar100"])
+def test_long_presets_do_not_save_every_round(benchmark):
+    assert resolve(benchmark).checkpoint_every == 20
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("mlp", {"hidden": [0]}, r"model\.hidden must be a list of whole numbers of at least 1, .* not \[0\]"),
+        ("mlp", {"hidden": 3}, r"model\.hidden must be a list .* not 3"),
+        ("mlp", {"hidden": ["a"]}, r"model\.hidden must be a list"),
+        ("mlp", {"hidden": [True]}, r"model\.hidden must be a list"),
+        ("mlp", {"dropout": 0.5}, r"model\.dropout must be a list of rates in \[0, 1\]"),
+        ("alexnet_cl", {}, r"needs images \(channels, height, width\)"),
+        ("resnet18", {}, r"needs images \(channels, height, width\)"),
+    ],
+)
+def test_a_model_that_cannot_be_built_says_what_is_valid(name, options, message):
+    with pytest.raises(ConfigError, match=message):
+        build(name, (64,), 10, options)
+
+
+def test_a_long_list_of_names_is_cut():
+    text = str(unknown("name", "#", [f"name{i:02}" for i in range(20)]))
+    assert text.endswith("name06, name07, ... (and 12 more)") and "name08" not in text
+    assert str(unknown("name", "#", ["a", "b"])) == "unknown name '#'; known: a, b"
 
 
 def test_regularizers_are_checked_and_filled():

@@ -7,6 +7,7 @@ import pytest
 
 from cfl.config import RunConfig
 from cfl.errors import ConfigError
+from cfl.overrides import read_yaml
 from cfl.record import NullSink, PlainSink, RichSink, RunFolder, console_sink
 
 ROW = {"task": 0, "phase": "train", "round": 0, "clients": 2, "loss": 0.5, "accuracy": None, "lr": 0.1, "seconds": 0.1}
@@ -24,7 +25,7 @@ def test_metrics_are_whole_ordered_and_free_of_nan(tmp_path):
 def test_configuration_round_trip(tmp_path):
     folder = RunFolder(tmp_path)
     folder.write_config({"local": {"weight_decay": 1e-05}, "rounds": (3, 1)})
-    assert folder.read_config() == {"local": {"weight_decay": 1e-05}, "rounds": [3, 1]}
+    assert read_yaml(tmp_path / "config.yaml") == {"local": {"weight_decay": 1e-05}, "rounds": [3, 1]}
 
 
 def test_no_line_twice_after_a_kill(tmp_path):
@@ -79,6 +80,49 @@ def test_the_live_bar_shows_task_loss_and_accuracy(capsys):
     sink.close()
     shown = capsys.readouterr().out
     assert "note: covers all" in shown and "after task 0 (first): accuracy 25.0%" in shown and "1/1" in shown
+
+
+def test_the_time_left_counts_this_sessions_rounds(monkeypatch):
+    clock = iter([100.0, 110.0, 120.0])  # start, and ten seconds a round
+    monkeypatch.setattr("cfl.record.time.monotonic", lambda: next(clock))
+    out = io.StringIO()
+    sink = PlainSink(out)
+    sink.start(RunConfig(benchmark="digits"), [], 14)
+    for done in (9, 10):  # eight were done before
+        sink.round({**ROW, "rounds_done": done, "rounds_total": 14})
+    assert [line.rpartition(", ")[2] for line in out.getvalue().splitlines()[1:]] == ["0:50 left", "0:40 left"]
+
+
+def test_the_live_bar_of_a_resumed_run_starts_at_its_place():
+    sink = RichSink()
+    sink.start(RunConfig(benchmark="digits"), [], 100)
+    jumps = []
+    advance = sink._bar.update
+    sink._bar.update = lambda *args, **kwargs: (jumps.append(sink._bar.tasks[0].completed), advance(*args, **kwargs))
+    for done in (51, 52):
+        sink.round({**ROW, "rounds_done": done, "rounds_total": 100})
+    sink.close()
+    assert jumps == [50, 51] and sink._bar.tasks[0].completed == 52  # one round at each update, the first included
+
+
+@pytest.mark.parametrize("sink", [PlainSink, RichSink])
+def test_warnings_go_to_standard_error(sink, capsys):
+    sink().warn("checkpoint damaged")
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "warning: checkpoint damaged\n")
+
+
+def test_the_silent_sink_warns_nevertheless():
+    with pytest.warns(UserWarning, match="damaged") as caught:
+        NullSink().warn("damaged")
+    assert caught[0].filename == __file__  # the caller is named
+
+
+def test_a_round_that_cannot_be_written_names_the_file(tmp_path):
+    folder = RunFolder(tmp_path)
+    (tmp_path / "rounds.jsonl").mkdir()
+    with pytest.raises(ConfigError, match=r"rounds\.jsonl' cannot be written .*another --output"):
+        folder.append_round({"round": 0})
 
 
 def test_the_console_decides(capsys):

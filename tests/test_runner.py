@@ -28,7 +28,7 @@ class Recorder(NullSink):
     def round(self, row: dict) -> None:
         self.rows.append(row)
 
-    def note(self, text: str) -> None:
+    def warn(self, text: str) -> None:
         self.notes.append(text)
 
 

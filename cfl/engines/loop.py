@@ -58,6 +58,7 @@ class LoopEngine:
         outcome, weight_sum, losses = Outcome(), 0.0, []
         for client in clients:
             uploads, state, loss = self._client(step, info, shared, states[client.id], client, lr)
+            outcome.bytes_up += sum(map(tree.nbytes, uploads.values()))
             if not all(map(tree.all_finite, uploads.values())):
                 self._reject(client.id, info)
                 outcome.excluded.append(client.id)
@@ -66,7 +67,6 @@ class LoopEngine:
             weight_sum += weight
             for owner, upload in uploads.items():
                 _accumulate(outcome.mean.setdefault(owner, {}), upload, 1.0 if owner == "work" else weight)
-                outcome.bytes_up += tree.nbytes(upload)
             outcome.states[client.id] = state
             losses.append(loss)
         if not outcome.states:

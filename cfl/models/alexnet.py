@@ -10,6 +10,10 @@ def alexnet_cl(input_shape: Sequence[int], outputs: int, dropout: Sequence[float
 
     dropout: rates after the two first convolutions, after the third, and after the two hidden layers (one rate).
     """
+    if len(input_shape) != 3:
+        raise ValueError("it needs images (channels, height, width)")
+    if not isinstance(dropout, list | tuple) or len(dropout) != 4:
+        raise ValueError(f"model.dropout must be a list of four rates, not {dropout}")
     channels, height, _ = input_shape
     side = height
     for kernel in (4, 3, 2):

@@ -93,9 +93,8 @@ class Model:
         self._parameters = [name for name, _ in self.module.named_parameters()]
         self._buffers = [name for name, _ in self.module.named_buffers()]
         self._owned = head | set(self._buffers if norm_stats == "per_task" else ())
-        self.layers = tuple(
-            layer for name in linear if not (multi_head and name == self.classifier) for layer in _layers(self, name)
-        )
+        body = [name for name in linear if not (multi_head and name == self.classifier)]
+        self.layers = tuple(layer for name in body if not _tied(self.module, name) for layer in _layers(self, name))
         self.norms = _norms(called, [layer.path for layer in self.layers])
         self.params = self._initial(classes, seed)
 
@@ -189,6 +188,12 @@ def _layers(model: Model, path: str) -> list[Layer]:
         )
         for group in range(groups)
     ]
+
+
+def _tied(module: nn.Module, path: str) -> bool:
+    """Whether other modules share the layer's parameters: one layer's inputs are then not all that they multiply."""
+    uses = [id(leaf) for _, leaf in module.named_parameters(remove_duplicate=False)]
+    return any(uses.count(id(leaf)) > 1 for leaf in module.get_submodule(path).parameters())
 
 
 def _trace(module: nn.Module, input_shape: Sequence[int], device: torch.device | str) -> tuple[list, int]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from types import UnionType
 
 from torch import nn
 
@@ -12,9 +13,18 @@ def mlp(
     """Multi-layer perceptron with ReLU and biases (FOT: 784-400-400-400-10, 638,810 parameters).
 
     hidden: widths of the hidden layers; dropout: rate after each hidden layer, or empty for none.
+    Raises ValueError for anything else.
     """
+    if not _all(hidden, int) or min(hidden, default=1) < 1:
+        raise ValueError(
+            f"model.hidden must be a list of whole numbers of at least 1, such as [128, 128], not {hidden}"
+        )
+    if not _all(dropout, int | float) or not all(0 <= rate <= 1 for rate in dropout):
+        raise ValueError(f"model.dropout must be a list of rates in [0, 1], such as [0.2, 0.5], not {dropout}")
     if dropout and len(dropout) != len(hidden):
-        raise ValueError(f"dropout must give a rate for each of the {len(hidden)} hidden layers, not {list(dropout)}")
+        raise ValueError(
+            f"model.dropout must give a rate for each of the {len(hidden)} hidden layers, not {list(dropout)}"
+        )
     layers: list[nn.Module] = [nn.Flatten()]
     width = math.prod(input_shape)
     for i, size in enumerate(hidden):
@@ -22,3 +32,10 @@ def mlp(
         layers += [nn.Dropout(dropout[i])] if dropout else []
         width = size
     return nn.Sequential(*layers, nn.Linear(width, outputs))
+
+
+def _all(values: object, kind: type | UnionType) -> bool:
+    """Whether this is a list (or tuple) of that kind; true and false are no numbers."""
+    return isinstance(values, list | tuple) and all(
+        isinstance(value, kind) and not isinstance(value, bool) for value in values
+    )

@@ -52,6 +52,8 @@ def resnet18(
 
     width: filters of the first stage, doubled in each of the four; norm: batch normalisation after each convolution.
     """
+    if len(input_shape) != 3:
+        raise ValueError("it needs images (channels, height, width)")
     return _ResNet(input_shape, outputs, width, stem_stride, norm)
 
 

@@ -101,10 +101,10 @@ class FOT(Strategy):
         layers = [layer for layer in model.layers if self._treatment(layer, model) == "freeze"]
         names = {name for layer in layers for name in (layer.weight, layer.bias) if name}
         names |= {layer.bias for layer in self._projected(model) if layer.bias and self.bias == "freeze"}
-        paths = {layer.path: layer for layer in model.layers}  # one of each module, however many groups it has
-        for name, after in model.norms.items():
-            layer = list(paths.values())[max(after - 1, 0)]
-            if self.norm_affine == "freeze" or self._treatment(layer, model) == "freeze":
+        by_path = list({layer.path: layer for layer in model.layers}.values())  # once, however many groups it has
+        for name, after in model.norms.items():  # a norm belongs to the layer before it
+            near = by_path[max(after - 1, 0) :][:1]
+            if self.norm_affine == "freeze" or any(self._treatment(layer, model) == "freeze" for layer in near):
                 names.add(name)
         return frozenset(names)
 

@@ -16,10 +16,13 @@ from cfl.types import Batch
 def watch(model: Model, layers: Sequence[Layer], see: Callable[[Layer, Tensor], None]) -> Iterator[None]:
     """Call see(layer, inputs) with inputs (batch, positions, d) whenever a forward pass reaches one of the layers."""
 
-    def hook(layer: Layer) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        return lambda module, args: see(layer, layer.inputs(args[0].detach()))
+    def hook(layer: Layer) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        return lambda module, args, kwargs: see(layer, layer.inputs((*args, *kwargs.values())[0].detach()))
 
-    handles = [model.module.get_submodule(layer.path).register_forward_pre_hook(hook(layer)) for layer in layers]
+    handles = [
+        model.module.get_submodule(layer.path).register_forward_pre_hook(hook(layer), with_kwargs=True)
+        for layer in layers
+    ]
     try:
         yield
     finally:

@@ -228,3 +228,11 @@ def test_inputs_of_a_linear_layer_on_sequences():
     x = torch.randn(2, 3, 5, generator=rng.generator(4))
     assert torch.equal(model.layers[0].inputs(x), x)  # positions are the steps of the sequence
     assert model.layers[0].inputs(x[:, 0]).shape == (2, 1, 5)
+
+
+def test_layers_that_share_a_weight_are_not_projected():
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    model = Model(nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(4, 3)), (4,), [3], multi_head=False)
+    assert [layer.name for layer in model.layers] == ["4"]
+    assert model.logits(model.params, torch.zeros(2, 4), 0).shape == (2, 3)

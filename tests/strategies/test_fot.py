@@ -731,3 +731,34 @@ def test_fot_forgets_less_than_fedavg_and_the_authors_rule_protects_more():
     assert fot["acc"] > fedavg["acc"] + 0.015
     assert authors["fgt"] < 0.03
     assert authors["subspace_use"]["2"] > fot["subspace_use"]["2"]
+
+
+def test_a_model_of_a_norm_and_a_head_alone_has_nothing_to_project():
+    module = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2))
+    model = cfl.Model(module, (4,), [2, 2], multi_head=True)
+    assert FOT().frozen(1, model) == {"0.weight", "0.bias"}
+    assert FOT(norm_affine="free").frozen(1, model) == frozenset()
+
+
+def test_a_layer_called_with_a_keyword_is_seen():
+    class Keyword(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(12, 3)
+
+        def forward(self, x):
+            return self.layer(input=x)
+
+    server, _ = _one_gpse(FOT(sketch="gram", threshold=1.0, bias="free"), _handle(Keyword(), (12,)), _random(5, 12))
+    assert server["basis"]["layer"].shape == (12, 5)
+
+
+@pytest.mark.parametrize("sketch", ["gram", "gaussian"])
+def test_rounding_errors_of_a_covered_span_are_no_directions(sketch):
+    """Float32 inputs inside the basis leave 1e-7 of themselves at the server; that is not rank."""
+    model, x = _handle(_mlp(12, 3), (12,)), _random(40, 5).float() @ _random(5, 12, seed=1).float()
+    model = _handle(_mlp(12, 3).float(), (12,))
+    strategy = FOT(sketch=sketch, project_at="server", bias="free", threshold=1.0, min_rank=3)
+    once, _ = _one_gpse(strategy, model, x)
+    twice, _ = _gpse(strategy, model, once, _clients(x, [torch.arange(40)]), _info(model))
+    assert once["basis"]["0"].shape[1] == twice["basis"]["0"].shape[1] == 5
