@@ -81,7 +81,7 @@ def deal(
 def _iid(targets: np.ndarray, owners: int, alpha: float, shards: int, draws: np.random.Generator) -> list[np.ndarray]:
     size = len(targets) // owners
     if size == 0:
-        raise DataError(f"{len(targets)} samples cannot be dealt to {owners} owners; lower clients or task_share")
+        raise DataError(f"{len(targets)} samples cannot be dealt to {owners} owners; lower partition.clients or partition.task_share")
     order = draws.permutation(len(targets))
     return [order[i * size : (i + 1) * size] for i in range(owners)]
 
@@ -93,7 +93,7 @@ def _shards(
     if size == 0:
         raise DataError(
             f"{len(targets)} samples cannot be cut into {owners} x {shards} = {owners * shards} shards; "
-            "lower shards, clients or task_share"
+            "lower partition.shards, partition.clients or partition.task_share"
         )
     # stable: the split must not depend on the sorting algorithm
     pieces = np.argsort(targets, kind="stable")[: owners * shards * size].reshape(-1, size)
