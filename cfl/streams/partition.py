@@ -81,7 +81,10 @@ def deal(
 def _iid(targets: np.ndarray, owners: int, alpha: float, shards: int, draws: np.random.Generator) -> list[np.ndarray]:
     size = len(targets) // owners
     if size == 0:
-        raise DataError(f"{len(targets)} samples cannot be dealt to {owners} owners; lower partition.clients or partition.task_share")
+        raise DataError(
+            f"{len(targets)} samples cannot be dealt to {owners} owners; "
+            "lower partition.clients or partition.task_share"
+        )
     order = draws.permutation(len(targets))
     return [order[i * size : (i + 1) * size] for i in range(owners)]
 
