@@ -3,6 +3,7 @@
 import random
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -76,10 +77,7 @@ def test_fork_decides_initialisation_and_dropout():
 
 def test_fork_puts_the_state_back_after_an_error():
     before = torch.get_rng_state()
-    try:
-        with rng.fork(1):
-            torch.rand(1)
-            raise KeyError("inside")
-    except KeyError:
-        pass
+    with pytest.raises(KeyError, match="inside"), rng.fork(1):
+        torch.rand(1)
+        raise KeyError("inside")
     assert torch.equal(torch.get_rng_state(), before)
