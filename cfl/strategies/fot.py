@@ -48,8 +48,12 @@ class FOT(Strategy):
     )
     min_rank: int = option(0, "least number of new directions a task", source="code: 1", at_least=0)
     sketch: str = option("gaussian", "send A = X* G, or the exact Gram matrix X* X*^T", choices=("gaussian", "gram"))
-    s_mult: float = option(5.0, "sketch columns of a Linear layer, times d", source="App. F.4", above=0.0)
-    s_mult_conv: float = option(5.0, "sketch columns of a convolution, times d", source="App. F.4", above=0.0)
+    s_mult: float = option(
+        5.0, "sketch columns of a Linear layer, times d", source="paper: 5, and 1 for MNIST", above=0.0
+    )
+    s_mult_conv: float = option(
+        5.0, "sketch columns of a convolution, times d", source="paper: 5, and 1 for MNIST", above=0.0
+    )
     distribution: str = option("normal", "entries of G", source="eq. 9", choices=("normal", "uniform"))
     draw: str = option(
         "client", "key G by client (fast), or by sample: then the sum is the same however samples are dealt",

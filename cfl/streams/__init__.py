@@ -26,15 +26,13 @@ _DIGITS = "scikit-learn, load_digits (no paper)"
 class Benchmark:
     """A named stream; register an instance in `cfl.plugins.benchmarks`.
 
-    build: (tasks, seed, data_root, download, class_order) -> Stream, with tasks None for `default_tasks`;
-    summary: one line; source: paper and section; model: name of the model that suits it.
+    build: (tasks, seed, data_root, download, class_order) -> Stream, with tasks None for the benchmark's own number;
+    summary: one line; source: paper and section.
     """
 
     build: Callable[[int | None, int, Path | None, bool, str], Stream]
     summary: str
     source: str
-    default_tasks: int
-    model: str
 
 
 def build(
@@ -61,7 +59,7 @@ def from_tensors(
     """A stream of your own tensors.
 
     tasks: (x_train, y_train, x_test, y_test) of each task: x (n, C, H, W) or (n, d), uint8 (scaled to [0, 1] later) or
-    floating-point (as it is); y (n,) integer labels.
+    floating-point (taken as float32); y (n,) integer labels.
     multi_head: one head a task, whose labels become 0, 1, ...; otherwise one head for all labels of all tasks.
     Raises DataError for parts without samples, unequal lengths or shapes, and negative labels.
     """
@@ -124,12 +122,10 @@ def _split_cifar100(tasks: int | None, seed: int, data_root: Path | None, downlo
     return _split("split-cifar100", arrays, pool, tasks, 10, seed, class_order, _FOT)
 
 
-for _name, _build, _tasks, _model, _source, _summary in (
-    ("permuted-digits", _permuted_digits, 5, "mlp", _DIGITS, "digits of 8 x 8 pixels, pixels permuted"),
-    ("split-digits", _split_digits, 5, "mlp", _DIGITS, "digits of 8 x 8 pixels, two classes a task"),
-    ("permuted-mnist", _permuted_mnist, 10, "mlp", _FOT, "MNIST, pixels permuted, one head"),
-    ("split-cifar100", _split_cifar100, 10, "alexnet_cl", _FOT, "CIFAR-100, ten classes a task, a head each"),
+for _name, _build, _source, _summary in (
+    ("permuted-digits", _permuted_digits, _DIGITS, "digits of 8 x 8 pixels, pixels permuted"),
+    ("split-digits", _split_digits, _DIGITS, "digits of 8 x 8 pixels, two classes a task"),
+    ("permuted-mnist", _permuted_mnist, _FOT, "MNIST, pixels permuted, one head"),
+    ("split-cifar100", _split_cifar100, _FOT, "CIFAR-100, ten classes a task, a head each"),
 ):
-    benchmarks.register(_name)(
-        Benchmark(build=_build, summary=_summary, source=_source, default_tasks=_tasks, model=_model)
-    )
+    benchmarks.register(_name)(Benchmark(build=_build, summary=_summary, source=_source))

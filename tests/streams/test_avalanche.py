@@ -23,11 +23,12 @@ def _labels(part, source):
 
 
 def test_registered_benchmarks_name_a_registered_model():
+    from cfl.config import preset
     from cfl.plugins import models
 
     assert {"permuted-digits", "split-digits", "permuted-mnist", "split-cifar100"} <= set(benchmarks.names())
     for name in benchmarks.names():
-        assert benchmarks.get(name).model in models.names()
+        assert preset(name)["model"]["name"] in models.names()
         assert benchmarks.get(name).source and benchmarks.get(name).summary
 
 
