@@ -47,8 +47,8 @@ class RunFolder:
         """Write `metrics.json`, atomically: it is there whole or not at all; NaN is written as null."""
         self._replace(self._metrics, json.dumps(plain(metrics), indent=2, allow_nan=False) + "\n")
 
-    def write_timing(self, seconds: Mapping[str, float]) -> None:
-        """Write `timing.json`: phase to seconds. It is apart because no other figure differs when a run is repeated."""
+    def write_timing(self, seconds: Mapping[str, Mapping[str, float]]) -> None:
+        """Write `timing.json`: who spent them, to phase, to seconds. No other figure differs when a run is repeated."""
         self._replace(self.path / "timing.json", json.dumps(plain(seconds), indent=2) + "\n")
 
     def append_round(self, row: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -34,7 +34,7 @@ from cfl.state import RunState
 from cfl.strategies.base import Strategy
 from cfl.streams import Stream
 from cfl.streams.partition import Deal, deal
-from cfl.types import Client, Phase, RoundInfo
+from cfl.types import MEMORY, Client, Phase, RoundInfo, Share
 
 
 @dataclass(frozen=True)
@@ -154,15 +154,17 @@ class _Run:
         info = self._info(task, phase, number)
         state, lr = self.state, self.rates[position]
         shared = self.strategy.broadcast(state.server, info)
+        server_seconds = self._lap()
         clients = [self._client(task, id) for id in info.clients]
         states = {client.id: state.client(client.id, lambda: self._init_client(shared)) for client in clients}
         outcome = self.engine.round(info, shared, states, clients, lr)
+        client_seconds = self._lap()
         state.server = self.strategy.absorb(state.server, outcome.mean, info, self.config.server.lr)
         state.clients.update((id, leaves) for id, leaves in outcome.states.items() if leaves)
         for id in outcome.excluded:
             self.sink.warn(f"client {id} left out: NaN or infinity in its update (task {task}, round {number})")
 
-        seconds = self._lap()
+        server_seconds += self._lap()
         state.position = position + 1
         task_done = position + 1 == len(self.schedule) or self.schedule[position + 1][0] > task
         due = phase.train and bool(self.config.eval_every) and (number + 1) % self.config.eval_every == 0
@@ -179,10 +181,12 @@ class _Run:
             "lr": lr,
             "bytes_up": 0 if phase.diagnostic else outcome.bytes_up,
             "bytes_down": 0 if phase.diagnostic else len(clients) * sum(map(tree.nbytes, shared.values())),
-            "seconds": seconds,
+            "seconds": client_seconds + server_seconds,
         }
         state.count(row)
-        state.spent("evaluate", self._lap())
+        for kind, seconds in (("clients", client_seconds), ("server", server_seconds)):
+            state.spent("measurement" if phase.diagnostic else kind, phase.name, seconds)
+        state.spent("measurement", "evaluate", self._lap())
         if self.folder is not None:
             self.folder.append_round(row)
         self.sink.round({**row, "rounds_done": position + 1, "rounds_total": len(self.schedule)})
@@ -190,6 +194,7 @@ class _Run:
             self.sink.task({"task": task, "name": self.stream.tasks[task].name, "accuracy": _row(state.acc[task])})
         if task_done or (position + 1) % self.config.checkpoint_every == 0:
             self.save()
+        state.spent("measurement", "checkpoint", self._lap())
 
     def save(self) -> None:
         """Write a checkpoint of what is done so far, where there is a folder."""
@@ -202,13 +207,14 @@ class _Run:
         """Metrics of the whole run, on disk where there is a folder."""
         state, acc = self.state, self.state.acc
         report = self.strategy.report(state.server, self.model)
+        stored = [self._stored(id) for id in self._owners(range(len(self.stream)))]
         result = {
             "method": self.method,
             "benchmark": self.stream.name,
             "seed": self.config.seed,
             "acc": metrics.average_accuracy(acc),
-            "fgt": metrics.forgetting(acc),
-            "bwt": metrics.backward_transfer(acc),
+            "fgt": metrics.forgetting(acc) if self.strategy.sequential else math.nan,
+            "bwt": metrics.backward_transfer(acc) if self.strategy.sequential else math.nan,
             "learning_accuracy": metrics.learning_accuracy(acc),
             "accuracy_matrix": [_row(row) for row in acc],
             "subspace_use": report.pop("subspace_use", {}),
@@ -218,17 +224,19 @@ class _Run:
             "bytes_by_phase": {
                 name: {"up": sums["up"], "down": sums["down"]} for name, sums in sorted(state.bytes.items())
             },
-            "seconds": sum(state.seconds.values()),
+            "client_bytes": sum(stored) / len(stored),
+            "client_bytes_max": max(stored),
+            "seconds": sum(sum(by_phase.values()) for by_phase in state.seconds.values()),
         }
         if self.folder is not None:
             self.folder.write_metrics(result)
-            self.folder.write_timing(dict(sorted(state.seconds.items())))
+            self.folder.write_timing(state.seconds)
         self.sink.finish(result)
         return Result(result, acc, state.server["params"], self.model)
 
     def _info(self, task: int, phase: Phase, number: int) -> RoundInfo:
         key = rng.key(self.config.seed, "round", task, phase.name, number)
-        owners = self.deals[task].owners
+        owners, heads = self._owners(self._sees(task)), self.strategy.heads(task, len(self.stream))
         if phase.cohort == "sampled" and self.config.cohort < len(owners):
             drawn = rng.numpy_generator(rng.key(key, "cohort")).choice(owners, self.config.cohort, replace=False)
             owners = tuple(sorted(int(id) for id in drawn))
@@ -238,8 +246,9 @@ class _Run:
             phase=phase,
             round=number,
             clients=owners,
-            names=(*self.model.trainable(task), *self.model.buffers(task)),
+            names=(*self.model.trainable(task, heads), *self.model.buffers(task)),
             frozen=self.strategy.frozen(task, self.model),
+            heads=heads,
             model=self.model,
             key=key,
         )
@@ -247,12 +256,30 @@ class _Run:
     def _init_client(self, shared: Mapping[str, tree.Tree]) -> tree.Tree:
         return self.chain.init_client(shared["params"], self.model)
 
+    def _sees(self, task: int) -> tuple[int, ...]:
+        return self.strategy.sees(task, len(self.stream))
+
+    def _owners(self, tasks: Iterable[int]) -> tuple[int, ...]:
+        """Ids of the clients that hold data of one of the tasks, ascending."""
+        return tuple(sorted({id for task in tasks for id in self.deals[task].owners}))
+
     def _client(self, task: int, id: int) -> Client:
-        return Client(id, self.stream.tasks[task].train, self.deals[task].rows[id].to(self.device))
+        now = self._sees(task)
+        shares = {
+            held: Share(self.stream.tasks[held].train, self.deals[held].rows[id].to(self.device))
+            for held in sorted({*range(task + 1), *now})
+        }
+        return Client(id, shares, task, now)
+
+    def _stored(self, id: int) -> int:
+        """Bytes that a client keeps between rounds: its trees, and the samples that its memory points to."""
+        state = dict(self.state.clients.get(id, {}))
+        places = state.pop(f"{STRATEGY}/{MEMORY}", torch.empty(0, 2))
+        return tree.nbytes(state) + sum(self.stream.tasks[int(task)].train.sample_bytes for task, _ in places.tolist())
 
     def _accuracy(self, task: int) -> float:
-        part = self.stream.tasks[task].test
-        return accuracy(self.model, self.state.server["params"], part, task, self.config.eval_batch_size)
+        part, params = self.stream.tasks[task].test, self.strategy.serve(self.state.server, task)
+        return accuracy(self.model, params, part, task, self.config.eval_batch_size)
 
     def _end_task(self, task: int) -> None:
         """Append a row to the accuracy matrix: every task seen so far, with the global model."""
@@ -279,11 +306,15 @@ class _Run:
         if isinstance(rounds, tuple) and len(rounds) != tasks:
             raise ConfigError(f"rounds lists {len(rounds)} numbers for {tasks} tasks; give one a task")
         each = rounds if isinstance(rounds, tuple) else (rounds,) * tasks
+        plans = [self.strategy.plan(task, tasks, each[task]) for task in range(tasks)]
+        for task, plan in enumerate(plans):
+            names = [phase.name for phase in plan]
+            if len(set(names)) < len(names) or not any(phase.rounds for phase in plan):
+                raise ConfigError(
+                    f"{self.method} plans task {task} as {names}; give at least one round, each name once"
+                )
         return [
-            (task, phase, number)
-            for task in range(tasks)
-            for phase in self.strategy.plan(task, tasks, each[task])
-            for number in range(phase.rounds)
+            (task, phase, number) for task, plan in enumerate(plans) for phase in plan for number in range(phase.rounds)
         ]
 
     def _model(self, module: nn.Module | None) -> models.Model:

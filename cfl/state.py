@@ -16,8 +16,8 @@ from cfl.types import Server
 class RunState:
     """server: its trees; clients: id to state, for those that have one; position: rounds of the schedule that are done.
 
-    acc: (tasks, tasks) fractions, NaN where not evaluated; bytes: phase name to {"up", "down"}; seconds: phase name, or
-    "evaluate", to seconds.
+    acc: (tasks, tasks) fractions, NaN where not evaluated; bytes: phase name to {"up", "down"}; seconds: who spent them
+    ("clients", "server", "measurement") to phase name, "evaluate" or "checkpoint", to seconds.
     """
 
     def __init__(self, server: Server, tasks: int) -> None:
@@ -25,22 +25,21 @@ class RunState:
         self.clients: dict[int, Tree] = {}
         self.acc = np.full((tasks, tasks), np.nan)
         self.bytes: dict[str, dict[str, int]] = {}
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, dict[str, float]] = {"clients": {}, "server": {}, "measurement": {}}
 
     def client(self, id: int, initial: Callable[[], Tree]) -> Tree:
         """The state of a client, or the initial one where it has never taken part."""
         return self.clients[id] if id in self.clients else initial()
 
     def count(self, row: Mapping[str, Any]) -> None:
-        """Add a round's bytes and seconds to its phase."""
+        """Add a round's bytes to its phase."""
         sums = self.bytes.setdefault(row["phase"], {"up": 0, "down": 0})
         sums["up"] += row["bytes_up"]
         sums["down"] += row["bytes_down"]
-        self.spent(row["phase"], row["seconds"])
 
-    def spent(self, what: str, seconds: float) -> None:
-        """Add seconds to a phase."""
-        self.seconds[what] = self.seconds.get(what, 0.0) + seconds
+    def spent(self, kind: str, what: str, seconds: float) -> None:
+        """Add seconds of a kind to a phase."""
+        self.seconds[kind][what] = self.seconds[kind].get(what, 0.0) + seconds
 
     def saved(self) -> tuple[dict[str, Tree], dict[str, Any]]:
         """Trees and JSON data for a checkpoint."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
 
+from cfl.errors import ConfigError, unknown
 from cfl.tree import Tree
 
 if TYPE_CHECKING:
@@ -20,30 +21,55 @@ class Batch(NamedTuple):
 
     x: (batch, ...) inputs; y: (batch,) int64 labels in [0, classes of the task's head);
     mask: (batch,) 1.0 for a sample, 0.0 for padding; ids: (batch,) int64, the same for a sample wherever it is held.
+    task: (batch,) int64 task of each sample, or None where all are of the round's task.
     """
 
     x: Tensor
     y: Tensor
     mask: Tensor
     ids: Tensor
+    task: Tensor | None = None
+
+
+EMPTY = Batch(*(torch.empty(0) for _ in range(4)))
+
+
+class Forward(Protocol):
+    """Outputs of the model in its current mode at `params`; what is not in `params` is as it came down.
+
+    Without `heads`, (batch, classes): each sample through the head of its own task. With a tuple of tasks,
+    (batch, heads, classes): every sample through each of their heads (a single-head model has one, whatever is asked).
+    Heads with fewer classes than others are filled up with a number so low that its softmax is 0.
+    dropout: False switches `nn.Dropout` off, for a reference that is not to be noisy.
+    """
+
+    def __call__(
+        self, params: Tree, batch: Batch, heads: tuple[int, ...] | None = None, *, dropout: bool = True
+    ) -> Tensor: ...
 
 
 class Ctx(NamedTuple):
     """All that a client hook may see.
 
     shared: what came down, the same for all clients; shared["params"] is the global model at the start of the round.
-    state: this client's own tree, as `init_client` or the last `finish` left it.
-    forward: (params, x) -> logits (batch, classes) in the model's current mode.
+    state: this client's own tree, as `init_client`, `work` or the last `finish` left it.
+    memory: at most a batch of the samples that the strategy's state points to, drawn for this step; perhaps none.
+    forward: the model as a function; model: its layers and names.
     step: number of the local step, from 0; key: integer to derive generators from, unique to client and step.
     """
 
     shared: Mapping[str, Tree]
     state: Tree
     batch: Batch
-    forward: Callable[[Tree, Tensor], Tensor]
+    memory: Batch
+    forward: Forward
+    model: Model
     task: int
     step: int
     key: int
+
+
+_COHORTS = Literal["sampled", "available"]
 
 
 @dataclass(frozen=True)
@@ -53,14 +79,21 @@ class Phase:
     cohort: "sampled" draws the configured number of clients, "available" takes all that hold data of the task.
     train: clients train locally; work: clients run the strategy's `work` (after training, where both are set).
     diagnostic: a measurement of the simulator, not counted in bytes.
+    Raises ConfigError for a cohort of another name, fewer than no rounds, and a phase in which nobody does anything.
     """
 
     name: str
     rounds: int = 1
-    cohort: Literal["sampled", "available"] = "sampled"
+    cohort: _COHORTS = "sampled"
     train: bool = True
     work: bool = False
     diagnostic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.cohort not in get_args(_COHORTS):
+            raise unknown(f"cohort of phase '{self.name}'", str(self.cohort), get_args(_COHORTS))
+        if self.rounds < 0 or not (self.train or self.work):
+            raise ConfigError(f"phase '{self.name}' has {self.rounds} rounds, train={self.train} and work={self.work}")
 
 
 @dataclass(frozen=True)
@@ -68,8 +101,8 @@ class RoundInfo:
     """One round, as strategies see it.
 
     task, round: counted from 0, the round within its phase; clients: ids of the cohort, ascending.
-    names: parameters and buffers of this task that travel; frozen: those among them that do not train.
-    key: integer for this round's draws, the same for all clients.
+    names: parameters and buffers that travel; frozen: those among them that do not train.
+    heads: tasks whose heads travel; key: integer for this round's draws, the same for all clients.
     """
 
     task: int
@@ -79,6 +112,7 @@ class RoundInfo:
     clients: tuple[int, ...]
     names: tuple[str, ...]
     frozen: frozenset[str]
+    heads: tuple[int, ...]
     model: Model
     key: int
 
@@ -97,23 +131,80 @@ class Samples(Protocol):
     def gather(self, rows: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
-@dataclass(frozen=True, eq=False)
-class Client:
-    """A client's data of the current task. rows: (n,) int64 positions among the task's samples."""
+class Share(NamedTuple):
+    """What a client holds of a task. rows: (n,) int64 positions among the task's samples."""
 
-    id: int
     samples: Samples
     rows: Tensor
 
+
+MEMORY = "memory"
+"""The leaf of a strategy's client state that points to samples: (m, 2) int64, task and position in the client's share.
+
+The engine turns it into `ctx.memory`; the samples themselves stay where they are, and count as stored on the client.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class Client:
+    """A client and its own data. shares: by task; task: the round's; now: the tasks whose data it trains on.
+
+    The other tasks' data are gone, but for what its memory points to.
+    """
+
+    id: int
+    shares: Mapping[int, Share]
+    task: int
+    now: tuple[int, ...]
+
     def __len__(self) -> int:
-        return len(self.rows)
+        return sum(len(self.shares[task].rows) for task in self.now)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its data lie."""
+        return self.shares[self.task].rows.device
+
+    @property
+    def targets(self) -> Tensor:
+        """(n,) labels of the data that it trains on."""
+        return torch.cat([self.shares[task].samples.targets[self.shares[task].rows] for task in self.now])
 
     def batches(self, size: int, order: Tensor | None = None) -> Iterator[Batch]:
-        """All samples once, at most `size` at a time, in the given order (n,) or as they lie."""
-        rows = self.rows if order is None else self.rows[order]
-        for part in rows.split(size):
-            x, y = self.samples.gather(part)
-            yield Batch(x, y, torch.ones(len(part), dtype=x.dtype, device=x.device), self.samples.index[part])
+        """All samples to train on once, at most `size` at a time, in the given order (n,) or as they lie."""
+        if self.now == (self.task,):
+            samples, rows = self.shares[self.task]
+            for part in (rows if order is None else rows[order]).split(size):
+                x, y = samples.gather(part)
+                yield Batch(x, y, torch.ones(len(part), dtype=x.dtype, device=x.device), samples.index[part])
+            return
+        places = torch.cat([self._places(task) for task in self.now])
+        for part in (places if order is None else places[order]).split(size):
+            yield self.recall(part)
+
+    def recall(self, places: Tensor) -> Batch:
+        """The samples at places (m, 2), as in `MEMORY`, with the task of each."""
+        if not len(places):
+            return EMPTY
+        parts, order = [], []
+        for task in places[:, 0].unique().tolist():
+            at = (places[:, 0] == task).nonzero().flatten()
+            samples, rows = self.shares[task]
+            mine = rows[places[at, 1]]
+            parts.append((*samples.gather(mine), samples.index[mine]))
+            order.append(at)
+        back = torch.cat(order).argsort()
+        x, y, ids = (torch.cat(leaves)[back] for leaves in zip(*parts, strict=True))
+        return Batch(x, y, torch.ones(len(x), dtype=x.dtype, device=x.device), ids, places[:, 0])
+
+    def owns(self, places: Tensor) -> bool:
+        """Whether all places (m, 2) lie in the client's own data."""
+        sizes = {task: len(share.rows) for task, share in self.shares.items()}
+        return all(0 <= position < sizes.get(task, 0) for task, position in places.tolist())
+
+    def _places(self, task: int) -> Tensor:
+        rows = self.shares[task].rows
+        return torch.stack([torch.full_like(rows, task), torch.arange(len(rows), device=rows.device)], dim=1)
 
 
 Parts = dict[str, Tree]

@@ -6,6 +6,9 @@ import torch
 
 import cfl
 from cfl import rng
+from cfl.models.handle import Model
+from cfl.tree import Tree
+from cfl.types import EMPTY, Batch, Ctx, Parts
 
 DIMENSIONS, CLASSES = 8, 2
 
@@ -38,3 +41,9 @@ def config(*overrides: str, method: str = "fot", **options: Any) -> cfl.RunConfi
         ],
         **options,
     )
+
+
+def context(shared: Parts, state: Tree, batch: Batch, model: Model | None = None, task: int = 0, **more: Any) -> Ctx:
+    """What a hook sees, where a test calls it without an engine: no memory, step 0, key 0."""
+    ctx = Ctx(shared, state, batch, EMPTY, None, model, task, 0, 0)  # type: ignore[arg-type]
+    return ctx._replace(**more)

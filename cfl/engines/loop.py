@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from cfl import rng, tree
 from cfl.engines.step import LocalStep
@@ -16,7 +19,7 @@ from cfl.models.handle import Model
 from cfl.optim import Optimizer
 from cfl.strategies.base import Strategy
 from cfl.tree import Tree
-from cfl.types import Client, Parts, RoundInfo
+from cfl.types import MEMORY, Batch, Client, Parts, RoundInfo
 
 
 @dataclass
@@ -54,7 +57,7 @@ class LoopEngine:
         self, info: RoundInfo, shared: Parts, states: Mapping[int, Tree], clients: Sequence[Client], lr: float
     ) -> Outcome:
         """One round over the cohort's clients, in ascending id. Raises UpdateError for an upload that is not finite."""
-        step = LocalStep(self.model, info.task, info.frozen, self.chain, self.optimizer)
+        step = LocalStep(self.model, info.task, info.frozen, self.chain, self.optimizer, heads=info.heads)
         outcome, weight_sum, losses = Outcome(), 0.0, []
         for client in clients:
             uploads, state, loss = self._client(step, info, shared, states[client.id], client, lr)
@@ -85,18 +88,22 @@ class LoopEngine:
         uploads: Parts = {}
         params, loss = shared["params"], 0.0
         if info.phase.train:
-            try:
+            with _named("local training", client, info):
                 trained, steps, loss = self._train(step, info, shared, state, client, lr)
-            except (RuntimeError, ValueError) as error:
-                place = f"client {client.id} (task {info.task}, phase {info.phase.name}, round {info.round})"
-                raise UpdateError(f"local training failed at {place}: {error}") from error
             ctx = step.context(shared, state, steps, rng.key(info.key, "finish", client.id))
             uploads, state = self.chain.finish(trained, ctx, steps)
             params = {**params, **trained}
         if info.phase.work:
             own = own_state(state, STRATEGY)
-            uploads["work"], own = self.strategy.work(params, client, shared, own, info)
-            state = {**state, **{f"{STRATEGY}/{name}": leaf for name, leaf in own.items()}}
+            with _named(f"work of phase {info.phase.name}", client, info):
+                uploads["work"], own = self.strategy.work(params, client, shared, own, info)
+            if MEMORY in own and not client.owns(own[MEMORY]):
+                raise UpdateError(
+                    f"the memory of client {client.id} points outside of its own data (task {info.task}, phase "
+                    f"{info.phase.name}); places are (task, position in the client's share)"
+                )
+            others = {name: leaf for name, leaf in state.items() if not name.startswith(f"{STRATEGY}/")}
+            state = {**{f"{STRATEGY}/{name}": leaf for name, leaf in own.items()}, **others}
         return uploads, state, loss
 
     def _train(
@@ -104,15 +111,17 @@ class LoopEngine:
     ) -> tuple[Tree, int, float]:
         """A client's local epochs: trained leaves and buffers, steps made, mean loss of the last epoch."""
         local, index = step.start(shared["params"]), 0
+        places = own_state(state, STRATEGY).get(MEMORY, torch.empty(0, 2, dtype=torch.int64))
+        memories = recalled(client, places, self.batch_size, rng.key(info.key, "memory", client.id))
         self.model.module.train()
-        with rng.fork(rng.key(info.key, "local", client.id), client.rows.device):
+        with rng.fork(rng.key(info.key, "local", client.id), client.device):
             for epoch in range(self.epochs):
                 source = rng.generator(rng.key(info.key, "order", client.id, epoch))
-                order = torch.randperm(len(client), generator=source).to(client.rows.device)
+                order = torch.randperm(len(client), generator=source).to(client.device)
                 losses = []
                 for batch in client.batches(self.batch_size, order):
                     key = rng.key(info.key, "step", client.id, index)
-                    local, loss = step(local, batch, shared, state, lr, index, key)
+                    local, loss = step(local, batch, shared, state, lr, index, key, next(memories))
                     losses.append(loss)
                     index += 1
         return {**local.params, **local.buffers}, index, float(torch.stack(losses).mean())
@@ -123,6 +132,27 @@ class LoopEngine:
                 f"client {client} sent an update with NaN or infinity (task {info.task}, phase {info.phase.name}, "
                 f"round {info.round}); lower local.lr, or leave such clients out with on_bad_update=exclude"
             )
+
+
+@contextlib.contextmanager
+def _named(what: str, client: Client, info: RoundInfo) -> Iterator[None]:
+    """Errors inside become an UpdateError that names the place."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        place = f"client {client.id} (task {info.task}, phase {info.phase.name}, round {info.round})"
+        raise UpdateError(f"{what} failed at {place}: {error}") from error
+
+
+def recalled(client: Client, places: Tensor, most: int, key: int) -> Iterator[Batch]:
+    """For each step, at most `most` samples of a client's memory (m, 2), drawn without replacement."""
+    whole = client.recall(places) if len(places) <= most else None
+    for step in itertools.count():
+        if whole is None:
+            drawn = torch.randperm(len(places), generator=rng.generator(rng.key(key, step)))[:most]
+            yield client.recall(places[drawn.to(places.device)])
+        else:
+            yield whole
 
 
 def _accumulate(total: Tree, upload: Tree, weight: float) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cfl import tree
@@ -15,9 +15,7 @@ from cfl.local.chain import Chain
 from cfl.models.handle import Model
 from cfl.optim import Optimizer
 from cfl.tree import Tree
-from cfl.types import Batch, Ctx
-
-NO_BATCH = Batch(*(torch.empty(0) for _ in Batch._fields))
+from cfl.types import EMPTY, Batch, Ctx
 
 
 class Local(NamedTuple):
@@ -32,7 +30,8 @@ class Local(NamedTuple):
 class LocalStep:
     """One local step of a task: gradient of the mean loss and all penalties, then the optimiser.
 
-    frozen: names that do not train; masked: batches may hold padding, and one of padding alone changes nothing.
+    frozen: names that do not train; masked: batches may hold padding, and one of padding alone changes nothing;
+    heads: tasks whose heads came down beside the task's own.
     """
 
     model: Model
@@ -41,10 +40,12 @@ class LocalStep:
     chain: Chain
     optimizer: Optimizer
     masked: bool = False
+    heads: tuple[int, ...] = ()
 
     def start(self, params: Tree) -> Local:
         """The carry before the first step; params: all that came down."""
-        trained = tree.select(params, (name for name in self.model.trainable(self.task) if name not in self.frozen))
+        names = self.model.trainable(self.task, self.heads)
+        trained = tree.select(params, (name for name in names if name not in self.frozen))
         return Local(trained, tree.select(params, self.model.buffers(self.task)), self.optimizer.init(trained))
 
     def context(
@@ -53,19 +54,33 @@ class LocalStep:
         state: Tree,
         index: int,
         key: int,
-        batch: Batch = NO_BATCH,
+        batch: Batch = EMPTY,
+        memory: Batch = EMPTY,
         buffers: Tree | None = None,
     ) -> Ctx:
         """What the hooks see at step `index`; after the last step there is no batch."""
 
-        def forward(params: Tree, x: Tensor) -> Tensor:
+        def forward(
+            params: Tree, batch: Batch, heads: tuple[int, ...] | None = None, *, dropout: bool = True
+        ) -> Tensor:
             leaves = {**shared["params"], **tree.map(torch.clone, buffers or {}), **params}
-            return self.model.logits(leaves, x, self.task)
+            with contextlib.nullcontext() if dropout else self.model.without_dropout():
+                if heads is not None:
+                    return self.model.outputs(leaves, batch.x, self.task, heads)
+                return self._logits(leaves, batch)
 
-        return Ctx(shared, state, batch, forward, self.task, index, key)
+        return Ctx(shared, state, batch, memory, forward, self.model, self.task, index, key)
 
     def __call__(
-        self, local: Local, batch: Batch, shared: Mapping[str, Tree], state: Tree, lr: float, index: int, key: int
+        self,
+        local: Local,
+        batch: Batch,
+        shared: Mapping[str, Tree],
+        state: Tree,
+        lr: float,
+        index: int,
+        key: int,
+        memory: Batch = EMPTY,
     ) -> tuple[Local, Tensor]:
         """The carry after step `index`, and the mean loss () over the batch, penalties aside."""
         live = batch.mask.sum() > 0  # before `augment`: replayed samples do not revive a step of padding
@@ -76,7 +91,7 @@ class LocalStep:
             losses_and_buffers.append(aux)
             return grads
 
-        ctx = self.context(shared, state, index, key, batch, local.buffers)
+        ctx = self.context(shared, state, index, key, batch, memory, local.buffers)
         ctx = ctx._replace(batch=self.chain.augment(batch, ctx))
         grads = self.chain.around(grad_fn)(local.params, ctx)
         grads = self.chain.adjust(grads, local.params, ctx)
@@ -87,10 +102,14 @@ class LocalStep:
 
     def _loss(self, params: Tree, buffers: Tree, ctx: Ctx) -> tuple[Tensor, tuple[Tensor, Tree]]:
         buffers = tree.map(torch.clone, buffers)  # normalisation layers write to their buffers
-        logits = self.model.logits({**ctx.shared["params"], **buffers, **params}, ctx.batch.x, self.task)
-        losses = F.cross_entropy(logits, ctx.batch.y, reduction="none")
-        loss = (losses * ctx.batch.mask).sum() / ctx.batch.mask.sum().clamp(min=1)
+        logits = self._logits({**ctx.shared["params"], **buffers, **params}, ctx.batch)
+        loss = self.chain.loss(logits, ctx)
         return loss + self.chain.penalty(params, logits, ctx), (loss, buffers)
+
+    def _logits(self, leaves: Tree, batch: Batch) -> Tensor:
+        if batch.task is None:
+            return self.model.logits(leaves, batch.x, self.task)
+        return self.model.own_logits(leaves, batch.x, self.task, batch.task)
 
 
 def _choose(live: Tensor, new: Local, old: Local) -> Local:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
@@ -11,6 +12,9 @@ from cfl.local.base import GradFn, LocalRegularizer
 from cfl.models.handle import Model
 from cfl.tree import Tree
 from cfl.types import Batch, Ctx, Parts
+
+if TYPE_CHECKING:
+    from cfl.strategies.base import Strategy
 
 STRATEGY = "strategy"
 
@@ -35,6 +39,9 @@ class Chain:
         for owner, member in self.members.items():
             batch = member.augment(batch, _own(ctx, owner)._replace(batch=batch))
         return batch
+
+    def loss(self, logits: Tensor, ctx: Ctx) -> Tensor:
+        return cast("Strategy", self.members[STRATEGY]).loss(logits, _own(ctx, STRATEGY))
 
     def penalty(self, params: Tree, logits: Tensor, ctx: Ctx) -> Tensor | float:
         return sum(member.penalty(params, logits, _own(ctx, owner)) for owner, member in self.members.items())

@@ -6,9 +6,10 @@ statistics of normalisation layers) carries the task after an "@": `head.weight@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from cfl import rng
 from cfl.errors import ConfigError
@@ -102,9 +104,10 @@ class Model:
         """The name in the tree of what the module calls `name`, for a task."""
         return f"{name}@{task}" if name in self._owned else name
 
-    def trainable(self, task: int) -> tuple[str, ...]:
-        """Names in the tree of the parameters that a task may train: the body and the task's head."""
-        return tuple(self.tree_name(name, task) for name in self._parameters)
+    def trainable(self, task: int, heads: Sequence[int] = ()) -> tuple[str, ...]:
+        """Names in the tree of what a task may train: the body, its own head, and those of the tasks in `heads`."""
+        own = [self.tree_name(name, task) for name in self._parameters]
+        return tuple(dict.fromkeys([*own, *(name for head in heads for name in self.head(head))]))
 
     def buffers(self, task: int) -> tuple[str, ...]:
         """Names in the tree of the buffers (running statistics) that a task uses."""
@@ -124,6 +127,51 @@ class Model:
     def logits(self, params: Mapping[str, Tensor], x: Tensor, task: int) -> Tensor:
         """Outputs (batch, classes of the task). In training mode the buffers in `params` are written in place."""
         return torch.func.functional_call(self.module, self.bind(params, task), (x,))
+
+    def outputs(self, params: Mapping[str, Tensor], x: Tensor, task: int, heads: Sequence[int]) -> Tensor:
+        """Outputs of several heads in one pass: (batch, heads, classes of the widest), see `cfl.types.Forward`.
+
+        task: whose buffers are used. A single-head model gives (batch, 1, classes).
+        """
+        if not self.multi_head:
+            return self.logits(params, x, task)[:, None]
+        leaves, sizes = self.bind(params, task), [len(params[self.head(head)[0]]) for head in heads]
+        for name, *same in zip(self.head(task), *(self.head(head) for head in heads), strict=True):
+            leaves[name.partition("@")[0]] = torch.cat([params[leaf] for leaf in same])
+        parts = torch.func.functional_call(self.module, leaves, (x,)).split(sizes, dim=1)
+        low = torch.finfo(parts[0].dtype).min / 4  # finite: 0 times its logarithm is still 0
+        return torch.stack([F.pad(part, (0, max(sizes) - part.shape[1]), value=low) for part in parts], dim=1)
+
+    def own_logits(self, params: Mapping[str, Tensor], x: Tensor, task: int, own: Tensor) -> Tensor:
+        """Outputs (batch, classes of the widest head) of each sample through the head of its task `own` (batch,)."""
+        heads = [head for head in range(self.tasks) if all(name in params for name in self.head(head))]
+        every = self.outputs(params, x, task, heads)
+        if every.shape[1] == 1:
+            return every[:, 0]
+        chosen = (own[:, None] == torch.tensor(heads, device=own.device)).to(every.dtype)
+        return every.gather(1, chosen.argmax(1)[:, None, None].expand(-1, 1, every.shape[2]))[:, 0]
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Inside, the module is in evaluation mode."""
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            yield
+        finally:
+            self.module.train(was_training)
+
+    @contextlib.contextmanager
+    def without_dropout(self) -> Iterator[None]:
+        """Inside, the module's `nn.Dropout` layers pass everything on."""
+        active = [layer for layer in self.module.modules() if isinstance(layer, _DropoutNd) and layer.training]
+        for layer in active:
+            layer.training = False
+        try:
+            yield
+        finally:
+            for layer in active:
+                layer.training = True
 
     def _check_outputs(self, outputs: int, classes: Sequence[int]) -> None:
         if self.multi_head and self.classifier is None:

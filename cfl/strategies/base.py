@@ -9,11 +9,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch.nn.functional as F
+from torch import Tensor
+
 from cfl import plugins, tree
 from cfl.local.base import LocalRegularizer
 from cfl.models.handle import Model
 from cfl.tree import Tree
-from cfl.types import Client, Ctx, Parts, Phase, RoundInfo, Server
+from cfl.types import Batch, Client, Ctx, Parts, Phase, RoundInfo, Server
+
+
+def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
+    """Cross-entropy of each sample: (batch,)."""
+    return F.cross_entropy(logits, batch.y, reduction="none")
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean () of values (batch,) where mask (batch,) is 1; 0 where it is 1 nowhere."""
+    return (values * mask).sum() / mask.sum().clamp(min=1)
+
+
+def with_consolidation(task: int, tasks: int, rounds: int) -> list[Phase]:
+    """Training; then, but for the last task, a round in which all clients that hold data store what they need."""
+    train = Phase("train", rounds)
+    return [train] if task == tasks - 1 else [train, Phase("consolidate", cohort="available", train=False, work=True)]
 
 
 @plugins.strategies.register("fedavg")
@@ -22,6 +41,8 @@ class Strategy(LocalRegularizer):
     """Federated averaging without a continual mechanism: the lower bound (McMahan et al., 2017)."""
 
     source: ClassVar[str] = "McMahan et al., AISTATS 2017, Algorithm 1"
+    sequential: ClassVar[bool] = True
+    """False where tasks are not learned one after another by one model: forgetting is then not defined."""
 
     def plan(self, task: int, tasks: int, rounds: int) -> list[Phase]:
         """The phases of a task, in order; rounds: the configured number of training rounds of this task."""
@@ -31,13 +52,26 @@ class Strategy(LocalRegularizer):
         """Trees that the server keeps beside "params"."""
         return {}
 
+    def sees(self, task: int, tasks: int) -> tuple[int, ...]:
+        """Tasks whose data the clients train on in this task."""
+        return (task,)
+
+    def heads(self, task: int, tasks: int) -> tuple[int, ...]:
+        """Tasks whose heads travel in this task."""
+        return (task,)
+
     def frozen(self, task: int, model: Model) -> frozenset[str]:
-        """Parameters that no client trains in this task."""
-        return frozenset()
+        """Parameters that no client trains in this task: the heads of the other tasks."""
+        heads = frozenset(name for other in range(model.tasks) for name in model.head(other))
+        return heads - frozenset(model.head(task))
 
     def broadcast(self, server: Server, info: RoundInfo) -> Parts:
         """All that goes down: the parts of `ctx.shared`."""
         return {"params": tree.select(server["params"], info.names)}
+
+    def loss(self, logits: Tensor, ctx: Ctx) -> Tensor:
+        """The batch's loss (): the mean cross-entropy. logits: (batch, classes), each sample through its own head."""
+        return masked_mean(cross_entropy(logits, ctx.batch), ctx.batch.mask)
 
     def finish(self, params: Tree, ctx: Ctx, steps: int) -> tuple[Tree, Tree]:
         """Upload w_global - w_local, a step in the sign of a gradient; state as it was."""
@@ -61,6 +95,10 @@ class Strategy(LocalRegularizer):
             for name, step in mean["strategy"].items()
         }
         return {**server, "params": {**server["params"], **new}}
+
+    def serve(self, server: Server, task: int) -> Tree:
+        """The model that answers for a task, and is evaluated on it."""
+        return server["params"]
 
     def notes(self, model: Model) -> list[str]:
         """Lines for the start of a run: what the method covers of this model, and what it does not."""

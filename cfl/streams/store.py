@@ -59,6 +59,11 @@ class Part:
     def __len__(self) -> int:
         return len(self.index)
 
+    @property
+    def sample_bytes(self) -> int:
+        """Size of a stored sample and its label, in bytes."""
+        return self.pool.images[0].nbytes + self.targets[:1].nbytes
+
     def gather(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Samples at positions `rows` (b,): x (b, ...) float32, normalised and then permuted, and y (b,) int64."""
         x = self.pool.images[self.index[rows]]

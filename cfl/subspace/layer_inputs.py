@@ -40,12 +40,8 @@ def stream(
 ) -> None:
     """Send batches through the model in evaluation mode and hand each layer's inputs to see(layer, inputs, batch)."""
     current: list[Batch] = []
-    was_training = model.module.training
-    model.module.eval()
-    try:
-        with torch.no_grad(), watch(model, layers, lambda layer, inputs: see(layer, inputs, current[0])):
-            for batch in batches:
-                current[:] = [batch]
-                model.logits(params, batch.x, task)
-    finally:
-        model.module.train(was_training)
+    seen = watch(model, layers, lambda layer, inputs: see(layer, inputs, current[0]))
+    with torch.no_grad(), model.evaluation(), seen:
+        for batch in batches:
+            current[:] = [batch]
+            model.logits(params, batch.x, task)

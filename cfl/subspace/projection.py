@@ -30,28 +30,38 @@ def input_vectors(inputs: Tensor, layer: Layer, augment: bool) -> Tensor:
     return F.pad(inputs, (0, 1), value=1.0) if width(layer, augment) > layer.size else inputs
 
 
+def project(step: Tree, bases: Mapping[str, Tensor], layers: Iterable[Layer], augment: bool) -> Tree:
+    """A step (or a gradient) of the weights, less what it does to inputs in the layers' bases: P(step) (FOT, eq. 6).
+
+    bases: layer name to (d, k). Layers without a basis, with an empty one, or not in `step` keep their very tensors;
+    one whose basis is full gets zeros. The projection runs in float64.
+    """
+    result = dict(step)
+    for layer in layers:
+        basis, covered = bases.get(layer.name), names(layer, augment)
+        if basis is None or basis.shape[1] == 0 or any(name not in step for name in covered):
+            continue
+        columns = [_rows(step[name], layer).double() for name in covered]
+        rows = torch.cat(columns, dim=1)
+        rows = torch.zeros_like(rows) if basis.shape[1] == basis.shape[0] else remove(rows, basis)
+        parts = rows.split([column.shape[1] for column in columns], dim=1)
+        for name, part in zip(covered, parts, strict=True):
+            whole = result[name]
+            blocks = [whole[: layer.rows.start], part.reshape(whole[layer.rows].shape), whole[layer.rows.stop :]]
+            result[name] = torch.cat([block.to(whole.dtype) for block in blocks])
+    return result
+
+
 def project_step(old: Tree, new: Tree, bases: Mapping[str, Tensor], layers: Iterable[Layer], augment: bool) -> Tree:
     """`new`, less what the step from `old` does to inputs in the layers' bases: W + P(W' - W) (FOT, eq. 6-7).
 
-    bases: layer name to (d, k). Layers with an empty basis keep the very tensors of `new`; one whose basis is full
-    stays at `old`. The projection runs in float64.
+    Leaves that no basis covers keep the very tensors of `new`; layers whose basis is full stay at `old`.
     """
-    result = dict(new)
-    for layer in layers:
-        basis = bases[layer.name]
-        if basis.shape[1] == 0:
-            continue
-        covered = names(layer, augment)
-        columns = [_rows(new[name], layer).double() - _rows(old[name], layer).double() for name in covered]
-        step = torch.cat(columns, dim=1)
-        step = torch.zeros_like(step) if basis.shape[1] == basis.shape[0] else remove(step, basis)
-        parts = step.split([column.shape[1] for column in columns], dim=1)
-        for name, part in zip(covered, parts, strict=True):
-            whole = result[name].clone()
-            before = old[name][layer.rows]
-            whole[layer.rows] = (before.double() + part.reshape(before.shape)).to(before.dtype)
-            result[name] = whole
-    return result
+    bound = [layer for layer in layers if layer.name in bases and bases[layer.name].shape[1]]
+    covered = {name for layer in bound for name in names(layer, augment) if name in new}
+    step = {name: new[name].double() - old[name].double() for name in covered}
+    moved = project(step, bases, bound, augment)
+    return {**new, **{name: (old[name].double() + leaf).to(new[name].dtype) for name, leaf in moved.items()}}
 
 
 def _rows(leaf: Tensor, layer: Layer) -> Tensor:

@@ -18,7 +18,7 @@ from cfl.models.handle import Model
 from cfl.models.mlp import mlp
 from cfl.strategies.base import Strategy
 from cfl.streams.store import Part, Pool
-from cfl.types import Client, Phase, RoundInfo
+from cfl.types import Client, Phase, RoundInfo, Share
 from tests import toy
 
 LR = 0.1
@@ -50,7 +50,7 @@ def engine_of(model, strategy=None, locals_=None, **options):
 
 def info_of(model, clients, task=0, round=0, phase=Phase("train")):
     names = (*model.trainable(task), *model.buffers(task))
-    return RoundInfo(task, 2, phase, round, tuple(clients), names, frozenset(), model, rng.key(3, task, round))
+    return RoundInfo(task, 2, phase, round, tuple(clients), names, frozenset(), (task,), model, rng.key(3, task, round))
 
 
 def run(engine, samples, rows, server=None, task=0, round=0, lr=LR, states=None, server_lr=1.0):
@@ -59,7 +59,7 @@ def run(engine, samples, rows, server=None, task=0, round=0, lr=LR, states=None,
     server = server or {"params": engine.model.params}
     shared = engine.strategy.broadcast(server, info)
     states = states or {id: engine.chain.init_client(shared["params"], engine.model) for id in rows}
-    clients = [Client(id, samples, torch.tensor(own)) for id, own in rows.items()]
+    clients = [Client(id, {task: Share(samples, torch.tensor(own))}, task, (task,)) for id, own in rows.items()]
     outcome = engine.round(info, shared, states, clients, lr)
     return outcome, engine.strategy.absorb(server, outcome.mean, info, server_lr)
 
@@ -237,7 +237,8 @@ def test_work_is_summed_and_needs_no_training():
     model, strategy = make_model(), Worker()
     engine = engine_of(model, strategy)
     info = info_of(model, [1, 2], phase=Phase("measure", train=False, work=True))
-    clients = [Client(1, data(9), torch.arange(3)), Client(2, data(9), torch.arange(3, 9))]
+    parts = {1: torch.arange(3), 2: torch.arange(3, 9)}
+    clients = [Client(id, {0: Share(data(9), rows)}, 0, (0,)) for id, rows in parts.items()]
     outcome = engine.round(info, {"params": model.params}, {1: {"fedprox/a": torch.ones(1)}, 2: {}}, clients, LR)
     assert outcome.mean == {"work": {"n": torch.tensor([9.0])}} and outcome.loss is None  # 3 + 6, not their mean
     assert outcome.bytes_up == 2 * 4

@@ -88,12 +88,12 @@ def test_vmap_over_clients_equals_the_loop(net, optimizer):
     starts = [step.start(tree.clone(model.params)) for _ in range(CLIENTS)]
     stacked = Local(*(tree.stack(parts) if parts[0] else {} for parts in zip(*starts)))
     for index in range(STEPS):
-        parts = zip(*(batch(net, client, index, live[client][index]) for client in range(CLIENTS)))
+        parts = zip(*(batch(net, client, index, live[client][index])[:4] for client in range(CLIENTS)))
 
-        def one(local, batch, index=index):
-            return step(local, batch, shared, {}, LR, index, 7)
+        def one(local, parts, index=index):
+            return step(local, Batch(*parts), shared, {}, LR, index, 7)
 
-        stacked, loss = torch.func.vmap(one, randomness="different")(stacked, Batch(*map(torch.stack, parts)))
+        stacked, loss = torch.func.vmap(one, randomness="different")(stacked, tuple(map(torch.stack, parts)))
 
     assert torch.allclose(loss, torch.stack(losses), atol=1e-6)
     for client, local in enumerate(looped):
@@ -133,7 +133,7 @@ def test_replay_does_not_revive_a_step_of_padding():
 def test_padding_is_the_same_as_absence(net):
     model, step = make(net)
     padded = batch(net, 0, 0, live=4)
-    cut = Batch(*(part[:4] for part in padded))
+    cut = Batch(*(part[:4] for part in padded[:4]))
     a, loss_a = step(step.start(model.params), padded, {"params": model.params}, {}, LR, 0, 0)
     b, loss_b = step(step.start(model.params), cut, {"params": model.params}, {}, LR, 0, 0)
     assert loss_a.item() == pytest.approx(loss_b.item(), abs=1e-6)
@@ -144,10 +144,11 @@ def test_padding_is_the_same_as_absence(net):
 def test_a_step_writes_to_nothing_that_it_is_given(net):
     model, step = make(net)
     shared, local, data = {"params": model.params}, step.start(model.params), batch(net, 0, 0)
-    before = [tree.clone(part) for part in (model.params, *local, data._asdict())]
+    leaves = dict(zip("xymi", data))
+    before = [tree.clone(part) for part in (model.params, *local, leaves)]
     after, _ = step(local, data, shared, {}, LR, 0, 7)
-    step.context(shared, {}, 1, 0, data, after.buffers).forward(after.params, data.x)
-    assert_same(before, [model.params, *local, data._asdict()])
+    step.context(shared, {}, 1, 0, data, buffers=after.buffers).forward(after.params, data)
+    assert_same(before, [model.params, *local, leaves])
 
 
 def test_start_takes_the_tasks_names_without_the_frozen_ones():

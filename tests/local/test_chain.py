@@ -7,7 +7,8 @@ import torch
 
 from cfl.local import LocalRegularizer
 from cfl.local.chain import Chain, own_state
-from cfl.types import Batch, Ctx
+from cfl.types import Batch
+from tests.toy import context
 
 BATCH = Batch(torch.ones(2, 1), torch.zeros(2, dtype=torch.int64), torch.ones(2), torch.arange(2))
 SHARED = {"params": {"w": torch.tensor(1.0)}}
@@ -63,7 +64,7 @@ def make(*rules):
     members = {rule.name: type(rule)(rule.name, rule.factor, rule.offset, log) for rule in rules}
     chain = Chain(members)
     state = chain.init_client(SHARED["params"], None)
-    return chain, Ctx(SHARED, state, BATCH, lambda params, x: x, 0, 0, 0), log
+    return chain, context(SHARED, state, BATCH), log
 
 
 A, B = Rule("strategy", 2.0, 1.0), Rule("b", 10.0, 3.0)
@@ -134,7 +135,7 @@ def test_around_may_evaluate_twice_and_elsewhere():
 
     chain = Chain({"strategy": LocalRegularizer(), "shifted": Shifted()})
     gradient = chain.around(lambda params, ctx: {"w": 3 * params["w"]})
-    ctx = Ctx(SHARED, {}, BATCH, lambda params, x: x, 0, 0, 0)
+    ctx = context(SHARED, {}, BATCH)
     assert gradient({"w": torch.tensor(1.0)}, ctx)["w"].item() == 12  # 3 * (1 + 3)
 
 
@@ -160,13 +161,13 @@ def test_finish_keeps_uploads_and_states_apart():
 
 def test_a_member_with_nothing_to_send_has_no_part_in_the_upload():
     chain = Chain({"strategy": LocalRegularizer()})
-    ctx = Ctx(SHARED, {"strategy/kept": torch.tensor(3.0)}, BATCH, lambda params, x: x, 0, 0, 0)
+    ctx = context(SHARED, {"strategy/kept": torch.tensor(3.0)}, BATCH)
     assert chain.finish({"w": torch.tensor(4.0)}, ctx, 1) == ({}, ctx.state)
 
 
 def test_the_empty_regularizer_changes_nothing():
     chain = Chain({"strategy": LocalRegularizer()})
-    ctx, grads = Ctx(SHARED, {}, BATCH, lambda params, x: x, 0, 0, 0), {"w": torch.tensor(3.0)}
+    ctx, grads = context(SHARED, {}, BATCH), {"w": torch.tensor(3.0)}
     assert chain.augment(BATCH, ctx) is BATCH
     assert chain.adjust(grads, SHARED["params"], ctx) is grads
     assert chain.around(lambda params, ctx: grads)(SHARED["params"], ctx) is grads

@@ -12,7 +12,8 @@ from cfl.local.chain import Chain
 from cfl.models.handle import Model
 from cfl.options import build
 from cfl.strategies.base import Strategy
-from cfl.types import Batch, Ctx
+from cfl.types import Batch
+from tests.toy import context
 
 X = torch.randn(5, 3, dtype=torch.float64, generator=rng.generator(1))
 BATCH = Batch(X, torch.tensor([0, 1, 0, 1, 1]), torch.ones(5, dtype=torch.float64), torch.arange(5))
@@ -23,10 +24,6 @@ def make(*local, lr_decay=0.0):
         model = Model(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), (3,), [2], multi_head=False)
     members = {"strategy": Strategy(), **{f"fedprox{i}": rule for i, rule in enumerate(local)}}
     return model, LocalStep(model, 0, frozenset(), Chain(members), optim.sgd(0.9, lr_decay))
-
-
-def context(shared, batch=BATCH):
-    return Ctx(shared, {}, batch, lambda params, x: x, 0, 0, 0)
 
 
 def trajectory(model, step, steps=6):
@@ -41,8 +38,8 @@ def test_penalty_by_hand():
     # distances: (3 - 1)^2 + (0 - 4)^2 = 20 and (1 - 0)^2 = 1; mu / 2 * 21 = 10.5 with mu 1
     shared = {"params": {"a": torch.tensor([1.0, 4.0]), "b": torch.tensor(0.0), "other": torch.tensor(9.0)}}
     params = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor(1.0)}
-    assert FedProx(mu=1.0).penalty(params, torch.zeros(1, 2), context(shared)).item() == pytest.approx(10.5)
-    assert FedProx(mu=0.2).penalty(params, torch.zeros(1, 2), context(shared)).item() == pytest.approx(2.1)
+    assert FedProx(mu=1.0).penalty(params, torch.zeros(1, 2), context(shared, {}, BATCH)).item() == pytest.approx(10.5)
+    assert FedProx(mu=0.2).penalty(params, torch.zeros(1, 2), context(shared, {}, BATCH)).item() == pytest.approx(2.1)
 
 
 def test_gradient_by_finite_differences():
@@ -86,9 +83,9 @@ def test_mu_zero_is_fedavg_to_the_bit():
 def test_the_reference_is_no_alias():
     model, step = make(FedProx(mu=0.5))
     shared = {"params": model.params}
-    assert FedProx(mu=0.5).penalty(step.start(model.params).params, X, context(shared)).item() == 0
+    assert FedProx(mu=0.5).penalty(step.start(model.params).params, X, context(shared, {}, BATCH)).item() == 0
     after = trajectory(model, step, steps=1)[0]
-    assert FedProx(mu=0.5).penalty(after, X, context(shared)).item() > 0
+    assert FedProx(mu=0.5).penalty(after, X, context(shared, {}, BATCH)).item() > 0
 
 
 def test_first_step_is_that_of_fedavg_and_later_ones_stay_nearer():

@@ -12,7 +12,7 @@ from cfl import tree
 from cfl.errors import ConfigError, UpdateError
 from cfl.strategies.fot import FOT
 from cfl.subspace.projection import input_vectors, names, width
-from cfl.types import Client, Phase, RoundInfo
+from cfl.types import Client, Phase, RoundInfo, Share
 
 GPSE = Phase("gpse", cohort="available", train=False, work=True)
 
@@ -60,6 +60,7 @@ def _info(model, task=0, tasks=3, phase=GPSE, clients=(0,), key=11):
         clients=tuple(clients),
         names=(*model.trainable(0), *model.buffers(0)),
         frozen=frozenset(),
+        heads=(0,),
         model=model,
         key=key,
     )
@@ -69,7 +70,7 @@ def _clients(x, parts):
     """Clients that hold the given positions of one task's samples x."""
     y = torch.zeros(len(x), dtype=torch.int64)
     samples = cfl.from_tensors([(x, y, x[:1], y[:1])]).tasks[0].train
-    return [Client(id, samples, rows) for id, rows in enumerate(parts)]
+    return [Client(id, {0: Share(samples, rows)}, 0, (0,)) for id, rows in enumerate(parts)]
 
 
 def _gpse(strategy, model, server, clients, info):

@@ -1,0 +1,80 @@
+"""EWC+FL: elastic weight consolidation at each client (Kirkpatrick et al., PNAS 2017; FOT, appendix F.2).
+
+At the end of task t a client computes the diagonal of the empirical Fisher matrix at the global model, by samples:
+    F_i,t = 1/n sum_samples (d log p(y | x) / d theta)^2
+(the square of a batch's mean gradient is another, smaller thing). Later it trains on
+    CE + lambda/2 sum_{s < t} F_i,s (theta - theta_s)^2            (eq. 3),
+whose gradient lambda (theta sum_s F_s - sum_s F_s theta_s) needs two sums, however many tasks there were.
+
+FOT does not say whether its lambda stands before 1 or 1/2 (`half`), nor whether F is clipped: here it is not. Heads of
+single tasks do not train in later ones, so they have no Fisher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cfl import plugins, tree
+from cfl.models.handle import Model
+from cfl.options import option
+from cfl.strategies.base import Strategy, with_consolidation
+from cfl.tree import Tree
+from cfl.types import Client, Ctx, Parts, Phase, RoundInfo
+
+
+@plugins.strategies.register("ewc")
+@dataclass(frozen=True)
+class EWC(Strategy):
+    """Elastic weight consolidation at each client: weights that mattered stay near (Kirkpatrick et al., 2017)."""
+
+    source: ClassVar[str] = "Kirkpatrick et al., PNAS 2017, eq. 3; FOT, appendix F.2"
+
+    strength: float = option(
+        40.0, "lambda; FOT: 40 for MNIST, 20 CIFAR-100, 1 5-Datasets, 0.01 Mini-ImageNet", source="F.2", at_least=0.0
+    )
+    half: bool = option(True, "penalty lambda / 2 F d^2; false: lambda F d^2", source="eq. 3")
+
+    def plan(self, task: int, tasks: int, rounds: int) -> list[Phase]:
+        return with_consolidation(task, tasks, rounds)
+
+    def penalty(self, params: Tree, logits: Tensor, ctx: Ctx) -> Tensor | float:
+        scale = self.strength if self.half else 2 * self.strength
+        terms = [  # eq. 3, less the constant F theta_s^2
+            (ctx.state[f"fisher/{name}"] * param.square() / 2 - ctx.state[f"center/{name}"] * param).sum()
+            for name, param in params.items()
+            if f"fisher/{name}" in ctx.state
+        ]
+        return scale * sum(terms)
+
+    def work(self, params: Tree, client: Client, shared: Parts, state: Tree, info: RoundInfo) -> tuple[Tree, Tree]:
+        """Add this task's Fisher to the client's sums, sum F and sum F theta. Nothing goes up."""
+        model = info.model
+        heads = model.head(info.task) if model.multi_head else ()
+        names = [name for name in model.trainable(info.task) if name not in heads]
+        new = dict(state)
+        for name, fisher in diagonal_fisher(params, names, client, model, info.task).items():
+            new[f"fisher/{name}"] = state.get(f"fisher/{name}", 0) + fisher
+            new[f"center/{name}"] = state.get(f"center/{name}", 0) + fisher * params[name]
+        return {}, new
+
+
+def diagonal_fisher(params: Tree, names: Sequence[str], client: Client, model: Model, task: int) -> Tree:
+    """Mean over a client's samples of the squared gradients of log p(y | x), with the samples' labels, in eval mode."""
+    leaves = tree.select(params, names)
+
+    def loss(at: Tree, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model.logits({**params, **at}, x[None], task), y[None])
+
+    chunk = max(1, min(64, 2**25 // sum(leaf.numel() for leaf in leaves.values())))  # 128 MiB of gradients at a time
+    sums = tree.map(torch.zeros_like, leaves)
+    with model.evaluation():
+        for batch in client.batches(chunk):
+            grads = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(leaves, batch.x, batch.y)
+            sums = tree.map(lambda total, grad: total + grad.square().sum(0), sums, grads)
+    return tree.scale(sums, 1 / len(client))

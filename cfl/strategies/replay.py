@@ -1,0 +1,85 @@
+"""The memory of replay methods: each client stores some of its own samples of finished tasks, and trains on them again.
+
+The memory is a list of places in the client's own data (`cfl.types.MEMORY`); the engine draws at most a batch of it for
+each step. A replayed sample goes through the head of its own task; so the heads of earlier tasks travel, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cfl import rng
+from cfl.models.handle import Model
+from cfl.options import option
+from cfl.strategies.base import Strategy, with_consolidation
+from cfl.tree import Tree
+from cfl.types import MEMORY, Batch, Client, Ctx, Parts, Phase, RoundInfo
+
+
+@dataclass(frozen=True)
+class Replay(Strategy):
+    """Stored samples of earlier tasks join every batch."""
+
+    memory: int = option(1, "samples that a client stores", source="FOT, F.2: 1 a task", at_least=0)
+    budget: str = option(
+        "per_task",
+        "whether `memory` is for each task or in total",
+        source="FOT, F.2",
+        choices=("per_task", "total"),
+    )
+    select: str = option(
+        "balanced", "what is stored: as many of each task and class, or every sample with the same chance",
+        choices=("balanced", "reservoir"),
+    )  # fmt: skip
+    train_old_heads: bool = option(False, "let replayed samples train the heads of their tasks")
+
+    def plan(self, task: int, tasks: int, rounds: int) -> list[Phase]:
+        return with_consolidation(task, tasks, rounds)
+
+    def heads(self, task: int, tasks: int) -> tuple[int, ...]:
+        return tuple(range(task + 1))
+
+    def frozen(self, task: int, model: Model) -> frozenset[str]:
+        return frozenset() if self.train_old_heads else super().frozen(task, model)
+
+    def augment(self, batch: Batch, ctx: Ctx) -> Batch:
+        memory = ctx.memory
+        if memory.task is None or not len(memory.y):
+            return batch
+        x, y, mask, ids = (torch.cat([one, other]) for one, other in zip(batch[:4], memory[:4], strict=True))
+        return Batch(x, y, mask, ids, torch.cat([torch.full_like(batch.y, ctx.task), memory.task]))
+
+    def work(self, params: Tree, client: Client, shared: Parts, state: Tree, info: RoundInfo) -> tuple[Tree, Tree]:
+        """Choose what to keep of this task and of the memory so far. Nothing goes up."""
+        targets, new = client.targets, torch.arange(len(client), device=client.device)
+        new = torch.stack([torch.full_like(new, info.task), new], dim=1)
+        old, seen = state.get(MEMORY, new[:0]), state.get("seen", torch.zeros((), dtype=torch.int64))
+        order = torch.randperm(len(new), generator=rng.generator(rng.key(info.key, "store", client.id))).to(new.device)
+        if self.select == "balanced" and self.budget == "per_task":
+            kept = torch.cat([old, new[balanced(targets, order)[: self.memory]]])
+        elif self.select == "balanced":
+            groups = torch.cat([client.recall(old).y.long(), targets]) + 2**32 * torch.cat([old, new])[:, 0]
+            among = torch.cat([torch.arange(len(old), device=new.device), len(old) + order])
+            kept = torch.cat([old, new])[balanced(groups, among)[: self.memory]]
+        elif self.budget == "per_task":
+            kept = torch.cat([old, new[order[: self.memory]]])
+        else:  # a uniform subset of all samples seen, as Vitter's algorithm R keeps it
+            source = rng.generator(rng.key(info.key, "reservoir", client.id))
+            from_old = int((torch.randperm(int(seen) + len(new), generator=source)[: self.memory] < seen).sum())
+            stay = torch.randperm(len(old), generator=source)[:from_old].to(new.device)
+            kept = torch.cat([old[stay], new[order[: self.memory - from_old]]])
+        return {}, {MEMORY: kept, "seen": seen + len(new)}
+
+
+def balanced(groups: Tensor, order: Tensor) -> Tensor:
+    """`order` (n,), rearranged so that every group in turn gives its next member: each prefix is balanced.
+
+    groups: (n,) int64 group of each member; order: a permutation of the members, kept within each group.
+    """
+    mine = groups[order]
+    same = mine[:, None] == mine[None, :]
+    turn = torch.tril(same, diagonal=-1).sum(dim=1)  # how many members of the group come earlier
+    return order[turn.argsort(stable=True)]

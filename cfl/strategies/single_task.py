@@ -1,0 +1,42 @@
+"""Single task: a model of its own for each task, learned by FedAvg from the same initial weights (FOT, Table 11).
+
+Nothing is shared between tasks, so nothing is forgotten, and nothing transferred: forgetting is not defined. The model
+stays in the server's state when its task is done; the server stores as many models as there are tasks.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from cfl import plugins
+from cfl.models.handle import Model
+from cfl.strategies.base import Strategy
+from cfl.tree import Tree
+from cfl.types import Parts, RoundInfo, Server
+
+
+@plugins.strategies.register("single_task")
+@dataclass(frozen=True)
+class SingleTask(Strategy):
+    """A separate model for each task, trained by FedAvg in the task's own rounds."""
+
+    source: ClassVar[str] = "FOT, Table 11"
+    sequential: ClassVar[bool] = False
+
+    def init_server(self, params: Tree, model: Model) -> Server:
+        return {"initial": dict(params), "models": {}}
+
+    def broadcast(self, server: Server, info: RoundInfo) -> Parts:
+        return super().broadcast(self._begun(server, info), info)
+
+    def absorb(self, server: Server, mean: Parts, info: RoundInfo, lr: float) -> Server:
+        new = super().absorb(self._begun(server, info), mean, info, lr)
+        own = {f"{info.task}/{name}": new["params"][name] for name in info.names}
+        return {**new, "models": {**server["models"], **own}}
+
+    def serve(self, server: Server, task: int) -> Tree:
+        own = {name.partition("/")[2]: leaf for name, leaf in server["models"].items() if name.startswith(f"{task}/")}
+        return {**server["params"], **own}
+
+    def _begun(self, server: Server, info: RoundInfo) -> Server:
+        """The server as it enters a round: with the initial weights in the first of a task."""
+        return {**server, "params": dict(server["initial"])} if info.round == 0 else server
