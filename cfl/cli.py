@@ -211,9 +211,11 @@ def _run_once(config: "RunConfig", folder: Path, quiet: bool, **data: Any) -> di
     metrics, settings = folder / "metrics.json", folder / "config.yaml"
     if settings.exists() and read_yaml(settings) != dump(config):
         raise ConfigError(f"'{folder}' holds a run with another configuration; use another --output")
-    if metrics.exists() and settings.exists():
-        return dict(json.loads(metrics.read_text()))
-    return _run(config, folder, settings.exists(), quiet, **data)
+    if not (metrics.exists() and settings.exists()):
+        _run(config, folder, settings.exists(), quiet, **data)
+    timing = json.loads((folder / "timing.json").read_text())
+    spent = {f"{kind.removesuffix('s')}_seconds": sum(timing[kind].values()) for kind in ("clients", "server")}
+    return {**json.loads(metrics.read_text()), **spent}
 
 
 def _overrides(methods: str, overrides: Sequence[str]) -> dict[str, list[str]]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from cfl.state import RunState
 from cfl.strategies.base import Strategy
 from cfl.streams import Stream
 from cfl.streams.partition import Deal, deal
-from cfl.types import MEMORY, Client, Phase, RoundInfo, Share
+from cfl.types import MEMORY, Client, Parts, Phase, RoundInfo, Share
 
 
 @dataclass(frozen=True)
@@ -80,18 +80,29 @@ def run(
                 class_order=config.class_order,
             )
         folder = RunFolder(output, resume=resume) if output is not None else None
-        this = _Run(config, stream, strategy, regularizers, model, folder, sink or NullSink())
-        this.start(resume)
+        session = Session(config, stream, strategy, regularizers, model, folder, sink or NullSink())
+        session.start(resume)
         with _interrupts() as interrupted:
-            for position in range(this.state.position, len(this.schedule)):
-                this.round(position)
+            for position in range(session.state.position, len(session.schedule)):
+                session.round(position)
                 if interrupted():
-                    this.save()
+                    session.save()
                     raise KeyboardInterrupt
-        return this.finish()
+        return session.finish()
 
 
-class _Run:
+class Prepared(NamedTuple):
+    """What goes into a round: what comes down, who takes part, and their states by id."""
+
+    info: RoundInfo
+    shared: Parts
+    clients: list[Client]
+    states: dict[int, tree.Tree]
+
+
+class Session:
+    """A run in progress. schedule: (task, phase, round within it) of every round; state: what is computed so far."""
+
     def __init__(
         self,
         config: RunConfig,
@@ -148,15 +159,20 @@ class _Run:
             self.folder.truncate_rounds(self.state.position)
         self.sink.start(self.config, self._notes(), len(self.schedule))
 
+    def prepare(self, position: int) -> Prepared:
+        """The broadcast and the cohort of a round, from the state that the run is in."""
+        info = self._info(*self.schedule[position])
+        shared = self.strategy.broadcast(self.state.server, info)
+        clients = [self._client(info.task, id) for id in info.clients]
+        states = {client.id: self.state.client(client.id, lambda: self._init_client(shared)) for client in clients}
+        return Prepared(info, shared, clients, states)
+
     def round(self, position: int) -> None:
         """One round of the schedule, and the task's end where it is the last one of a task."""
         task, phase, number = self.schedule[position]
-        info = self._info(task, phase, number)
         state, lr = self.state, self.rates[position]
-        shared = self.strategy.broadcast(state.server, info)
+        info, shared, clients, states = self.prepare(position)
         server_seconds = self._lap()
-        clients = [self._client(task, id) for id in info.clients]
-        states = {client.id: state.client(client.id, lambda: self._init_client(shared)) for client in clients}
         outcome = self.engine.round(info, shared, states, clients, lr)
         client_seconds = self._lap()
         state.server = self.strategy.absorb(state.server, outcome.mean, info, self.config.server.lr)
@@ -308,11 +324,11 @@ class _Run:
         each = rounds if isinstance(rounds, tuple) else (rounds,) * tasks
         plans = [self.strategy.plan(task, tasks, each[task]) for task in range(tasks)]
         for task, plan in enumerate(plans):
+            if not all(isinstance(phase, Phase) for phase in plan):
+                raise ConfigError(f"{self.method} plans task {task} as {plan}; give a list of cfl.Phase")
             names = [phase.name for phase in plan]
             if len(set(names)) < len(names) or not any(phase.rounds for phase in plan):
-                raise ConfigError(
-                    f"{self.method} plans task {task} as {names}; give at least one round, each name once"
-                )
+                raise ConfigError(f"{self.method} plans phases {names} for task {task}; give each a name of its own")
         return [
             (task, phase, number) for task, plan in enumerate(plans) for phase in plan for number in range(phase.rounds)
         ]

@@ -136,10 +136,8 @@ def test_list_and_describe_name_sources_and_defaults(capsys):
 
 
 def test_the_summary_is_mean_and_population_deviation():
-    runs = [
-        {"seed": seed, "acc": acc, "fgt": 0.0, "bytes_up": 2, "bytes_down": 4, "seconds": 1.0}
-        for seed, acc in enumerate((0.2, 0.4))
-    ]
+    costs = ("bytes_up", "bytes_down", "client_bytes", "client_seconds", "server_seconds", "seconds")
+    runs = [{"seed": seed, "acc": acc, "fgt": 0.0, **dict.fromkeys(costs, 2)} for seed, acc in enumerate((0.2, 0.4))]
     row = tables.summary(runs)
     assert row["acc"] == {"mean": pytest.approx(0.3), "std": pytest.approx(0.1)}
     assert row["bytes_up"] == {"mean": 2.0, "std": 0.0} and row["seeds"] == [0, 1]

@@ -68,6 +68,8 @@ class LoopEngine:
                 continue
             weight = float(len(client)) if self.weights == "samples" else 1.0
             weight_sum += weight
+            if outcome.states:
+                _check_shapes(uploads, outcome.mean, client, info)
             for owner, upload in uploads.items():
                 _accumulate(outcome.mean.setdefault(owner, {}), upload, 1.0 if owner == "work" else weight)
             outcome.states[client.id] = state
@@ -86,7 +88,7 @@ class LoopEngine:
     ) -> tuple[Parts, Tree, float]:
         """One client's uploads, new state and mean loss of its last local epoch."""
         uploads: Parts = {}
-        params, loss = shared["params"], 0.0
+        params, loss, before = shared["params"], 0.0, own_state(state, STRATEGY).get(MEMORY)
         if info.phase.train:
             with _named("local training", client, info):
                 trained, steps, loss = self._train(step, info, shared, state, client, lr)
@@ -97,13 +99,14 @@ class LoopEngine:
             own = own_state(state, STRATEGY)
             with _named(f"work of phase {info.phase.name}", client, info):
                 uploads["work"], own = self.strategy.work(params, client, shared, own, info)
-            if MEMORY in own and not client.owns(own[MEMORY]):
-                raise UpdateError(
-                    f"the memory of client {client.id} points outside of its own data (task {info.task}, phase "
-                    f"{info.phase.name}); places are (task, position in the client's share)"
-                )
             others = {name: leaf for name, leaf in state.items() if not name.startswith(f"{STRATEGY}/")}
             state = {**{f"{STRATEGY}/{name}": leaf for name, leaf in own.items()}, **others}
+        places = own_state(state, STRATEGY).get(MEMORY)
+        if places is not None and places is not before and not client.owns(places):
+            raise UpdateError(
+                f"the memory of client {client.id} points outside of its own data (task {info.task}, phase "
+                f"{info.phase.name}); places are (task, position in the client's share)"
+            )
         return uploads, state, loss
 
     def _train(
@@ -153,6 +156,20 @@ def recalled(client: Client, places: Tensor, most: int, key: int) -> Iterator[Ba
             yield client.recall(places[drawn.to(places.device)])
         else:
             yield whole
+
+
+def _check_shapes(uploads: Parts, others: Parts, client: Client, info: RoundInfo) -> None:
+    """Raise UpdateError where a client's upload has other names or shapes than those that it is added to."""
+    own, expected = (
+        {f"{owner}/{name}": tuple(leaf.shape) for owner, leaves in parts.items() for name, leaf in leaves.items()}
+        for parts in (uploads, others)
+    )
+    for name in {**own, **expected}:
+        if own.get(name) != expected.get(name):
+            raise UpdateError(
+                f"client {client.id} sent '{name}' with shape {own.get(name)}, others {expected.get(name)} (task "
+                f"{info.task}, phase {info.phase.name}, round {info.round}); uploads of a round are summed"
+            )
 
 
 def _accumulate(total: Tree, upload: Tree, weight: float) -> None:

@@ -9,6 +9,13 @@ from rich.table import Table
 
 Metrics = Mapping[str, Any]
 Matrix = Sequence[Sequence[float | None]]
+_COSTS = {  # title in a table, and its unit
+    "bytes_up": ("up MB", 1e6),
+    "bytes_down": ("down MB", 1e6),
+    "client_bytes": ("stored KB", 1e3),
+    "client_seconds": ("clients s", 1),
+    "server_seconds": ("server s", 1),
+}
 
 
 def matrix(rows: Matrix, title: str) -> Table:
@@ -34,11 +41,12 @@ def mean_matrix(runs: Sequence[Metrics]) -> list[list[float | None]]:
 def summary(runs: Sequence[Metrics]) -> dict[str, Any]:
     """Mean and population standard deviation over runs of one method.
 
-    acc, fgt (fractions, NaN where not defined), bytes_up, bytes_down, seconds: each a dict with mean and std;
-    seeds: the seeds.
+    acc, fgt (fractions, NaN where not defined), bytes_up, bytes_down (of all clients), client_bytes (stored on a client
+    between rounds, mean), seconds, client_seconds (of all clients, one after another), server_seconds: each a dict with
+    mean and std; seeds: the seeds.
     """
     out: dict[str, Any] = {"seeds": [run["seed"] for run in runs]}
-    for name in ("acc", "fgt", "bytes_up", "bytes_down", "seconds"):
+    for name in ("acc", "fgt", *_COSTS, "seconds"):
         values = np.array([run[name] for run in runs], dtype=float)  # None becomes NaN
         out[name] = {"mean": float(values.mean()), "std": float(values.std())}
     return out
@@ -50,10 +58,13 @@ def percent(value: float) -> str:
 
 
 def compared(summaries: Mapping[str, Mapping[str, Any]], title: str) -> Table:
-    """A line a method: mean ± standard deviation of ACC and FGT in percent, megabytes (1e6 bytes), seconds."""
+    """A line a method: mean ± standard deviation of ACC and FGT in percent, and the means of what it costs.
+
+    Megabytes (1e6 bytes) sent up and down in the whole run, kilobytes that a client stores, seconds computed.
+    """
     table = Table(title=title, title_justify="left")
     table.add_column("method")
-    for name in ("ACC %", "FGT %", "up MB", "down MB", "seconds", "seeds"):
+    for name in ("ACC %", "FGT %", *(title for title, _ in _COSTS.values()), "seeds"):
         table.add_column(name, justify="right")
     for method, row in summaries.items():
         scores = [percent(row[name]["mean"]) for name in ("acc", "fgt")]
@@ -61,8 +72,8 @@ def compared(summaries: Mapping[str, Mapping[str, Any]], title: str) -> Table:
             scores = [
                 f"{score} ± {percent(row[name]['std'])}" for score, name in zip(scores, ("acc", "fgt"), strict=True)
             ]
-        sizes = [f"{row[name]['mean'] / 1e6:.1f}" for name in ("bytes_up", "bytes_down")]
-        table.add_row(method, *scores, *sizes, f"{row['seconds']['mean']:.1f}", str(len(row["seeds"])))
+        costs = [f"{row[name]['mean'] / unit:.1f}" for name, (_, unit) in _COSTS.items()]
+        table.add_row(method, *scores, *costs, str(len(row["seeds"])))
     return table
 
 

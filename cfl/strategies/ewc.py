@@ -19,13 +19,15 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from cfl import plugins, tree
+from cfl.errors import ConfigError
 from cfl.models.handle import Model
 from cfl.options import option
 from cfl.strategies.base import Strategy, with_consolidation
 from cfl.tree import Tree
-from cfl.types import Client, Ctx, Parts, Phase, RoundInfo
+from cfl.types import Client, Ctx, Parts, Phase, RoundInfo, Server
 
 
 @plugins.strategies.register("ewc")
@@ -39,6 +41,15 @@ class EWC(Strategy):
         40.0, "lambda; FOT: 40 for MNIST, 20 CIFAR-100, 1 5-Datasets, 0.01 Mini-ImageNet", source="F.2", at_least=0.0
     )
     half: bool = option(True, "penalty lambda / 2 F d^2; false: lambda F d^2", source="eq. 3")
+
+    def init_server(self, params: Tree, model: Model) -> Server:
+        norms = [layer for layer in model.module.modules() if isinstance(layer, _BatchNorm)]
+        if any(layer.running_mean is None for layer in norms):
+            raise ConfigError(
+                "'ewc' takes gradients sample by sample, and a sample has no statistics of a batch: "
+                "set model.norm_stats=per_task or model.norm_stats=running"
+            )
+        return {}
 
     def plan(self, task: int, tasks: int, rounds: int) -> list[Phase]:
         return with_consolidation(task, tasks, rounds)

@@ -38,7 +38,8 @@ class GLFC(Replay):
         if self.criterion == "ce":
             losses, p = cross_entropy(logits, batch), logits.softmax(dim=1).gather(1, batch.y[:, None])[:, 0]
         else:
-            losses, p = (F.softplus(logits).sum(dim=1) - own) / logits.shape[1], own.sigmoid()
+            classes = (logits > torch.finfo(logits.dtype).min / 8).sum(dim=1)  # narrower heads are filled up
+            losses, p = (F.softplus(logits).sum(dim=1) - own) / classes, own.sigmoid()
         if batch.task is None:
             return masked_mean(losses, batch.mask)
         g, old = (1 - p).detach(), batch.mask * (batch.task != ctx.task)

@@ -4,7 +4,8 @@ At the end of task t every client that holds its data extends a basis of its own
 of what its layer inputs X have beside it, X* = X - O O^T X (GPM, eq. 8): as many as make the basis hold the share
 `threshold` of |X|^2 (eq. 9). Later it projects its update before the upload, delta <- delta - (delta O) O^T, or every
 gradient, as centralised GPM does (`apply`). Means of updates that are orthogonal to different bases are orthogonal to
-none: this is why the method fails on data that are not IID.
+none: this is why the method fails on data that are not IID. With `apply=gradient` the guarantee is for plain SGD, as in
+GPM's paper: weight decay and Adam act after the projection.
 
 Options where paper and code differ: the code counts one direction too few in the first task (`first_rank_bug`).
 """
@@ -77,17 +78,21 @@ class GPM(Strategy):
         source = rng.generator(rng.key(info.key, "samples", client.id))
         chosen = torch.randperm(len(client), generator=source)[: self.samples or None].to(client.device)
         stream(info.model, params, info.task, client.batches(64, chosen), info.model.layers, see)
-        new = {layer.name: self._extended(sums[layer.name], info.task) for layer in info.model.layers}
-        return {}, {f"basis/{layer.name}": new[layer.name].to(params[layer.weight]) for layer in info.model.layers}
+        stored = {layer.name: params[layer.weight].dtype for layer in info.model.layers}
+        return {}, {f"basis/{name}": self._extended(sums[name], info.task, dtype) for name, dtype in stored.items()}
 
-    def _extended(self, inputs: Gram, task: int) -> Tensor:
+    def _extended(self, inputs: Gram, task: int, dtype: torch.dtype) -> Tensor:
         basis, (full, residual) = inputs.basis, inputs.energies.tolist()
         vectors, squared, _ = bases.residual_spectrum(inputs.matrix, basis, gram=True)
+        rounding = (
+            len(basis) * torch.finfo(dtype).eps ** 2 * full
+        )  # of the stored basis: inputs that it covers leave it
+        squared = torch.where(squared > rounding, squared, 0.0)
         threshold = min(1.0, self.threshold + task * self.threshold_step)
         rank = bases.choose_rank(squared, 1 - residual / full if full > 0 else 0.0, threshold)  # GPM, eq. 9
-        if self.first_rank_bug and basis.shape[1] == 0:
+        if self.first_rank_bug and task == 0:
             rank = max(rank - 1, 0)
-        return bases.expand(basis, vectors[:, :rank])
+        return bases.expand(basis, vectors[:, :rank]).to(dtype)
 
     @property
     def _augment(self) -> bool:

@@ -56,22 +56,23 @@ class Replay(Strategy):
         """Choose what to keep of this task and of the memory so far. Nothing goes up."""
         targets, new = client.targets, torch.arange(len(client), device=client.device)
         new = torch.stack([torch.full_like(new, info.task), new], dim=1)
-        old, seen = state.get(MEMORY, new[:0]), state.get("seen", torch.zeros((), dtype=torch.int64))
+        old = state.get(MEMORY, new[:0])
         order = torch.randperm(len(new), generator=rng.generator(rng.key(info.key, "store", client.id))).to(new.device)
-        if self.select == "balanced" and self.budget == "per_task":
-            kept = torch.cat([old, new[balanced(targets, order)[: self.memory]]])
-        elif self.select == "balanced":
-            groups = torch.cat([client.recall(old).y.long(), targets]) + 2**32 * torch.cat([old, new])[:, 0]
+        if self.budget == "per_task":
+            chosen = balanced(targets, order) if self.select == "balanced" else order
+            return {}, {MEMORY: torch.cat([old, new[chosen[: self.memory]]])}
+        if self.select == "balanced":
+            both = torch.cat([old, new])
+            labels = torch.cat([client.recall(old).y, targets]) if len(old) else targets
             among = torch.cat([torch.arange(len(old), device=new.device), len(old) + order])
-            kept = torch.cat([old, new])[balanced(groups, among)[: self.memory]]
-        elif self.budget == "per_task":
-            kept = torch.cat([old, new[order[: self.memory]]])
-        else:  # a uniform subset of all samples seen, as Vitter's algorithm R keeps it
-            source = rng.generator(rng.key(info.key, "reservoir", client.id))
-            from_old = int((torch.randperm(int(seen) + len(new), generator=source)[: self.memory] < seen).sum())
-            stay = torch.randperm(len(old), generator=source)[:from_old].to(new.device)
-            kept = torch.cat([old[stay], new[order[: self.memory - from_old]]])
-        return {}, {MEMORY: kept, "seen": seen + len(new)}
+            turns = balanced(both[:, 0], balanced(labels + 2**32 * both[:, 0], among))  # tasks, and classes in each
+            return {}, {MEMORY: both[turns[: self.memory]]}
+        # a uniform subset of all samples seen, as Vitter's algorithm R keeps it
+        source, seen = rng.generator(rng.key(info.key, "reservoir", client.id)), int(state.get("seen", torch.tensor(0)))
+        from_old = int((torch.randperm(seen + len(new), generator=source)[: self.memory] < seen).sum())
+        stay = torch.randperm(len(old), generator=source)[:from_old].to(new.device)
+        kept = torch.cat([old[stay], new[order[: self.memory - from_old]]])
+        return {}, {MEMORY: kept, "seen": torch.tensor(seen + len(new))}
 
 
 def balanced(groups: Tensor, order: Tensor) -> Tensor:

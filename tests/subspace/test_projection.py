@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import cfl
+from cfl import tree
 from cfl.subspace import basis as bases
-from cfl.subspace.projection import input_vectors, names, project_step, width
+from cfl.subspace.projection import input_vectors, names, project, project_step, width
 
 
 def _model(module, input_shape, outputs=3):
@@ -159,3 +160,147 @@ def test_float32_steps_lose_the_component_to_rounding():
         step = (result[layer.weight] - old[layer.weight]).double()
         assert result[layer.weight].dtype == torch.float32
         assert (step @ basis[layer.name]).norm() < 1e-6 * step.norm()
+
+
+# --- `project`: the same of a step or a gradient, without the parameters it starts from ------------------------------
+
+
+def _every_kind():
+    """A convolution, one of two groups, and a Linear layer."""
+    module = nn.Sequential(
+        nn.Conv2d(2, 4, 2), nn.ReLU(), nn.Conv2d(4, 6, 2, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(24, 3)
+    )
+    return _model(module, (2, 4, 4))
+
+
+def _step(model, seed=0):
+    zeros = {name: torch.zeros_like(leaf) for name, leaf in model.params.items()}
+    return _moved(zeros, seed)
+
+
+def _difference(ours, theirs):
+    assert list(ours) == list(theirs)
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
+
+
+def test_projection_by_hand():
+    # g = (2, 1) and b = 4. Free bias: g loses its part 2 along (1, 0). Augmented: (2, 1, 4) loses its part 4.4 along
+    # (0.6, 0, 0.8), which is (2.64, 0, 3.52).
+    model = _model(nn.Sequential(nn.Linear(2, 1)), (2,), 1)
+    step = {"0.weight": torch.tensor([[2.0, 1.0]]).double(), "0.bias": torch.tensor([4.0]).double()}
+    free = project(step, {"0": torch.tensor([[1.0], [0.0]]).double()}, model.layers, False)
+    assert free["0.weight"].tolist() == [[0.0, 1.0]] and free["0.bias"] is step["0.bias"]
+    both = project(step, {"0": torch.tensor([[0.6], [0.0], [0.8]]).double()}, model.layers, True)
+    assert both["0.weight"][0].tolist() == pytest.approx([-0.64, 1.0])
+    assert both["0.bias"].tolist() == pytest.approx([0.48])
+
+
+@pytest.mark.parametrize("augment", [False, True])
+def test_projection_is_the_dense_formula_of_each_layer_and_group(augment):
+    model = _every_kind()
+    step, basis = _step(model), _bases(model, augment, 3)
+    result = project(step, basis, model.layers, augment)
+    assert [layer.name for layer in model.layers] == ["0", "2.group0", "2.group1", "5"]
+    for layer in model.layers:
+        # g (outputs, d): the rows of the group's weight, and of its bias as one more column
+        outputs = layer.rows.stop - layer.rows.start
+        g = torch.cat([step[name][layer.rows].reshape(outputs, -1) for name in names(layer, augment)], dim=1)
+        o = basis[layer.name]
+        expected = g @ (torch.eye(len(o), dtype=torch.float64) - o @ o.T)
+        weight = result[layer.weight][layer.rows].reshape(outputs, -1)
+        torch.testing.assert_close(weight, expected[:, : layer.size], atol=1e-13, rtol=0)
+        if augment:
+            torch.testing.assert_close(result[layer.bias][layer.rows], expected[:, -1], atol=1e-13, rtol=0)
+        else:
+            assert result[layer.bias] is step[layer.bias]
+        assert result[layer.weight].shape == step[layer.weight].shape
+
+
+@pytest.mark.parametrize("augment", [False, True])
+def test_projection_is_linear_and_idempotent(augment):
+    model = _every_kind()
+    basis = _bases(model, augment, 3)
+
+    def p(step):
+        return project(step, basis, model.layers, augment)
+
+    a, b = _step(model, 1), _step(model, 2)
+    once = p(a)
+    assert _difference(once, a) > 0.1
+    assert _difference(p(once), once) < 1e-13
+    joint = p({name: 2 * a[name] - 3 * b[name] for name in a})
+    assert _difference(joint, {name: 2 * once[name] - 3 * leaf for name, leaf in p(b).items()}) < 1e-13
+
+
+@pytest.mark.parametrize("basis", ["missing", "empty"])
+def test_without_a_basis_projection_keeps_the_very_tensors(basis):
+    model = _every_kind()
+    step = _step(model)
+    given = {} if basis == "missing" else _bases(model, True, 0)
+    result = project(step, given, model.layers, True)
+    assert list(result) == list(step) and all(result[name] is leaf for name, leaf in step.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_full_bases_project_to_zeros(dtype):
+    model = _every_kind()
+    step = {name: leaf.to(dtype) for name, leaf in _step(model).items()}
+    full = {layer.name: _orthonormal(width(layer, True), width(layer, True)) for layer in model.layers}
+    result = project(step, full, model.layers, True)
+    assert all(torch.equal(result[name], torch.zeros_like(leaf)) for name, leaf in step.items())
+    assert all(leaf.dtype == dtype for leaf in result.values())
+
+
+def test_what_a_step_does_not_hold_is_not_made_up():
+    model = _every_kind()
+    step, basis = _step(model), _bases(model, False, 3)
+    rest = {name: leaf for name, leaf in step.items() if name != "2.weight"}
+    result, whole = project(rest, basis, model.layers, False), project(step, basis, model.layers, False)
+    assert list(result) == list(rest)
+    assert all(torch.equal(result[name], whole[name]) for name in rest)
+    other = {"head.weight@1": torch.ones(2, 2)}
+    assert project(other, basis, model.layers, False)["head.weight@1"] is other["head.weight@1"]
+
+
+def test_float32_steps_are_projected_in_float64():
+    model = _every_kind()
+    step, basis = {name: leaf.float() for name, leaf in _step(model).items()}, _bases(model, True, 3)
+    result = project(step, basis, model.layers, True)
+    exact = project({name: leaf.double() for name, leaf in step.items()}, basis, model.layers, True)
+    assert all(torch.equal(result[name], leaf.float()) for name, leaf in exact.items())  # rounded once, at the end
+
+
+def test_projection_writes_to_nothing_it_is_given():
+    model = _every_kind()
+    step, basis = _step(model), _bases(model, True, 3)
+    copies = [{name: leaf.clone() for name, leaf in given.items()} for given in (step, basis)]
+    project(step, basis, model.layers, True)
+    for given, copy in zip((step, basis), copies, strict=True):
+        assert all(torch.equal(given[name], leaf) for name, leaf in copy.items())
+
+
+@pytest.mark.parametrize("augment", [False, True])
+def test_projection_of_stacked_clients_is_that_of_each(augment):
+    model = _every_kind()
+    steps = [_step(model, seed) for seed in range(3)]
+    known = [
+        {layer.name: _orthonormal(width(layer, augment), 4, seed=10 + seed) for layer in model.layers}
+        for seed in range(3)
+    ]
+    stacked = torch.func.vmap(lambda step, basis: project(step, basis, model.layers, augment))(
+        tree.stack(steps), tree.stack(known)
+    )
+    for ours, step, basis in zip(tree.unstack(stacked), steps, known, strict=True):
+        assert _difference(ours, project(step, basis, model.layers, augment)) < 1e-13
+
+
+@pytest.mark.parametrize("augment", [False, True])
+def test_a_projected_step_of_the_model_is_the_start_and_the_projection(augment):
+    model = _every_kind()
+    basis = {**_bases(model, augment, 3), "5": bases.empty(width(model.layers[-1], augment))}
+    step = _step(model)
+    end = tree.add(model.params, step)
+    ours = project_step(model.params, end, basis, model.layers, augment)
+    theirs = tree.add(model.params, project(step, basis, model.layers, augment))
+    assert _difference(ours, theirs) < 1e-13
+    assert _difference(ours, end) > 0.1

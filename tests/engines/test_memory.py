@@ -1,0 +1,190 @@
+"""What the engine makes of a client's memory: draws for each step, and a check that it points to own data."""
+
+import itertools
+import math
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+import cfl
+from cfl import optim, rng, tree
+from cfl.engines.loop import LoopEngine, recalled
+from cfl.errors import UpdateError
+from cfl.local.chain import Chain
+from cfl.models.handle import Model
+from cfl.models.mlp import mlp
+from cfl.strategies.base import Strategy
+from cfl.types import EMPTY, MEMORY, Client, Phase, RoundInfo, Share
+from tests import toy
+
+STREAM = toy.stream()
+STORE = Phase("store", train=False, work=True)
+
+
+def client(id=3, task=1):
+    """Rows of its own of the tasks up to the round's, twelve each."""
+    rows = torch.arange(id, 48, 4)
+    return Client(id, {held: Share(STREAM.tasks[held].train, rows) for held in range(task + 1)}, task, (task,))
+
+
+def places(count):
+    return torch.stack([torch.zeros(count, dtype=torch.int64), torch.arange(count).flip(0)], dim=1)
+
+
+def draws(count, most, key=5, steps=4):
+    return [batch.ids.tolist() for batch in itertools.islice(recalled(client(), places(count), most, key), steps)]
+
+
+def test_at_most_so_many_are_recalled_and_none_twice():
+    for ids in draws(10, 4, steps=20):
+        assert len(ids) == 4 == len(set(ids))
+
+
+@pytest.mark.parametrize("most", [6, 7])
+def test_a_memory_that_fits_is_recalled_whole_at_every_step(most):
+    expected = client().recall(places(6))
+    for batch in itertools.islice(recalled(client(), places(6), most, 5), 3):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(batch, expected, strict=True))
+
+
+def test_an_empty_memory_recalls_nothing():
+    assert all(batch is EMPTY for batch in itertools.islice(recalled(client(), places(0), 4, 5), 3))
+
+
+def test_draws_are_of_the_key_and_the_step():
+    first, again, other = draws(10, 4), draws(10, 4), draws(10, 4, key=6)
+    assert first == again
+    assert len({tuple(sorted(ids)) for ids in (*first, *other)}) == 8  # of 210 subsets; fixed keys, so no chance
+
+
+def test_a_draw_does_not_depend_on_the_draws_before_it():
+    key, held = 5, client()
+    for step, ids in enumerate(draws(10, 4, key)):
+        order = torch.randperm(10, generator=rng.generator(rng.key(key, step)))[:4]
+        assert held.recall(places(10)[order]).ids.tolist() == ids
+
+
+def test_every_sample_is_drawn_with_the_same_chance():
+    """Each step draws 3 of 8, so that a sample is in Bin(2000, 3/8) draws; by Hoeffding's inequality a count is off by
+    more than t with a chance below 2 exp(-2 t^2 / 2000), and any of the eight by more than 130 below 1e-6."""
+    steps, bound = 2000, 130
+    assert 8 * 2 * math.exp(-2 * bound**2 / steps) < 1e-6
+    counts = torch.tensor(draws(8, 3, steps=steps)).flatten().unique(return_counts=True)[1]
+    assert len(counts) == 8
+    assert (counts - steps * 3 / 8).abs().max() < bound
+
+
+# --- through the engine ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Watcher(Strategy):
+    """FedAvg that keeps what it sees as its memory at each step."""
+
+    seen: list = field(default_factory=list, repr=False)
+
+    def augment(self, batch, ctx):
+        self.seen.append(ctx.memory)
+        return batch
+
+
+def engine_of(strategy, model=None, epochs=2):
+    with rng.fork(1):
+        model = model or Model(mlp((8,), 2, hidden=(4,)), (8,), [2, 2, 2], multi_head=False)
+    chain = Chain({"strategy": strategy})
+    return LoopEngine(model, strategy, chain, optim.sgd(), epochs, 5, weights="samples", on_bad_update="raise")
+
+
+def play(engine, states, clients, phase=Phase("train"), round=0):
+    """One round of task 1 over the clients."""
+    model, ids = engine.model, tuple(client.id for client in clients)
+    names = model.trainable(1)
+    info = RoundInfo(1, 3, phase, round, ids, names, frozenset(), (1,), model, rng.key(3, phase.name, round))
+    return engine.round(info, {"params": model.params}, states, clients, 0.1)
+
+
+def memories(round=0, ids=(3,), count=10, extra=()):
+    strategy = Watcher()
+    states = {id: {f"strategy/{MEMORY}": places(count)} for id in (*ids, *extra)}
+    play(engine_of(strategy), states, [client(id) for id in sorted((*ids, *extra))], round=round)
+    return [memory.ids.tolist() for memory in strategy.seen]
+
+
+def test_each_step_gets_a_batch_of_the_memory():
+    seen = memories()
+    assert len(seen) == 2 * 3  # two epochs of twelve samples in batches of five
+    assert all(len(set(ids)) == 5 for ids in seen)
+    held = set(client().recall(places(10)).ids.tolist())
+    assert all(set(ids) <= held for ids in seen)
+    assert len({tuple(ids) for ids in seen}) == 6  # another draw at each step
+
+
+def test_memory_of_a_client_is_drawn_by_its_id_and_round_alone():
+    alone = memories()
+    assert memories() == alone
+    assert memories(extra=(1,))[6:] == alone  # client 1 trains first, and changes nothing
+    assert memories(round=1) != alone
+
+
+def test_a_client_without_memory_sees_none():
+    strategy = Watcher()
+    play(engine_of(strategy), {3: {}}, [client()])
+    assert len(strategy.seen) == 6 and all(memory is EMPTY for memory in strategy.seen)
+
+
+def test_the_memory_of_another_owner_is_no_memory():
+    strategy = Watcher()  # a regularizer's leaf of the same name belongs to the regularizer
+    play(engine_of(strategy), {3: {f"mine/{MEMORY}": places(4)}}, [client()])
+    assert all(memory is EMPTY for memory in strategy.seen)
+
+
+def test_the_states_memory_is_not_written_to():
+    states = {3: {f"strategy/{MEMORY}": places(10)}}
+    before = tree.clone(states[3])
+    play(engine_of(Watcher()), states, [client()])
+    assert torch.equal(states[3][f"strategy/{MEMORY}"], before[f"strategy/{MEMORY}"])
+
+
+@dataclass(frozen=True)
+class Storing(Strategy):
+    """Stores the places that it is made with."""
+
+    places: list = field(default_factory=list)
+
+    def plan(self, task, tasks, rounds):
+        return [*super().plan(task, tasks, rounds), STORE]
+
+    def work(self, params, client, shared, state, info):
+        return {}, {MEMORY: torch.tensor(self.places, dtype=torch.int64).reshape(-1, 2)}
+
+
+@pytest.mark.parametrize("bad", [[1, 12], [1, -1], [2, 0], [-1, 0]], ids=str)
+def test_a_memory_outside_of_the_clients_data_is_an_error(bad):
+    engine = engine_of(Storing([[0, 0], bad]))
+    with pytest.raises(UpdateError, match=r"memory of client 3 points outside of its own data \(task 1, phase store\)"):
+        play(engine, {3: {}}, [client()], STORE)
+
+
+@pytest.mark.parametrize("good", [[], [[0, 0]], [[1, 11], [0, 11]]], ids=str)
+def test_a_memory_inside_of_the_clients_data_is_kept_as_places(good):
+    outcome = play(engine_of(Storing(good)), {3: {"mine/a": torch.ones(1)}}, [client()], STORE)
+    stored = outcome.states[3]
+    assert stored[f"strategy/{MEMORY}"].dtype == torch.int64 and stored[f"strategy/{MEMORY}"].tolist() == good
+    assert "mine/a" in stored  # states of others stay
+
+
+def test_in_a_run_the_first_client_with_a_wrong_memory_is_named():
+    with pytest.raises(UpdateError, match=r"memory of client 0 .*\(task 0, phase store\)"):
+        cfl.run(toy.config(method="fedavg"), stream=toy.stream(), strategy=Storing([[1, 0]]))  # a task still to come
+
+
+def test_a_wrong_memory_from_finish_is_an_error_too():
+    """A negative position would be read from the end of the client's rows, and replay a sample that nobody chose."""
+
+    class Finishing(Storing):
+        def finish(self, params, ctx, steps):
+            return super().finish(params, ctx, steps)[0], {MEMORY: torch.tensor([[0, -1]])}
+
+    with pytest.raises(UpdateError, match="memory of client 3 points outside of its own data"):
+        play(engine_of(Finishing()), {3: {}}, [client()])

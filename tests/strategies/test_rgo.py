@@ -1,0 +1,371 @@
+"""RGO+FL: the recursion against a dense inverse and gradients by brute force, what it does to a step, who stores it."""
+
+import copy
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import cfl
+from cfl import rng, tree
+from cfl.strategies.rgo import RGO
+from cfl.types import EMPTY, Client, Phase, RoundInfo, Share
+from tests import toy
+from tests.test_resume import Killed, finished
+
+# --- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def _random(*shape, seed=0):
+    """Normal draws in float64 that float32, in which streams keep their samples, holds exactly."""
+    return torch.randn(*shape, generator=rng.generator(seed)).double()
+
+
+class _Net(nn.Sequential):
+    """A sequence that takes samples in the precision of its weights."""
+
+    def forward(self, x):
+        return super().forward(x.to(next(self.parameters()).dtype))
+
+
+def _net(*parts):
+    """The modules in float64, with weights that do not depend on the tests before."""
+    net = _Net(*parts)
+    with rng.fork(1):
+        for part in net:
+            if hasattr(part, "reset_parameters"):
+                part.reset_parameters()
+    return net.double()
+
+
+def _mlp(*widths):
+    pairs = zip(widths[:-1], widths[1:], strict=True)
+    return _net(*[part for a, b in pairs for part in (nn.Linear(a, b), nn.ReLU())][:-1])
+
+
+def _conv():
+    """A convolution, one of two groups, dropout (off while P is updated) and a Linear layer, on (2, 4, 4) images."""
+    first, second = nn.Conv2d(2, 4, 2), nn.Conv2d(4, 6, 2, groups=2)
+    return _net(first, nn.ReLU(), second, nn.ReLU(), nn.Flatten(), nn.Dropout(0.5), nn.Linear(24, 3))
+
+
+def _handle(module, input_shape, outputs=3, multi_head=False):
+    return cfl.Model(module, input_shape, [outputs] * 3, multi_head=multi_head)
+
+
+def _info(model, task=0, clients=(0,), key=11):
+    return RoundInfo(
+        task=task,
+        tasks=3,
+        phase=Phase("consolidate", cohort="available", train=False, work=True),
+        round=0,
+        clients=tuple(clients),
+        names=(*model.trainable(task), *model.buffers(task)),
+        frozen=frozenset(),
+        heads=(task,),
+        model=model,
+        key=key,
+    )
+
+
+def _client(x, y, task=0, id=0):
+    samples = cfl.from_tensors([(x, y, x[:1], y[:1])]).tasks[0].train
+    return Client(id, {task: Share(samples, torch.arange(len(x)))}, task, (task,))
+
+
+def _consolidated(strategy, model, *data):
+    """The state of a client after consolidating one task (x, y) after another."""
+    state = {}
+    for task, (x, y) in enumerate(data):
+        up, state = strategy.work(model.params, _client(x, y, task), {}, state, _info(model, task))
+        assert up == {}
+    return state
+
+
+def _vectors(model, x, y, size):
+    """For each batch of `size`: matrix name to v, with the gradient of q taken by autograd on a copy of the module."""
+    module = copy.deepcopy(model.module).eval()
+    for at in range(0, len(x), size):
+        xs, ys = x[at : at + size], y[at : at + size]
+        z = module(xs)
+        a = torch.exp(z - z.logsumexp(dim=1, keepdim=True))
+        q = sum(z[b, label] * (a[b, label] - a[b, label] ** 2).sqrt().detach() for b, label in enumerate(ys.tolist()))
+        grads = dict(zip(dict(module.named_parameters()), torch.autograd.grad(q, module.parameters()), strict=True))
+        v = {}
+        for layer in model.layers:
+            weight = grads[layer.weight][layer.rows]
+            v[f"weight/{layer.name}"] = weight.reshape(len(weight), -1).mean(dim=0)
+            v[f"bias/{layer.name}"] = grads[layer.bias][layer.rows]
+        yield v
+
+
+@dataclass(frozen=True)
+class Recorder(RGO):
+    """RGO that keeps (task, client, state before, state after) of each `work`, and the server's rounds."""
+
+    stored: list = field(default_factory=list)
+    rounds: list = field(default_factory=list)
+
+    def work(self, params, client, shared, state, info):
+        up, new = super().work(params, client, shared, state, info)
+        assert up == {}
+        self.stored.append((info.task, client.id, state, new))
+        return up, new
+
+    def absorb(self, server, mean, info, lr):
+        new = super().absorb(server, mean, info, lr)
+        self.rounds.append((info, server["params"]))
+        return new
+
+
+def _run(*overrides, method="rgo", strategy=None, model=None, stream=None):
+    config = toy.config("local.lr=0.2", *overrides, method=method)
+    return cfl.run(config, stream=stream or toy.stream(), strategy=strategy, model=model)
+
+
+# --- by hand ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_update_of_p_by_hand():
+    # W = 0, b = 0, two outputs, x = (2, 0), y = 0: a = 1/2 and the root is 1/2, so that dq/dW = [[1, 0], [0, 0]] and
+    # dq/db = (1/2, 0). Weight: v = (1/2, 0), the mean over both outputs; bias: v = (1/2, 0). With alpha 1 either is
+    # P = I - diag(1/4, 0) / (1 + 1/4) = diag(4/5, 1).
+    model = _handle(_net(nn.Linear(2, 2)), (2,), outputs=2)
+    model.params = tree.map(torch.zeros_like, model.params)
+    x, y = torch.tensor([[2.0, 0.0]]), torch.tensor([0])
+    state = _consolidated(RGO(alpha=1.0), model, (x, y))
+    assert set(state) == {"weight/0", "bias/0"}
+    for p in state.values():
+        np.testing.assert_allclose(p.numpy(), np.diag([0.8, 1.0]), atol=1e-15)
+    # Of two such samples in one batch q and v are twice as long: 1 / (1 + 1) = 1/2. In two batches: 1 / (1 + 1/2).
+    for size, left in ((2, 1 / 2), (1, 2 / 3)):
+        state = _consolidated(RGO(alpha=1.0, batch_size=size), model, (x.expand(2, 2), y.expand(2)))
+        np.testing.assert_allclose(state["weight/0"].numpy(), np.diag([left, 1.0]), atol=1e-15)
+
+
+def test_a_gradient_by_hand():
+    # P = diag(4/5, 1) has trace 9/5, so it is scaled by 10/9: (1, 1) becomes (8/9, 10/9).
+    model = _handle(_net(nn.Linear(2, 2)), (2,), outputs=2)
+    grads = {"0.weight": torch.tensor([[1.0, 1.0], [0.0, 9.0]]).double(), "0.bias": torch.tensor([9.0, 9.0]).double()}
+    p = torch.diag(torch.tensor([0.8, 1.0])).double()
+    ctx = toy.context({}, {"weight/0": p, "bias/0": p}, EMPTY, model)
+    ours = RGO().adjust(grads, model.params, ctx)
+    np.testing.assert_allclose(ours["0.weight"].numpy(), [[8 / 9, 10 / 9], [0.0, 10.0]], atol=1e-14)
+    np.testing.assert_allclose(ours["0.bias"].numpy(), [8.0, 10.0], atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "conv"])
+@pytest.mark.parametrize("alpha", [1.0, 0.01])
+def test_p_is_the_inverse_of_its_definition(kind, alpha):
+    # P = (I + sum v v^T / alpha)^-1, over all batches of both tasks.
+    shape, module = ((7,), _mlp(7, 5, 3)) if kind == "mlp" else ((2, 4, 4), _conv())
+    model = _handle(module, shape)
+    data = [(_random(10, *shape, seed=task), (torch.arange(10) + task) % 3) for task in range(2)]
+    state = _consolidated(RGO(alpha=alpha, batch_size=4), model, *data)
+    vectors = [v for x, y in data for v in _vectors(model, x, y, 4)]
+    assert len(vectors) == 2 * 3  # batches of 4, 4 and 2
+    assert set(state) == set(vectors[0]) and len(state) == (4 if kind == "mlp" else 8)
+    for name, p in state.items():
+        h = torch.eye(len(p), dtype=torch.float64) + sum(torch.outer(v[name], v[name]) for v in vectors) / alpha
+        torch.testing.assert_close(p, h.inverse(), atol=1e-12, rtol=0)
+        assert (p - torch.eye(len(p))).abs().max() > 1e-4
+
+
+def test_with_heads_of_their_own_only_the_bodys_layers_count():
+    model = _handle(_mlp(7, 5, 3), (7,), multi_head=True)
+    x, y = _random(6, 7), torch.arange(6) % 3
+    state = RGO().work(model.params, _client(x, y, 1), {}, {}, _info(model, 1))[1]
+    assert set(state) == {"weight/0", "bias/0"}
+    head = {"2.weight": model.params["2.weight@1"], "2.bias": model.params["2.bias@1"]}  # q goes through the task's own
+    model.module.load_state_dict({**model.module.state_dict(), **head})
+    (v,) = _vectors(_handle(model.module, (7,)), x, y, 16)
+    for name, p in state.items():
+        h = torch.eye(len(p), dtype=torch.float64) + torch.outer(v[name], v[name])
+        torch.testing.assert_close(p, h.inverse(), atol=1e-12, rtol=0)
+    grads = {name: torch.ones_like(model.params[name]) for name in model.trainable(1)}
+    ours = RGO().adjust(grads, grads, toy.context({}, state, EMPTY, model, 1))
+    assert list(ours) == list(grads)
+    assert {name for name, leaf in ours.items() if leaf is grads[name]} == {"2.weight@1", "2.bias@1"}
+
+
+# --- limits ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_task_is_fedavg_to_the_byte():
+    recorder = Recorder(share=1.0)
+    _run(strategy=recorder)
+    alone = _run("tasks=1", method="fedavg", stream=toy.stream(tasks=1))
+    end = next(params for info, params in recorder.rounds if info.phase.name == "consolidate")
+    assert all(torch.equal(end[name], leaf) for name, leaf in alone.params.items())
+
+
+def test_without_p_gradients_keep_their_very_tensors():
+    model = _handle(_conv(), (2, 4, 4))
+    ours = RGO().adjust(model.params, model.params, toy.context({}, {}, EMPTY, model))
+    assert list(ours) == list(model.params) and all(ours[name] is leaf for name, leaf in model.params.items())
+
+
+def test_an_alpha_without_end_is_fedavg():
+    # P differs from I by |v|^2 / alpha, and |v| is far below 100 here: less than 1e-8 of a gradient.
+    def run(*overrides, method="rgo"):
+        return _run(*overrides, method=method, model=_mlp(8, 6, 6, 2)).params
+
+    fedavg = run(method="fedavg")
+    far, near = (run("strategy.share=1", f"strategy.alpha={alpha}") for alpha in (1e12, 1.0))
+    for name, leaf in fedavg.items():
+        torch.testing.assert_close(far[name], leaf, atol=1e-8, rtol=0)
+    assert max(float((near[name] - leaf).abs().max()) for name, leaf in fedavg.items()) > 1e-3
+
+
+# --- properties ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("alpha", [1.0, 0.01])
+def test_p_stays_symmetric_and_positive_definite(dtype, alpha):
+    model = _handle(_mlp(64, 32, 3).to(dtype), (64,))
+    data = [(3 * _random(200, 64, seed=task), torch.arange(200) % 3) for task in range(4)]
+    for p in _consolidated(RGO(alpha=alpha, batch_size=4), model, *data).values():
+        assert p.dtype == dtype and torch.equal(p, p.T)
+        values = torch.linalg.eigvalsh(p.double())
+        assert 0 < values[0] < 0.9 and values[-1] < 1 + 1e-6
+
+
+def test_the_applied_matrix_has_the_trace_of_the_identity():
+    # The gradient I (d, d) of a square layer comes back as the matrix itself; and that of a bias is one row at a time.
+    model = _handle(_net(nn.Linear(4, 4)), (4,), outputs=4)
+    state = _consolidated(RGO(alpha=0.1), model, (_random(20, 4), torch.arange(20) % 4))
+    ctx = toy.context({}, state, EMPTY, model)
+    eye = torch.eye(4, dtype=torch.float64)
+    rows = [RGO().adjust({"0.weight": eye, "0.bias": row}, {}, ctx) for row in eye]
+    for applied in (rows[0]["0.weight"], torch.stack([row["0.bias"] for row in rows])):
+        assert float(applied.trace()) == pytest.approx(4.0, rel=1e-12)
+        torch.testing.assert_close(applied, applied.T, atol=1e-12, rtol=0)
+        assert (applied - eye).abs().max() > 0.1
+
+
+def test_gradients_are_multiplied_group_by_group():
+    model = _handle(_conv(), (2, 4, 4))
+    state = _consolidated(RGO(alpha=0.1), model, (_random(20, 2, 4, 4), torch.arange(20) % 3))
+    grads = {name: _random(*leaf.shape, seed=3) for name, leaf in model.params.items()}
+    ours = RGO().adjust(grads, model.params, toy.context({}, state, EMPTY, model))
+    assert list(ours) == list(grads)
+    for group, rows in enumerate((slice(0, 3), slice(3, 6))):
+        p = state[f"weight/2.group{group}"]
+        expected = 8 / p.trace() * grads["2.weight"][rows].reshape(3, 8) @ p  # 2 channels x 2 x 2
+        torch.testing.assert_close(ours["2.weight"][rows], expected.reshape(3, 2, 2, 2), atol=1e-13, rtol=0)
+        p = state[f"bias/2.group{group}"]
+        torch.testing.assert_close(ours["2.bias"][rows], 3 / p.trace() * p @ grads["2.bias"][rows], atol=1e-13, rtol=0)
+    p = state["weight/0"]
+    expected = (8 / p.trace() * grads["0.weight"].reshape(4, 8) @ p).reshape(4, 2, 2, 2)
+    torch.testing.assert_close(ours["0.weight"], expected, atol=1e-13, rtol=0)
+    assert all((ours[name] - leaf).abs().max() > 1e-3 for name, leaf in grads.items())
+
+
+def test_steps_shrink_where_earlier_tasks_curve():
+    # One vector v: P v = v / (1 + |v|^2 / alpha), and what is orthogonal to v stays; the trace is brought back to d.
+    model = _handle(_net(nn.Linear(6, 3)), (6,))
+    x, y = _random(5, 6), torch.arange(5) % 3
+    state = _consolidated(RGO(alpha=0.1), model, (x, y))
+    (v,) = (vectors["weight/0"] for vectors in _vectors(model, x, y, 16))
+    left = 1 / (1 + float(v @ v) / 0.1)
+    scale = 6 / (5 + left)
+    across = torch.linalg.svd(v[None]).Vh[1]
+    grads = {"0.weight": torch.stack([v, across, 0 * v]), "0.bias": torch.zeros(3).double()}
+    ours = RGO().adjust(grads, {}, toy.context({}, state, EMPTY, model))["0.weight"]
+    torch.testing.assert_close(ours, torch.stack([left * scale * v, scale * across, 0 * v]), atol=1e-12, rtol=0)
+    assert left < 0.9 < 1 < scale
+
+
+@pytest.mark.parametrize("share,count", [(0.4, 4), (0.26, 3), (1.0, 10), (0.01, 1)])
+def test_a_share_of_the_owners_updates_p_and_the_others_keep_their_state(share, count):
+    model, x, y = _handle(_mlp(7, 5, 3), (7,)), _random(4, 7), torch.arange(4) % 3
+    owners = (0, 1, 3, 4, 6, 7, 8, 9, 12, 20)
+    strategy, drawn = RGO(share=share), []
+    earlier = {"weight/0": 0.5 * torch.eye(7).double()}
+    for key in (11, 12):
+        info = _info(model, clients=owners, key=key)
+        states = {id: strategy.work(model.params, _client(x, y, id=id), {}, earlier, info)[1] for id in owners}
+        drawn.append({id for id, state in states.items() if state is not earlier})
+        assert len(drawn[-1]) == count
+        assert all(len(states[id]) == 4 for id in drawn[-1])
+    if 1 < count < 10:
+        assert drawn[0] != drawn[1]  # the draw is the round's
+
+
+@pytest.mark.parametrize("share,count", [(0.4, 1), (0.6, 2), (1.0, 3)])  # of three owners of each task
+def test_in_a_run_as_many_clients_hold_p_as_the_share_says(share, count):
+    recorder = Recorder(share=share)
+    _run("partition.task_share=0.75", strategy=recorder)
+    for task in (0, 1):
+        rows = [row for row in recorder.stored if row[0] == task]
+        assert len(rows) == 3
+        changed = [after for _, _, before, after in rows if after is not before]
+        assert len(changed) == count and all(set(after) == set(changed[0]) != set() for after in changed)
+    assert all(not before for task, _, before, _ in recorder.stored if task == 0)
+    assert {task for task, *_ in recorder.stored} == {0, 1}  # not after the last task
+
+
+# --- conformance -----------------------------------------------------------------------------------------------------
+
+
+def test_bytes_from_the_shapes_of_p():
+    # float32, 8-6-6-2: inputs 8, 6, 6 and biases 6, 6, 2. Nothing goes up beside the model's updates.
+    metrics = _run("strategy.share=1").metrics
+    stored = 4 * (8 * 8 + 6 * 6 + 6 * 6 + 6 * 6 + 6 * 6 + 2 * 2)
+    assert metrics["client_bytes"] == metrics["client_bytes_max"] == stored
+    parameters = 8 * 6 + 6 + 6 * 6 + 6 + 6 * 2 + 2
+    assert metrics["bytes_by_phase"]["consolidate"] == {"up": 0, "down": 2 * 4 * 4 * parameters}
+    assert metrics["bytes_by_phase"]["train"]["up"] == 3 * 2 * 3 * 4 * parameters
+    recorder = Recorder(share=0.5)
+    metrics = _run("tasks=2", strategy=recorder, stream=toy.stream(2)).metrics
+    assert metrics["client_bytes"] == stored * 2 / 4  # two of four clients
+
+
+def test_hooks_write_to_nothing_that_they_are_given():
+    model, data = _handle(_conv(), (2, 4, 4)), (_random(6, 2, 4, 4), torch.arange(6) % 3)
+    state = _consolidated(RGO(), model, data)
+    grads = {name: _random(*leaf.shape) for name, leaf in model.params.items()}
+    given = [model.params, grads, state]
+    copies = [tree.clone(leaves) for leaves in given]
+    RGO().adjust(grads, model.params, toy.context({}, state, EMPTY, model))
+    _, new = RGO().work(model.params, _client(*data, 1), {}, state, _info(model, 1))
+    assert all(not torch.equal(new[name], leaf) for name, leaf in state.items())
+    for leaves, copied in zip(given, copies, strict=True):
+        assert list(leaves) == list(copied) and all(torch.equal(leaves[name], leaf) for name, leaf in copied.items())
+    assert model.module.training  # as it was
+
+
+def test_gradients_of_stacked_clients_are_those_of_each():
+    model = _handle(_conv(), (2, 4, 4))
+    states = [_consolidated(RGO(), model, (_random(6, 2, 4, 4, seed=s), torch.arange(6) % 3)) for s in range(2)]
+    grads = [{name: _random(*leaf.shape, seed=s) for name, leaf in model.params.items()} for s in (5, 6)]
+
+    def adjust(grads, state):
+        return RGO().adjust(grads, model.params, toy.context({}, state, EMPTY, model))
+
+    stacked = tree.unstack(torch.func.vmap(adjust)(tree.stack(grads), tree.stack(states)))
+    for ours, *own in zip(stacked, grads, states, strict=True):
+        for name, leaf in adjust(*own).items():
+            torch.testing.assert_close(ours[name], leaf, atol=1e-13, rtol=0)
+
+
+def test_killed_and_resumed_gives_the_same_bytes(tmp_path):
+    config = toy.config("local.momentum=0.9", "strategy.share=0.5", method="rgo")
+    whole = cfl.run(config, stream=toy.stream(), output=tmp_path / "whole")
+
+    for killed_at in (3, 4, 6):  # the first consolidation, the round after it, the second consolidation
+
+        class Sink(cfl.record.NullSink):
+            def round(self, row, killed_at=killed_at):
+                if row["rounds_done"] == killed_at:
+                    raise Killed
+
+        folder = tmp_path / str(killed_at)
+        with pytest.raises(Killed):
+            cfl.run(config, stream=toy.stream(), output=folder, sink=Sink())
+        again = cfl.run(config, stream=toy.stream(), output=folder, resume=True)
+        assert finished(folder) == finished(tmp_path / "whole")
+        assert all(torch.equal(again.params[name], leaf) for name, leaf in whole.params.items())

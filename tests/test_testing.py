@@ -1,0 +1,199 @@
+"""The conformance kit: it passes what keeps the rules, and names the hook and the fault of what breaks one."""
+
+import itertools
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import pytest
+import torch
+
+import cfl
+from cfl import plugins, rng
+from cfl.testing import ConformanceError, check_strategy
+
+CALLS = itertools.count()
+BEFORE = [-2, -1]
+
+
+def faults(method):
+    with pytest.raises(ConformanceError) as caught:
+        check_strategy(method)
+    return caught.value.faults
+
+
+class WritesGradients(cfl.LocalRegularizer):
+    def adjust(self, grads, params, ctx):
+        for leaf in grads.values():
+            leaf.mul_(2)
+        return grads
+
+
+class WritesServer(cfl.Strategy):
+    def absorb(self, server, mean, info, lr):
+        for name, step in mean["strategy"].items():
+            server["params"][name] -= step
+        return server
+
+
+class WritesState(cfl.LocalRegularizer):
+    def init_client(self, params, model):
+        return {"rounds": torch.zeros(())}
+
+    def finish(self, params, ctx, steps):
+        ctx.state["rounds"] = ctx.state["rounds"] + 1
+        return {}, ctx.state
+
+
+class AddsToState(cfl.LocalRegularizer):
+    def finish(self, params, ctx, steps):
+        ctx.state["seen"] = torch.ones(())
+        return {}, ctx.state
+
+
+class DrawsGlobally(cfl.LocalRegularizer):
+    def adjust(self, grads, params, ctx):
+        return {name: leaf + 0.1 * torch.randn_like(leaf) for name, leaf in grads.items()}
+
+
+class DrawsUnkeyed(cfl.LocalRegularizer):
+    def adjust(self, grads, params, ctx):
+        source = rng.generator(next(CALLS))
+        return {name: leaf + 0.1 * torch.randn(leaf.shape, generator=source) for name, leaf in grads.items()}
+
+
+class SeedsGlobally(cfl.Strategy):
+    def broadcast(self, server, info):
+        torch.manual_seed(0)
+        return super().broadcast(server, info)
+
+
+@dataclass(frozen=True)
+class KeepsField(cfl.Strategy):
+    history: list = field(default_factory=list)
+
+    def absorb(self, server, mean, info, lr):
+        self.history.append(info.round)
+        return super().absorb(server, mean, info, lr)
+
+
+class KeepsOnClass(cfl.LocalRegularizer):
+    last: ClassVar[dict] = {}
+
+    def finish(self, params, ctx, steps):
+        self.last.update(params)
+        return {}, ctx.state
+
+
+class GrowingUpload(cfl.LocalRegularizer):
+    def init_client(self, params, model):
+        return {"rounds": torch.zeros(0)}
+
+    def finish(self, params, ctx, steps):
+        rounds = torch.cat([ctx.state["rounds"], torch.ones(1)])
+        return {"rounds": rounds}, {"rounds": rounds}
+
+
+class UploadByClient(cfl.Strategy):
+    def plan(self, task, tasks, rounds):
+        return [cfl.Phase("train", rounds), cfl.Phase("count", train=False, work=True)]
+
+    def work(self, params, client, shared, state, info):
+        return {"counts": torch.ones(1 + client.id % 2)}, state
+
+
+class UnknownCohort(cfl.Strategy):
+    def plan(self, task, tasks, rounds):
+        return [cfl.Phase("train", rounds, cohort="availble")]
+
+
+class PhasesByName(cfl.Strategy):
+    def plan(self, task, tasks, rounds):
+        return ["train", "consolidate"]
+
+
+class SamePhaseTwice(cfl.Strategy):
+    def plan(self, task, tasks, rounds):
+        return [cfl.Phase("train", rounds), cfl.Phase("train", rounds)]
+
+
+class PhaseWithoutWork(cfl.Strategy):
+    def plan(self, task, tasks, rounds):
+        return [cfl.Phase("train", rounds), cfl.Phase("gather", train=False, work=True)]
+
+
+class BranchesOnValues(cfl.LocalRegularizer):
+    def adjust(self, grads, params, ctx):
+        return {name: leaf / 2 if float(leaf.norm()) > 1e-3 else leaf for name, leaf in grads.items()}
+
+
+class CountsPadding(cfl.LocalRegularizer):
+    def penalty(self, params, logits, ctx):
+        return logits.square().mean()
+
+
+class DependsOnTheOthers(cfl.Strategy):
+    """Remembers, where no snapshot sees it, which client came before."""
+
+    def plan(self, task, tasks, rounds):
+        return [cfl.Phase("train", rounds), cfl.Phase("gather", train=False, work=True)]
+
+    def work(self, params, client, shared, state, info):
+        if client.id != BEFORE[-1]:
+            BEFORE.append(client.id)
+        return {}, {"before": torch.tensor(BEFORE[-2])}
+
+
+class Raises(cfl.LocalRegularizer):
+    def penalty(self, params, logits, ctx):
+        return ctx.state["nothing"]
+
+
+BROKEN = [
+    (WritesGradients(), "adjust", "writes to grads['1.weight'], grads['1.bias'] and 4 more in place"),
+    (WritesServer(), "absorb", "writes to server['params']['1.weight'], "),
+    (WritesState(), "finish", "writes to ctx.state['rounds'] in place"),
+    (AddsToState(), "finish", "adds ctx.state['seen']"),
+    (DrawsGlobally(), "adjust", "draws from a global generator"),
+    (DrawsUnkeyed(), "adjust", "gives another result for the same arguments"),
+    (SeedsGlobally(), "broadcast", "draws from a global generator"),
+    (KeepsField(), "absorb", "keeps state on the object"),
+    (KeepsOnClass(), "finish", "keeps state on the object or its class"),
+    (GrowingUpload(), "finish", "its upload changes names, shapes or types from call to call (rounds)"),
+    (UploadByClient(), "work", "its upload changes names, shapes or types from call to call (counts)"),
+    (UnknownCohort(), "plan", "unknown cohort of phase 'train' 'availble'; did you mean 'available'?"),
+    (PhasesByName(), "plan", "plans task 0 as ['train', 'consolidate']"),
+    (SamePhaseTwice(), "plan", "plans phases ['train', 'train'] for task 0"),
+    (PhaseWithoutWork(), "plan", "phase 'gather' has work=True, but the class has no hook `work`"),
+    (BranchesOnValues(), "adjust", "cannot run for many clients at once"),
+    (CountsPadding(), "penalty", "padding in a batch changes the step"),
+    (Raises(), "penalty", "raises KeyError: 'nothing'"),
+]
+
+
+@pytest.mark.parametrize(("method", "hook", "text"), BROKEN, ids=lambda value: type(value).__name__)
+def test_a_broken_rule_is_named_with_its_hook(method, hook, text):
+    found = faults(method)
+    assert any(where == hook and text in what for where, what in found), found
+    assert {where for where, _ in found} == {hook}  # and nothing is blamed on another hook
+
+
+def test_a_client_that_depends_on_who_was_there_before_is_found():
+    found = faults(DependsOnTheOthers())
+    assert any(hook == "work" and "depends on which other clients take part" in text for hook, text in found), found
+
+
+def test_all_faults_come_in_one_message():
+    class Both(WritesGradients, AddsToState):
+        pass
+
+    with pytest.raises(ConformanceError, match="(?s)Both breaks 2 rules:.*  adjust: writes .*  finish: adds "):
+        check_strategy(Both())
+
+
+BUILT_IN = [*((plugins.strategies, name) for name in plugins.strategies.names())]
+BUILT_IN += [*((plugins.local, name) for name in plugins.local.names())]
+
+
+@pytest.mark.parametrize(("registry", "name"), BUILT_IN, ids=[name for _, name in BUILT_IN])
+def test_every_built_in_method_keeps_the_rules(registry, name):
+    check_strategy(registry.get(name)())

@@ -1,0 +1,142 @@
+"""Clients give batches and recall samples by place; phases refuse what cannot run."""
+
+import pytest
+import torch
+
+import cfl
+from cfl.errors import ConfigError
+from cfl.types import EMPTY, Client, Phase, Share
+
+# Rows that the client holds of each task, in no order; nothing of task 2.
+ROWS = {0: [4, 0, 2], 1: [1, 3, 0, 5], 2: []}
+SIZES = {0: 5, 1: 6, 2: 4}
+
+
+def sample(task, row):
+    """What stands for a sample here: two inputs that no other one has."""
+    return [100.0 * task + row, -row]
+
+
+def client(task=1, now=None):
+    """Task t has samples (100 t + i, -i) with label i mod 3, and one test sample."""
+    tasks = []
+    for number, size in SIZES.items():
+        x = torch.tensor([sample(number, row) for row in range(size)])
+        tasks.append((x, torch.arange(size) % 3, x[:1], torch.zeros(1, dtype=torch.int64)))
+    parts = [part.train for part in cfl.from_tensors(tasks).tasks]
+    shares = {number: Share(parts[number], torch.tensor(rows, dtype=torch.int64)) for number, rows in ROWS.items()}
+    return Client(7, shares, task, (task,) if now is None else now)
+
+
+def first_row(task):
+    """Rows of the common pool: each task's train samples, then its one test sample. They are the samples' ids."""
+    return sum(SIZES[earlier] + 1 for earlier in range(task))
+
+
+def test_batches_of_one_task_are_its_rows_gathered():
+    owner = client()
+    batches = list(owner.batches(3))
+    assert [len(batch.y) for batch in batches] == [3, 1]  # four samples, the last batch holds the rest
+    assert torch.cat([batch.x for batch in batches]).tolist() == [sample(1, row) for row in ROWS[1]]
+    assert torch.cat([batch.y for batch in batches]).tolist() == [row % 3 for row in ROWS[1]]
+    assert torch.cat([batch.ids for batch in batches]).tolist() == [first_row(1) + row for row in ROWS[1]]
+    for batch in batches:
+        assert batch.task is None
+        assert batch.mask.dtype == batch.x.dtype and batch.mask.tolist() == [1.0] * len(batch.y)
+
+
+def test_batches_of_one_task_in_a_given_order():
+    found = torch.cat([batch.x for batch in client().batches(2, torch.tensor([3, 0, 2, 1]))])
+    assert found.tolist() == [sample(1, ROWS[1][i]) for i in (3, 0, 2, 1)]
+
+
+@pytest.mark.parametrize("now", [(0, 1), (1, 0), (0, 1, 2)], ids=str)
+def test_batches_over_several_tasks_give_every_sample_once_with_its_task(now):
+    owner = client(now=now)
+    order = torch.tensor([6, 2, 0, 5, 1, 4, 3])
+    held = [(task, row) for task in now for row in ROWS[task]]  # seven in all
+    for given, expected in ((None, held), (order, [held[i] for i in order])):
+        batches = list(owner.batches(3, given))
+        assert [len(batch.y) for batch in batches] == [3, 3, 1]
+        assert torch.cat([batch.task for batch in batches]).tolist() == [task for task, _ in expected]
+        assert torch.cat([batch.x for batch in batches]).tolist() == [sample(*place) for place in expected]
+        assert torch.cat([batch.y for batch in batches]).tolist() == [row % 3 for _, row in expected]
+        ids = torch.cat([batch.ids for batch in batches]).tolist()
+        assert ids == [first_row(task) + row for task, row in expected]
+        assert torch.cat([batch.mask for batch in batches]).tolist() == [1.0] * 7
+
+
+def test_length_and_targets_are_those_of_the_tasks_to_train_on():
+    assert len(client()) == 4 and client().targets.tolist() == [1, 0, 0, 2]  # rows 1, 3, 0, 5 modulo 3
+    both = client(now=(1, 0))
+    assert len(both) == 7 and both.targets.tolist() == [1, 0, 0, 2, 1, 0, 2]  # then rows 4, 0, 2
+    assert len(client(task=2)) == 0 and list(client(task=2).targets) == []
+
+
+def test_recall_keeps_the_order_asked_for():
+    places = torch.tensor([[1, 3], [0, 2], [1, 0], [0, 0], [1, 3]])  # one of them twice
+    found = client().recall(places)
+    expected = [(1, 5), (0, 2), (1, 1), (0, 4), (1, 5)]  # positions in the share, looked up in ROWS
+    assert found.x.tolist() == [sample(*place) for place in expected]
+    assert found.y.tolist() == [row % 3 for _, row in expected]
+    assert found.ids.tolist() == [first_row(task) + row for task, row in expected]
+    assert found.task.tolist() == [1, 0, 1, 0, 1]
+    assert found.mask.tolist() == [1.0] * 5 and found.mask.dtype == found.x.dtype
+
+
+def test_recall_and_batches_give_a_sample_the_same_id():
+    owner = client(task=0)
+    batch, recalled = next(owner.batches(3)), owner.recall(torch.tensor([[0, 0], [0, 1], [0, 2]]))
+    assert torch.equal(batch.ids, recalled.ids) and torch.equal(batch.x, recalled.x)
+
+
+def test_nothing_recalled_is_the_empty_batch():
+    found = client().recall(torch.empty(0, 2, dtype=torch.int64))
+    assert found is EMPTY and found.task is None and len(found.y) == 0
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        ([], True),
+        ([[0, 0], [0, 2], [1, 3]], True),
+        ([[0, 3]], False),  # three samples: positions 0 to 2
+        ([[0, 0], [1, 4]], False),  # one of them is enough
+        ([[0, -1]], False),
+        ([[2, 0]], False),  # a task of which it holds nothing
+        ([[3, 0]], False),  # a task that it has not seen
+        ([[-1, 0]], False),
+    ],
+    ids=str,
+)
+def test_a_client_owns_the_places_in_its_own_data_alone(places, expected):
+    assert client().owns(torch.tensor(places, dtype=torch.int64).reshape(-1, 2)) is expected
+
+
+def test_a_cohort_of_another_name_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match="unknown cohort of phase 'store' 'availble'; did you mean 'available'"):
+        Phase("store", cohort="availble")
+    with pytest.raises(ConfigError, match="unknown cohort of phase 'store' 'xyz'; known: available, sampled"):
+        Phase("store", cohort="xyz")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train": False}, "phase 'idle' has 1 rounds, train=False and work=False"),
+        ({"rounds": -1}, "phase 'idle' has -1 rounds, train=True and work=False"),
+    ],
+    ids=str,
+)
+def test_a_phase_in_which_nobody_does_anything_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Phase("idle", **options)
+
+
+def test_phases_that_train_work_or_do_both_are_taken():
+    assert [(phase.train, phase.work) for phase in (Phase("a"), Phase("b", train=False, work=True))] == [
+        (True, False),
+        (False, True),
+    ]
+    both = Phase("c", work=True, rounds=0)  # no rounds: a plan may leave a phase out so
+    assert (both.train, both.work, both.rounds, both.cohort, both.diagnostic) == (True, True, 0, "sampled", False)
