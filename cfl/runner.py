@@ -6,22 +6,18 @@ position in the schedule is all that a resumed run needs beside the server's and
 
 from __future__ import annotations
 
-import contextlib
 import math
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
-from cfl import checkpoint, metrics, models, optim, options, plugins, rng, streams, tree
+from cfl import checkpoint, machine, metrics, models, optim, options, plugins, rng, streams, tree
 from cfl import config as configuration
 from cfl.config import RunConfig
 from cfl.engines import ENGINES
@@ -69,7 +65,7 @@ def run(
     output: folder for config.yaml, rounds.jsonl, metrics.json and checkpoints; None keeps all in memory.
     Raises ConfigError, DataError, UpdateError, CheckpointError; what was computed before is in `output`.
     """
-    with _threads(config.threads):
+    with machine.threads(config.threads):
         if stream is None:
             stream = streams.build(
                 config.benchmark,
@@ -82,7 +78,7 @@ def run(
         folder = RunFolder(output, resume=resume) if output is not None else None
         session = Session(config, stream, strategy, regularizers, model, folder, sink or NullSink())
         session.start(resume)
-        with _interrupts() as interrupted:
+        with machine.interrupts() as interrupted:
             for position in range(session.state.position, len(session.schedule)):
                 session.round(position)
                 if interrupted():
@@ -115,7 +111,7 @@ class Session:
     ) -> None:
         self.config, self.folder, self.sink = config, folder, sink
         self.method = type(strategy).__name__ if strategy else config.method
-        self.device = _device(config.device)
+        self.device = machine.device(config.device)
         self.stream = stream.to(self.device)
         self.strategy = strategy or options.build(plugins.strategies.get(config.method), config.strategy, STRATEGY)
         if regularizers is None:
@@ -372,45 +368,6 @@ class Session:
         if self.state.position:
             notes = [*notes, f"resumed after {self.state.position} of {len(self.schedule)} rounds"]
         return notes
-
-
-@contextlib.contextmanager
-def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Inside, the first Ctrl-C waits for the end of the round, so that the round is saved; a second stops at once."""
-    asked: list[int] = []
-
-    def ask(signum: int, frame: FrameType | None) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(signum)
-
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
-        yield lambda: False
-        return
-    signal.signal(signal.SIGINT, ask)
-    try:
-        yield lambda: bool(asked)
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device={name}, but torch sees no GPU here; use device=cpu")
-    return torch.device(name)
 
 
 def _optimizer(config: RunConfig) -> optim.Optimizer:

@@ -1,0 +1,54 @@
+"""The process and the machine that a run takes place on: Ctrl-C, threads, devices."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import torch
+
+from cfl.errors import ConfigError
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """Inside, the first Ctrl-C waits for the end of the round, so that the round is saved; a second stops at once."""
+    asked: list[int] = []
+
+    def ask(signum: int, frame: FrameType | None) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(signum)
+
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+        yield lambda: False
+        return
+    signal.signal(signal.SIGINT, ask)
+    try:
+        yield lambda: bool(asked)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Inside, torch uses that many threads in an operation."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def device(name: str) -> torch.device:
+    """The device of a configuration's "auto", "cpu", "cuda" or "cuda:N"; ConfigError where it is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device={name}, but torch sees no GPU here; use device=cpu")
+    return torch.device(name)
