@@ -86,13 +86,19 @@ def compare(
         for name, kept in own.items()
     }
     folder = output or Path("runs") / f"compare-{benchmark}"
-    results = {
-        name: [
-            _run_once(one, folder / f"{name}-seed{one.seed}", quiet, data_root=data_root, download=download)
-            for one in configs
-        ]
-        for name, configs in plan.items()
-    }
+    results: dict[str, list[dict[str, Any]]] = {}
+    failed: list[tuple[str, CflError]] = []
+    for name, configs in plan.items():
+        for one in configs:
+            run = f"{name}-seed{one.seed}"
+            try:
+                metrics = _run_once(one, folder / run, quiet, data_root=data_root, download=download)
+                results.setdefault(name, []).append(metrics)
+            except CflError as error:  # the other runs are worth having
+                failed.append((run, error))
+                print(f"cfl-run: {run} failed: {error}", file=sys.stderr)
+    if not results:
+        raise failed[0][1]
     summaries = {name: tables.summary(runs) for name, runs in results.items()}
     matrices = {name: tables.mean_matrix(runs) for name, runs in results.items()}
     written = plain({"benchmark": benchmark, "methods": summaries})
@@ -104,6 +110,8 @@ def compare(
         _print(tables.matrix(rows, f"Accuracy: {name}"))
     _print(tables.compared(summaries, title))
     _print(f"results in {folder}")
+    if failed:
+        raise CflError(f"{len(failed)} of {len(failed) + sum(map(len, results.values()))} runs failed, see above")
 
 
 @app.command("list")
@@ -211,7 +219,7 @@ def _run_once(config: "RunConfig", folder: Path, quiet: bool, **data: Any) -> di
     metrics, settings = folder / "metrics.json", folder / "config.yaml"
     if settings.exists() and read_yaml(settings) != dump(config):
         raise ConfigError(f"'{folder}' holds a run with another configuration; use another --output")
-    if not (metrics.exists() and settings.exists()):
+    if not (metrics.exists() and settings.exists() and (folder / "timing.json").exists()):
         _run(config, folder, settings.exists(), quiet, **data)
     timing = json.loads((folder / "timing.json").read_text())
     spent = {f"{kind.removesuffix('s')}_seconds": sum(timing[kind].values()) for kind in ("clients", "server")}

@@ -5,6 +5,7 @@ from difflib import get_close_matches
 from typing import Any
 
 MOST_NAMES = 8  # names that one line lists
+FEW_NAMES = 5  # so few are always listed
 
 
 class CflError(Exception):
@@ -32,7 +33,10 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> ConfigError:
     known = sorted(known)
     near = get_close_matches(name, known, n=1, cutoff=0.5)
     more = f", ... (and {len(known) - MOST_NAMES} more)" if len(known) > MOST_NAMES else ""
-    hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known[:MOST_NAMES]) or 'none'}{more}"
+    names = f"known: {', '.join(known[:MOST_NAMES]) or 'none'}{more}"
+    hint = f"did you mean '{near[0]}'?" if near else names
+    if near and len(known) <= FEW_NAMES:
+        hint = f"{hint} {names}"
     return ConfigError(f"unknown {kind} '{name}'; {hint}")
 
 

@@ -48,6 +48,20 @@ def build(cls: type[T], values: dict[str, Any], prefix: str) -> T:
     return cls(**checked)
 
 
+def check(item: Any, prefix: str) -> None:
+    """Raise ConfigError where an object made without `build` has a value that `build` would not take."""
+    cls = type(item)
+    bare = [name for kind in cls.__mro__ for name, value in vars(kind).items() if isinstance(value, dataclasses.Field)]
+    if bare:
+        raise ConfigError(
+            f"{cls.__name__}.{bare[0]} is an option, but the class is no dataclass; add @dataclass(frozen=True)"
+        )
+    hints = get_type_hints(cls)
+    for field in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
+        if field.metadata:
+            _checked(f"{prefix}.{field.name}", getattr(item, field.name), hints[field.name], field.metadata)
+
+
 def describe(cls: type) -> list[dict[str, Any]]:
     """The hyper-parameters of a class: a list of dicts with name, default, help, source and range, in field order."""
     return [

@@ -33,9 +33,10 @@ class Registry:
         """
 
         def enter(item: Any) -> Any:
-            if self._items.setdefault(name, item) is not item:
-                raise ValueError(f"{self.kind} '{name}' is registered already, by {self._items[name]!r}")
-            self._sources[name] = source
+            there = self._items.get(name, item)
+            if _place(there) != _place(item):  # the same place: a cell of a notebook that runs again
+                raise ValueError(f"{self.kind} '{name}' is registered already, by {there!r}; choose another name")
+            self._items[name], self._sources[name] = item, source
             return item
 
         return enter
@@ -60,6 +61,11 @@ class Registry:
             else:
                 raise unknown(self.kind, name, self.names())
         return self._items[name]
+
+
+def _place(item: Any) -> Any:
+    """Where a class or function is defined; of another object, itself."""
+    return (item.__module__, item.__qualname__) if hasattr(item, "__qualname__") else id(item)
 
 
 strategies = Registry("method", "cfl.strategies", "cfl.strategies")

@@ -120,6 +120,8 @@ class Session:
                 for name in config.regularizers
             }
         self.chain = Chain({STRATEGY: self.strategy, **regularizers})
+        for owner, member in self.chain.members.items():
+            options.check(member, owner if owner == STRATEGY else f"regularizer.{owner}")
         self.model = self._model(module)
         self.deals = [self._deal(task) for task in range(len(stream))]
         self.schedule = self._schedule()
@@ -157,7 +159,7 @@ class Session:
 
     def prepare(self, position: int) -> Prepared:
         """The broadcast and the cohort of a round, from the state that the run is in."""
-        info = self._info(*self.schedule[position])
+        info = self._info(*self.schedule[position], lr=self.rates[position])
         shared = self.strategy.broadcast(self.state.server, info)
         clients = [self._client(info.task, id) for id in info.clients]
         states = {client.id: self.state.client(client.id, lambda: self._init_client(shared)) for client in clients}
@@ -166,13 +168,13 @@ class Session:
     def round(self, position: int) -> None:
         """One round of the schedule, and the task's end where it is the last one of a task."""
         task, phase, number = self.schedule[position]
-        state, lr = self.state, self.rates[position]
+        state = self.state
         info, shared, clients, states = self.prepare(position)
         server_seconds = self._lap()
-        outcome = self.engine.round(info, shared, states, clients, lr)
+        outcome = self.engine.round(info, shared, states, clients)
         client_seconds = self._lap()
         state.server = self.strategy.absorb(state.server, outcome.mean, info, self.config.server.lr)
-        state.clients.update((id, leaves) for id, leaves in outcome.states.items() if leaves)
+        state.clients.update((id, leaves) for id, leaves in outcome.states.items() if leaves or states[id])
         for id in outcome.excluded:
             self.sink.warn(f"client {id} left out: NaN or infinity in its update (task {task}, round {number})")
 
@@ -190,7 +192,7 @@ class Session:
             "excluded": outcome.excluded,
             "loss": outcome.loss,
             "accuracy": state.acc[task, task] if task_done else self._accuracy(task) if due else None,
-            "lr": lr,
+            "lr": info.lr,
             "bytes_up": 0 if phase.diagnostic else outcome.bytes_up,
             "bytes_down": 0 if phase.diagnostic else len(clients) * sum(map(tree.nbytes, shared.values())),
             "seconds": client_seconds + server_seconds,
@@ -227,7 +229,7 @@ class Session:
             "acc": metrics.average_accuracy(acc),
             "fgt": metrics.forgetting(acc) if self.strategy.sequential else math.nan,
             "bwt": metrics.backward_transfer(acc) if self.strategy.sequential else math.nan,
-            "learning_accuracy": metrics.learning_accuracy(acc),
+            "learning_accuracy": metrics.learning_accuracy(acc) if self.strategy.sequential else math.nan,
             "accuracy_matrix": [_row(row) for row in acc],
             "subspace_use": report.pop("subspace_use", {}),
             **report,
@@ -241,12 +243,12 @@ class Session:
             "seconds": sum(sum(by_phase.values()) for by_phase in state.seconds.values()),
         }
         if self.folder is not None:
+            self.folder.write_timing(state.seconds)  # first: metrics.json is the sign of a finished run
             self.folder.write_metrics(result)
-            self.folder.write_timing(state.seconds)
         self.sink.finish(result)
         return Result(result, acc, state.server["params"], self.model)
 
-    def _info(self, task: int, phase: Phase, number: int) -> RoundInfo:
+    def _info(self, task: int, phase: Phase, number: int, lr: float) -> RoundInfo:
         key = rng.key(self.config.seed, "round", task, phase.name, number)
         owners, heads = self._owners(self._sees(task)), self.strategy.heads(task, len(self.stream))
         if phase.cohort == "sampled" and self.config.cohort < len(owners):
@@ -261,6 +263,8 @@ class Session:
             names=(*self.model.trainable(task, heads), *self.model.buffers(task)),
             frozen=self.strategy.frozen(task, self.model),
             heads=heads,
+            population=self.config.partition.clients,
+            lr=lr,
             model=self.model,
             key=key,
         )
@@ -278,7 +282,7 @@ class Session:
     def _client(self, task: int, id: int) -> Client:
         now = self._sees(task)
         shares = {
-            held: Share(self.stream.tasks[held].train, self.deals[held].rows[id].to(self.device))
+            held: Share(self.stream.tasks[held].train, self.deals[held].rows[id])
             for held in sorted({*range(task + 1), *now})
         }
         return Client(id, shares, task, now)
@@ -308,7 +312,9 @@ class Session:
         return rates
 
     def _lap(self) -> float:
-        """Seconds since the last lap."""
+        """Seconds since the last lap, with all that the device was told to do."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         before, self.clock = self.clock, time.monotonic()
         return self.clock - before
 
@@ -357,7 +363,7 @@ class Session:
                 f"local.batch_size={batch} is more than the {smallest} samples that a client has of task {task}; "
                 f"set local.batch_size to at most {smallest}, or lower partition.clients"
             )
-        return dealt
+        return Deal(tuple(rows.to(self.device) for rows in dealt.rows))
 
     def _notes(self) -> list[str]:
         notes = self.strategy.notes(self.model)

@@ -50,6 +50,7 @@ class RunState:
 
     def restore(self, trees: Mapping[str, Tree], meta: Mapping[str, Any], device: torch.device) -> None:
         """Take up what `saved` gave."""
+        self.server, self.clients = {}, {}
         for name, leaves in trees.items():
             owner, _, rest = name.partition("/")
             moved = tree.map(lambda leaf: leaf.to(device), leaves)

@@ -37,6 +37,8 @@ EMPTY = Batch(*(torch.empty(0) for _ in range(4)))
 class Forward(Protocol):
     """Outputs of the model in its current mode at `params`; what is not in `params` is as it came down.
 
+    Running statistics are the client's own, whatever `params` holds, and stay as they are.
+
     Without `heads`, (batch, classes): each sample through the head of its own task. With a tuple of tasks,
     (batch, heads, classes): every sample through each of their heads (a single-head model has one, whatever is asked).
     Heads with fewer classes than others are filled up with a number so low that its softmax is 0.
@@ -55,7 +57,8 @@ class Ctx(NamedTuple):
     state: this client's own tree, as `init_client`, `work` or the last `finish` left it.
     memory: at most a batch of the samples that the strategy's state points to, drawn for this step; perhaps none.
     forward: the model as a function; model: its layers and names.
-    step: number of the local step, from 0; key: integer to derive generators from, unique to client and step.
+    step: number of the local step, from 0; lr: the local learning rate.
+    key: integer to derive generators from, unique to client and step.
     """
 
     shared: Mapping[str, Tree]
@@ -66,6 +69,7 @@ class Ctx(NamedTuple):
     model: Model
     task: int
     step: int
+    lr: float
     key: int
 
 
@@ -102,7 +106,8 @@ class RoundInfo:
 
     task, round: counted from 0, the round within its phase; clients: ids of the cohort, ascending.
     names: parameters and buffers that travel; frozen: those among them that do not train.
-    heads: tasks whose heads travel; key: integer for this round's draws, the same for all clients.
+    heads: tasks whose heads travel; population: number of clients that there are; lr: learning rate of local training;
+    key: integer for this round's draws, the same for all clients.
     """
 
     task: int
@@ -113,6 +118,8 @@ class RoundInfo:
     names: tuple[str, ...]
     frozen: frozenset[str]
     heads: tuple[int, ...]
+    population: int
+    lr: float
     model: Model
     key: int
 
@@ -185,7 +192,9 @@ class Client:
     def recall(self, places: Tensor) -> Batch:
         """The samples at places (m, 2), as in `MEMORY`, with the task of each."""
         if not len(places):
-            return EMPTY
+            samples, rows = self.shares[self.task]
+            x, y = samples.gather(rows[:0])
+            return Batch(x, y, torch.ones(0, dtype=x.dtype, device=x.device), rows[:0], rows[:0])
         parts, order = [], []
         for task in places[:, 0].unique().tolist():
             at = (places[:, 0] == task).nonzero().flatten()
@@ -197,10 +206,12 @@ class Client:
         x, y, ids = (torch.cat(leaves)[back] for leaves in zip(*parts, strict=True))
         return Batch(x, y, torch.ones(len(x), dtype=x.dtype, device=x.device), ids, places[:, 0])
 
-    def owns(self, places: Tensor) -> bool:
-        """Whether all places (m, 2) lie in the client's own data."""
-        sizes = {task: len(share.rows) for task, share in self.shares.items()}
-        return all(0 <= position < sizes.get(task, 0) for task, position in places.tolist())
+    def may_store(self, places: Tensor, before: Tensor) -> bool:
+        """Whether all places (m, 2) lie in the client's data of this round, or were in its memory before (n, 2)."""
+        sizes, known = {task: len(self.shares[task].rows) for task in self.now}, set(map(tuple, before.tolist()))
+        return all(
+            0 <= position < sizes.get(task, 0) or (task, position) in known for task, position in places.tolist()
+        )
 
     def _places(self, task: int) -> Tensor:
         rows = self.shares[task].rows

@@ -8,11 +8,15 @@ import pytest
 import torch
 
 import cfl
-from cfl import plugins, rng
+from cfl import plugins, rng, tree
+from cfl.strategies import GPM
+from cfl.strategies.replay import Replay
 from cfl.testing import ConformanceError, check_strategy
+from cfl.types import MEMORY
 
 CALLS = itertools.count()
 BEFORE = [-2, -1]
+VELOCITY: dict = {}
 
 
 def faults(method):
@@ -143,6 +147,69 @@ class DependsOnTheOthers(cfl.Strategy):
         return {}, {"before": torch.tensor(BEFORE[-2])}
 
 
+class PullsWithPadding(cfl.LocalRegularizer):
+    """Has no gradient in the first step, where the client is still at the global model."""
+
+    def penalty(self, params, logits, ctx):
+        return (logits - ctx.forward(ctx.shared["params"], ctx.batch)).square().mean()
+
+
+class BranchesLater(cfl.LocalRegularizer):
+    def adjust(self, grads, params, ctx):
+        if ctx.step == 0:
+            return grads
+        return {name: leaf if leaf.norm().item() > 1 else 2 * leaf for name, leaf in grads.items()}
+
+
+class BranchesInFinish(cfl.LocalRegularizer):
+    def finish(self, params, ctx, steps):
+        return {"norm": torch.tensor(float(sum(leaf.norm() for leaf in params.values())))}, ctx.state
+
+
+class ModuleState(cfl.Strategy):
+    """Momentum at the server, in a dictionary of the module: a process that resumes does not have it."""
+
+    def absorb(self, server, mean, info, lr):
+        place = (info.task, info.round)
+        before = VELOCITY.get((info.task, info.round - 1), 0.0)
+        VELOCITY[place] = tree.map(lambda step: step + 0.9 * before, mean["strategy"])["1.weight"].mean()
+        steps = {name: step + VELOCITY[place].to(step.dtype) for name, step in mean["strategy"].items()}
+        return super().absorb(server, {**mean, "strategy": steps}, info, lr)
+
+
+class WritesStatistics(cfl.Strategy):
+    def broadcast(self, server, info):
+        for name in info.model.buffers(info.task):
+            server["params"][name].mul_(1)
+            server["params"][name].add_(1)
+        return super().broadcast(server, info)
+
+
+class LooksBack(cfl.Strategy):
+    """Stores every sample of the first task when the second one ends."""
+
+    def plan(self, task, tasks, rounds):
+        return [cfl.Phase("train", rounds), cfl.Phase("store", train=False, work=True)]
+
+    def heads(self, task, tasks):
+        return tuple(range(task + 1))
+
+    def work(self, params, client, shared, state, info):
+        past = client.shares[0].rows if info.task else client.shares[0].rows[:0]
+        return {}, {MEMORY: torch.stack([torch.zeros_like(past), torch.arange(len(past))], dim=1)}
+
+
+class OneHead(Replay):
+    """Replays samples of old tasks, and forgets to send their heads."""
+
+    def heads(self, task, tasks):
+        return (task,)
+
+
+class BareOption(cfl.Strategy):
+    beta: float = cfl.option(0.5, "an option of a class that is no dataclass")
+
+
 class Raises(cfl.LocalRegularizer):
     def penalty(self, params, logits, ctx):
         return ctx.state["nothing"]
@@ -166,6 +233,15 @@ BROKEN = [
     (PhaseWithoutWork(), "plan", "phase 'gather' has work=True, but the class has no hook `work`"),
     (BranchesOnValues(), "adjust", "cannot run for many clients at once"),
     (CountsPadding(), "penalty", "padding in a batch changes the step"),
+    (PullsWithPadding(), "penalty", "padding in a batch changes the step"),
+    (BranchesLater(), "adjust", "cannot run for many clients at once"),
+    (BranchesInFinish(), "finish", "cannot run for many clients at once"),
+    (ModuleState(), "absorb", "and resumed, the run ends with another 'server/params'"),
+    (WritesStatistics(), "broadcast", "writes to server['params']['1.running_mean']"),
+    (LooksBack(), "run", "stores samples that it does not hold (task 1, phase store)"),
+    (OneHead(), "run", "its memory holds samples of tasks {0}, whose heads do not travel"),
+    (BareOption(), "plan", "BareOption.beta is an option, but the class is no dataclass; add @dataclass(frozen=True)"),
+    (GPM(apply="nothing"), "plan", "unknown value of strategy.apply 'nothing'"),
     (Raises(), "penalty", "raises KeyError: 'nothing'"),
 ]
 
@@ -180,6 +256,11 @@ def test_a_broken_rule_is_named_with_its_hook(method, hook, text):
 def test_a_client_that_depends_on_who_was_there_before_is_found():
     found = faults(DependsOnTheOthers())
     assert any(hook == "work" and "depends on which other clients take part" in text for hook, text in found), found
+
+
+def test_a_class_in_place_of_an_object_is_an_error_that_says_so():
+    with pytest.raises(TypeError, match=r"check_strategy\(Strategy\(\)\)"):
+        check_strategy(cfl.Strategy)
 
 
 def test_all_faults_come_in_one_message():

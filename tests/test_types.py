@@ -5,7 +5,7 @@ import torch
 
 import cfl
 from cfl.errors import ConfigError
-from cfl.types import EMPTY, Client, Phase, Share
+from cfl.types import Client, Phase, Share
 
 # Rows that the client holds of each task, in no order; nothing of task 2.
 ROWS = {0: [4, 0, 2], 1: [1, 3, 0, 5], 2: []}
@@ -90,27 +90,32 @@ def test_recall_and_batches_give_a_sample_the_same_id():
     assert torch.equal(batch.ids, recalled.ids) and torch.equal(batch.x, recalled.x)
 
 
-def test_nothing_recalled_is_the_empty_batch():
-    found = client().recall(torch.empty(0, 2, dtype=torch.int64))
-    assert found is EMPTY and found.task is None and len(found.y) == 0
+def test_nothing_recalled_is_a_batch_of_no_samples_that_joins_any_other():
+    found, batch = client().recall(torch.empty(0, 2, dtype=torch.int64)), next(client().batches(3))
+    for name, leaf in found._asdict().items():
+        other = getattr(batch, name)
+        assert len(leaf) == 0
+        assert other is None or torch.equal(torch.cat([other, leaf]), other) and leaf.dtype == other.dtype
 
 
 @pytest.mark.parametrize(
     ("places", "expected"),
     [
         ([], True),
-        ([[0, 0], [0, 2], [1, 3]], True),
-        ([[0, 3]], False),  # three samples: positions 0 to 2
-        ([[0, 0], [1, 4]], False),  # one of them is enough
-        ([[0, -1]], False),
+        ([[1, 0], [1, 3]], True),  # of the round's task, of which it holds four samples
+        ([[1, 0], [0, 2]], True),  # [0, 2] was in its memory
+        ([[0, 1]], False),  # its own, but the data of task 0 are gone
+        ([[1, 0], [1, 4]], False),  # one of them is enough
+        ([[1, -1]], False),
         ([[2, 0]], False),  # a task of which it holds nothing
         ([[3, 0]], False),  # a task that it has not seen
         ([[-1, 0]], False),
     ],
     ids=str,
 )
-def test_a_client_owns_the_places_in_its_own_data_alone(places, expected):
-    assert client().owns(torch.tensor(places, dtype=torch.int64).reshape(-1, 2)) is expected
+def test_a_client_may_store_its_data_of_the_round_and_keep_what_it_had(places, expected):
+    wanted = torch.tensor(places, dtype=torch.int64).reshape(-1, 2)
+    assert client(task=1).may_store(wanted, torch.tensor([[0, 2]])) is expected
 
 
 def test_a_cohort_of_another_name_is_refused_with_the_nearest():

@@ -4,8 +4,8 @@ from typing import Any
 
 import cfl
 from cfl.models.handle import Model
-from cfl.testing import CLASSES, DIMENSIONS, toy_config
-from cfl.testing import toy_stream as stream
+from cfl.testing.toys import CLASSES, DIMENSIONS, toy_config
+from cfl.testing.toys import toy_stream as stream
 from cfl.tree import Tree
 from cfl.types import EMPTY, Batch, Ctx, Parts
 
@@ -19,5 +19,5 @@ def config(*overrides: str, method: str = "fot", **options: Any) -> cfl.RunConfi
 
 def context(shared: Parts, state: Tree, batch: Batch, model: Model | None = None, task: int = 0, **more: Any) -> Ctx:
     """What a hook sees, where a test calls it without an engine: no memory, step 0, key 0."""
-    ctx = Ctx(shared, state, batch, EMPTY, None, model, task, 0, 0)  # type: ignore[arg-type]
+    ctx = Ctx(shared, state, batch, EMPTY, None, model, task, step=0, lr=0.1, key=0)  # type: ignore[arg-type]
     return ctx._replace(**more)

@@ -53,14 +53,12 @@ class LoopEngine:
     weights: Literal["samples", "uniform"]
     on_bad_update: Literal["raise", "exclude"]
 
-    def round(
-        self, info: RoundInfo, shared: Parts, states: Mapping[int, Tree], clients: Sequence[Client], lr: float
-    ) -> Outcome:
+    def round(self, info: RoundInfo, shared: Parts, states: Mapping[int, Tree], clients: Sequence[Client]) -> Outcome:
         """One round over the cohort's clients, in ascending id. Raises UpdateError for an upload that is not finite."""
         step = LocalStep(self.model, info.task, info.frozen, self.chain, self.optimizer, heads=info.heads)
         outcome, weight_sum, losses = Outcome(), 0.0, []
         for client in clients:
-            uploads, state, loss = self._client(step, info, shared, states[client.id], client, lr)
+            uploads, state, loss = self._client(step, info, shared, states[client.id], client)
             outcome.bytes_up += sum(map(tree.nbytes, uploads.values()))
             if not all(map(tree.all_finite, uploads.values())):
                 self._reject(client.id, info)
@@ -84,37 +82,47 @@ class LoopEngine:
         return outcome
 
     def _client(
-        self, step: LocalStep, info: RoundInfo, shared: Parts, state: Tree, client: Client, lr: float
+        self, step: LocalStep, info: RoundInfo, shared: Parts, state: Tree, client: Client
     ) -> tuple[Parts, Tree, float]:
         """One client's uploads, new state and mean loss of its last local epoch."""
         uploads: Parts = {}
-        params, loss, before = shared["params"], 0.0, own_state(state, STRATEGY).get(MEMORY)
+        params, loss = shared["params"], 0.0
+        places = own_state(state, STRATEGY).get(MEMORY, torch.empty(0, 2, dtype=torch.int64)).to(client.device)
         if info.phase.train:
             with _named("local training", client, info):
-                trained, steps, loss = self._train(step, info, shared, state, client, lr)
-            ctx = step.context(shared, state, steps, rng.key(info.key, "finish", client.id))
-            uploads, state = self.chain.finish(trained, ctx, steps)
+                trained, steps, loss = self._train(step, info, shared, state, client, places)
+            key = rng.key(info.key, "finish", client.id)
+            with _named("finish", client, info), rng.fork(key, client.device):
+                uploads, state = self.chain.finish(trained, step.context(shared, state, steps, key, lr=info.lr), steps)
             params = {**params, **trained}
         if info.phase.work:
             own = own_state(state, STRATEGY)
-            with _named(f"work of phase {info.phase.name}", client, info):
+            key = rng.key(info.key, "work", client.id)
+            with (
+                _named(f"work of phase {info.phase.name}", client, info),
+                self.model.evaluation(),
+                rng.fork(key, client.device),
+            ):
                 uploads["work"], own = self.strategy.work(params, client, shared, own, info)
             others = {name: leaf for name, leaf in state.items() if not name.startswith(f"{STRATEGY}/")}
             state = {**{f"{STRATEGY}/{name}": leaf for name, leaf in own.items()}, **others}
-        places = own_state(state, STRATEGY).get(MEMORY)
-        if places is not None and places is not before and not client.owns(places):
+        if not client.may_store(own_state(state, STRATEGY).get(MEMORY, places), places):
             raise UpdateError(
-                f"the memory of client {client.id} points outside of its own data (task {info.task}, phase "
-                f"{info.phase.name}); places are (task, position in the client's share)"
+                f"client {client.id} stores samples that it does not hold (task {info.task}, phase {info.phase.name}); "
+                "a memory grows by places (task, position in the client's share) of the current data"
             )
         return uploads, state, loss
 
     def _train(
-        self, step: LocalStep, info: RoundInfo, shared: Parts, state: Tree, client: Client, lr: float
+        self, step: LocalStep, info: RoundInfo, shared: Parts, state: Tree, client: Client, places: Tensor
     ) -> tuple[Tree, int, float]:
         """A client's local epochs: trained leaves and buffers, steps made, mean loss of the last epoch."""
+        strays = {task for task in places[:, 0].tolist() if task not in (info.task, *info.heads)}
+        if strays and self.model.multi_head:
+            raise ValueError(
+                f"its memory holds samples of tasks {strays}, whose heads do not travel; see Strategy.heads"
+            )
         local, index = step.start(shared["params"]), 0
-        places = own_state(state, STRATEGY).get(MEMORY, torch.empty(0, 2, dtype=torch.int64))
         memories = recalled(client, places, self.batch_size, rng.key(info.key, "memory", client.id))
         self.model.module.train()
         with rng.fork(rng.key(info.key, "local", client.id), client.device):
@@ -124,7 +132,7 @@ class LoopEngine:
                 losses = []
                 for batch in client.batches(self.batch_size, order):
                     key = rng.key(info.key, "step", client.id, index)
-                    local, loss = step(local, batch, shared, state, lr, index, key, next(memories))
+                    local, loss = step(local, batch, shared, state, info.lr, index, key, next(memories))
                     losses.append(loss)
                     index += 1
         return {**local.params, **local.buffers}, index, float(torch.stack(losses).mean())

@@ -57,19 +57,22 @@ class LocalStep:
         batch: Batch = EMPTY,
         memory: Batch = EMPTY,
         buffers: Tree | None = None,
+        lr: float = 0.0,
     ) -> Ctx:
         """What the hooks see at step `index`; after the last step there is no batch."""
 
         def forward(
             params: Tree, batch: Batch, heads: tuple[int, ...] | None = None, *, dropout: bool = True
         ) -> Tensor:
-            leaves = {**shared["params"], **tree.map(torch.clone, buffers or {}), **params}
+            leaves = {**shared["params"], **params}
+            for name in self.model.buffers(self.task):  # normalisation layers write to their buffers
+                leaves[name] = (buffers or leaves)[name].clone()
             with contextlib.nullcontext() if dropout else self.model.without_dropout():
                 if heads is not None:
                     return self.model.outputs(leaves, batch.x, self.task, heads)
                 return self._logits(leaves, batch)
 
-        return Ctx(shared, state, batch, memory, forward, self.model, self.task, index, key)
+        return Ctx(shared, state, batch, memory, forward, self.model, self.task, index, lr, key)
 
     def __call__(
         self,
@@ -91,7 +94,7 @@ class LocalStep:
             losses_and_buffers.append(aux)
             return grads
 
-        ctx = self.context(shared, state, index, key, batch, memory, local.buffers)
+        ctx = self.context(shared, state, index, key, batch, memory, local.buffers, lr)
         ctx = ctx._replace(batch=self.chain.augment(batch, ctx))
         grads = self.chain.around(grad_fn)(local.params, ctx)
         grads = self.chain.adjust(grads, local.params, ctx)

@@ -30,16 +30,18 @@ def comparison(
 
     summaries: method to what `tables.summary` gives; matrices: method to its mean accuracy matrix (fractions).
     """
-    figure, (left, right) = _figure(2)
     methods, places = list(summaries), np.arange(len(summaries))
+    figure, (left, right) = _figure(2, height=max(4.2, 1.5 + 0.5 * len(methods)))
     for shift, name, colour in ((-0.2, "acc", "tab:blue"), (0.2, "fgt", "tab:orange")):
         means = [100 * summaries[method][name]["mean"] for method in methods]
         stds = [100 * summaries[method][name]["std"] for method in methods]
-        bars = left.bar(places + shift, means, 0.4, yerr=stds, capsize=3, color=colour, label=name.upper())
-        left.bar_label(bars, fmt="%.1f", padding=3, fontsize=9)
-    left.set(xticks=places, xticklabels=methods, ylabel="percent", title="after the last task")
-    left.margins(y=0.12)
-    left.legend(frameon=False)
+        bars = left.barh(places + shift, means, 0.4, xerr=stds, capsize=3, color=colour, label=name.upper())
+        texts = ["" if np.isnan(mean) else f"{mean:.1f}" for mean in means]  # forgetting is not defined for all
+        left.bar_label(bars, texts, padding=3, fontsize=9)
+    left.set(yticks=places, yticklabels=methods, xlabel="percent", title="after the last task")
+    left.invert_yaxis()  # the first method on top, as in the table
+    left.margins(x=0.14)
+    left.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
     for method, rows in matrices.items():
         seen = np.nanmean(100 * np.array(rows, dtype=float), axis=1)
         right.plot(range(len(seen)), seen, marker="o", label=method)
@@ -50,18 +52,18 @@ def comparison(
         ylabel="mean accuracy on tasks seen, %",
         title="over the stream",
     )
-    right.legend(frameon=False)
+    right.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     right.grid(alpha=0.3)
     figure.suptitle(title, fontsize=12)
     figure.savefig(path, dpi=150)
 
 
-def _figure(columns: int) -> tuple[Any, Any]:
+def _figure(columns: int, height: float = 4.2) -> tuple[Any, Any]:
     # Not pyplot: it would choose a window system and keep every figure alive.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    figure = Figure(figsize=(10, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(1, columns)
 

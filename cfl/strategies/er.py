@@ -3,7 +3,7 @@
 A client stores a few samples of each finished task, and trains on
     1/2 CE(batch of the task) + 1/2 CE(batch of the memory),
 every sample through the head of its task. "Equally contributed" (FOT) may mean other things: `combine`.
-With an empty memory this is FedAvg, to the bit.
+With an empty memory, and old heads that do not train, this is FedAvg, to the bit.
 """
 
 from dataclasses import dataclass

@@ -12,7 +12,6 @@ single tasks do not train in later ones, so they have no Fisher.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -69,23 +68,20 @@ class EWC(Strategy):
         heads = model.head(info.task) if model.multi_head else ()
         names = [name for name in model.trainable(info.task) if name not in heads]
         new = dict(state)
-        for name, fisher in diagonal_fisher(params, names, client, model, info.task).items():
+        for name, fisher in self.importance(tree.select(params, names), params, client, info).items():
             new[f"fisher/{name}"] = state.get(f"fisher/{name}", 0) + fisher
             new[f"center/{name}"] = state.get(f"center/{name}", 0) + fisher * params[name]
         return {}, new
 
+    def importance(self, leaves: Tree, params: Tree, client: Client, info: RoundInfo) -> Tree:
+        """F: mean over a client's samples of the squared gradients of log p(y | x) by `leaves`; y are their labels."""
 
-def diagonal_fisher(params: Tree, names: Sequence[str], client: Client, model: Model, task: int) -> Tree:
-    """Mean over a client's samples of the squared gradients of log p(y | x), with the samples' labels, in eval mode."""
-    leaves = tree.select(params, names)
+        def loss(at: Tree, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(info.model.logits({**params, **at}, x[None], info.task), y[None])
 
-    def loss(at: Tree, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(model.logits({**params, **at}, x[None], task), y[None])
-
-    chunk = max(1, min(64, 2**25 // sum(leaf.numel() for leaf in leaves.values())))  # 128 MiB of gradients at a time
-    sums = tree.map(torch.zeros_like, leaves)
-    with model.evaluation():
+        chunk = max(1, min(64, 2**25 // sum(leaf.numel() for leaf in leaves.values())))  # 128 MiB of gradients
+        sums = tree.map(torch.zeros_like, leaves)
         for batch in client.batches(chunk):
             grads = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(leaves, batch.x, batch.y)
             sums = tree.map(lambda total, grad: total + grad.square().sum(0), sums, grads)
-    return tree.scale(sums, 1 / len(client))
+        return tree.scale(sums, 1 / len(client))

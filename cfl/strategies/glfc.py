@@ -3,8 +3,8 @@ compensation.
 
 Each sample's loss is weighted by how far it is from its label, relative to its group (new samples, or replayed ones):
     g = 1 - p_y (a constant),  w = g / mean of g over the group,  loss = mean(w CE).
-So every group has mean weight 1. Without replayed samples all weights are 1, and this is FedAvg. GLFC's relation
-distillation, proxy server and detection of tasks are left out, as in FOT: task-incremental streams name the task.
+So every group has mean weight 1. Without replayed samples all weights are 1, and with "ce" this is FedAvg. GLFC's
+relation distillation, proxy server and detection of tasks are left out, as in FOT: the stream names the task.
 """
 
 from dataclasses import dataclass

@@ -34,7 +34,7 @@ class Replay(Strategy):
         "balanced", "what is stored: as many of each task and class, or every sample with the same chance",
         choices=("balanced", "reservoir"),
     )  # fmt: skip
-    train_old_heads: bool = option(False, "let replayed samples train the heads of their tasks")
+    train_old_heads: bool = option(False, "let replayed samples (and weight decay) train the heads of their tasks")
 
     def plan(self, task: int, tasks: int, rounds: int) -> list[Phase]:
         return with_consolidation(task, tasks, rounds)
@@ -45,9 +45,14 @@ class Replay(Strategy):
     def frozen(self, task: int, model: Model) -> frozenset[str]:
         return frozenset() if self.train_old_heads else super().frozen(task, model)
 
+    def notes(self, model: Model) -> list[str]:
+        mixed = model.tasks > 1 and model.buffers(0) != model.buffers(1)
+        text = "replayed samples enter the running statistics of the task at hand; see model.norm_stats"
+        return [text] if mixed else []
+
     def augment(self, batch: Batch, ctx: Ctx) -> Batch:
         memory = ctx.memory
-        if memory.task is None or not len(memory.y):
+        if memory.task is None or not len(memory.y):  # the shape decides, not a value
             return batch
         x, y, mask, ids = (torch.cat([one, other]) for one, other in zip(batch[:4], memory[:4], strict=True))
         return Batch(x, y, mask, ids, torch.cat([torch.full_like(batch.y, ctx.task), memory.task]))
@@ -63,7 +68,7 @@ class Replay(Strategy):
             return {}, {MEMORY: torch.cat([old, new[chosen[: self.memory]]])}
         if self.select == "balanced":
             both = torch.cat([old, new])
-            labels = torch.cat([client.recall(old).y, targets]) if len(old) else targets
+            labels = torch.cat([client.recall(old).y, targets])
             among = torch.cat([torch.arange(len(old), device=new.device), len(old) + order])
             turns = balanced(both[:, 0], balanced(labels + 2**32 * both[:, 0], among))  # tasks, and classes in each
             return {}, {MEMORY: both[turns[: self.memory]]}
@@ -80,7 +85,9 @@ def balanced(groups: Tensor, order: Tensor) -> Tensor:
 
     groups: (n,) int64 group of each member; order: a permutation of the members, kept within each group.
     """
-    mine = groups[order]
-    same = mine[:, None] == mine[None, :]
-    turn = torch.tril(same, diagonal=-1).sum(dim=1)  # how many members of the group come earlier
+    mine, turn = groups[order], torch.empty_like(order)
+    together = mine.argsort(stable=True)
+    sizes = mine[together].unique_consecutive(return_counts=True)[1]
+    starts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    turn[together] = torch.arange(len(order), device=order.device) - starts  # earlier members of the group
     return order[turn.argsort(stable=True)]

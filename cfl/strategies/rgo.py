@@ -10,6 +10,7 @@ hold the task's data updates and stores it; the others go on as they were.
 
 Differences: alpha is 1 in the paper and 0.01 in the code; the code makes only (test set / batch) updates a task by a
 re-used variable, here it is one epoch. RGO's feature encoding layer is left out, as FOT gives all methods one network.
+Weight decay and Adam act after the multiplication by P.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class RGO(Strategy):
         pairs = [(name, layer) for layer in info.model.layers for name in (layer.weight, layer.bias) if name]
         sizes = {matrix_name(name, layer): rows(params[name], layer).shape[1] for name, layer in pairs}
         new = {name: state.get(name, torch.eye(size)).double().to(client.device) for name, size in sizes.items()}
+        source = rng.generator(rng.key(info.key, "order", client.id))
+        order = torch.randperm(len(client), generator=source).to(client.device)
         weights = tree.select(params, dict.fromkeys(name for name, _ in pairs))
 
         def q(at: Tree, batch: Batch) -> Tensor:
@@ -71,13 +74,12 @@ class RGO(Strategy):
             at_label = (a - a.square()).sqrt().gather(1, batch.y[:, None])
             return (z.gather(1, batch.y[:, None]) * at_label).sum()
 
-        with info.model.evaluation():
-            for batch in client.batches(self.batch_size):
-                grads = torch.func.grad(q)(weights, batch)
-                for name, layer in pairs:
-                    v, p = rows(grads[name], layer).mean(dim=0).double(), new[matrix_name(name, layer)]
-                    k = p @ v
-                    new[matrix_name(name, layer)] = p - torch.outer(k, k) / (self.alpha + v @ k)
+        for batch in client.batches(self.batch_size, order):
+            grads = torch.func.grad(q)(weights, batch)
+            for name, layer in pairs:
+                v, p = rows(grads[name], layer).mean(dim=0).double(), new[matrix_name(name, layer)]
+                k = p @ v
+                new[matrix_name(name, layer)] = p - torch.outer(k, k) / (self.alpha + v @ k)
         return {}, {name: leaf.to(params[pairs[0][0]]) for name, leaf in new.items()}
 
 

@@ -48,19 +48,20 @@ def engine_of(model, strategy=None, locals_=None, **options):
     return LoopEngine(model, strategy, Chain({"strategy": strategy, **(locals_ or {})}), **{**defaults, **options})
 
 
-def info_of(model, clients, task=0, round=0, phase=Phase("train")):
+def info_of(model, clients, task=0, round=0, phase=Phase("train"), lr=LR):
     names = (*model.trainable(task), *model.buffers(task))
-    return RoundInfo(task, 2, phase, round, tuple(clients), names, frozenset(), (task,), model, rng.key(3, task, round))
+    key = rng.key(3, task, round)
+    return RoundInfo(task, 2, phase, round, tuple(clients), names, frozenset(), (task,), 9, lr, model, key)
 
 
 def run(engine, samples, rows, server=None, task=0, round=0, lr=LR, states=None, server_lr=1.0):
     """One round; rows: client id to its rows. Gives the outcome and the server's new trees."""
-    info = info_of(engine.model, rows, task, round)
+    info = info_of(engine.model, rows, task, round, lr=lr)
     server = server or {"params": engine.model.params}
     shared = engine.strategy.broadcast(server, info)
     states = states or {id: engine.chain.init_client(shared["params"], engine.model) for id in rows}
     clients = [Client(id, {task: Share(samples, torch.tensor(own))}, task, (task,)) for id, own in rows.items()]
-    outcome = engine.round(info, shared, states, clients, lr)
+    outcome = engine.round(info, shared, states, clients)
     return outcome, engine.strategy.absorb(server, outcome.mean, info, server_lr)
 
 
@@ -239,7 +240,7 @@ def test_work_is_summed_and_needs_no_training():
     info = info_of(model, [1, 2], phase=Phase("measure", train=False, work=True))
     parts = {1: torch.arange(3), 2: torch.arange(3, 9)}
     clients = [Client(id, {0: Share(data(9), rows)}, 0, (0,)) for id, rows in parts.items()]
-    outcome = engine.round(info, {"params": model.params}, {1: {"fedprox/a": torch.ones(1)}, 2: {}}, clients, LR)
+    outcome = engine.round(info, {"params": model.params}, {1: {"fedprox/a": torch.ones(1)}, 2: {}}, clients)
     assert outcome.mean == {"work": {"n": torch.tensor([9.0])}} and outcome.loss is None  # 3 + 6, not their mean
     assert outcome.bytes_up == 2 * 4
     assert set(outcome.states[1]) == {"fedprox/a", "strategy/seen"} and outcome.states[2]["strategy/seen"].item() == 2

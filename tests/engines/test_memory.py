@@ -15,7 +15,7 @@ from cfl.local.chain import Chain
 from cfl.models.handle import Model
 from cfl.models.mlp import mlp
 from cfl.strategies.base import Strategy
-from cfl.types import EMPTY, MEMORY, Client, Phase, RoundInfo, Share
+from cfl.types import MEMORY, Client, Phase, RoundInfo, Share
 from tests import toy
 
 STREAM = toy.stream()
@@ -49,7 +49,7 @@ def test_a_memory_that_fits_is_recalled_whole_at_every_step(most):
 
 
 def test_an_empty_memory_recalls_nothing():
-    assert all(batch is EMPTY for batch in itertools.islice(recalled(client(), places(0), 4, 5), 3))
+    assert all(len(batch.y) == 0 for batch in itertools.islice(recalled(client(), places(0), 4, 5), 3))
 
 
 def test_draws_are_of_the_key_and_the_step():
@@ -100,8 +100,9 @@ def play(engine, states, clients, phase=Phase("train"), round=0):
     """One round of task 1 over the clients."""
     model, ids = engine.model, tuple(client.id for client in clients)
     names = model.trainable(1)
-    info = RoundInfo(1, 3, phase, round, ids, names, frozenset(), (1,), model, rng.key(3, phase.name, round))
-    return engine.round(info, {"params": model.params}, states, clients, 0.1)
+    key = rng.key(3, phase.name, round)
+    info = RoundInfo(1, 3, phase, round, ids, names, frozenset(), (1,), 9, 0.1, model, key)
+    return engine.round(info, {"params": model.params}, states, clients)
 
 
 def memories(round=0, ids=(3,), count=10, extra=()):
@@ -130,13 +131,13 @@ def test_memory_of_a_client_is_drawn_by_its_id_and_round_alone():
 def test_a_client_without_memory_sees_none():
     strategy = Watcher()
     play(engine_of(strategy), {3: {}}, [client()])
-    assert len(strategy.seen) == 6 and all(memory is EMPTY for memory in strategy.seen)
+    assert len(strategy.seen) == 6 and all(memory.x.shape == (0, 8) for memory in strategy.seen)
 
 
 def test_the_memory_of_another_owner_is_no_memory():
     strategy = Watcher()  # a regularizer's leaf of the same name belongs to the regularizer
     play(engine_of(strategy), {3: {f"mine/{MEMORY}": places(4)}}, [client()])
-    assert all(memory is EMPTY for memory in strategy.seen)
+    assert all(memory.x.shape == (0, 8) for memory in strategy.seen)
 
 
 def test_the_states_memory_is_not_written_to():
@@ -159,23 +160,24 @@ class Storing(Strategy):
         return {}, {MEMORY: torch.tensor(self.places, dtype=torch.int64).reshape(-1, 2)}
 
 
-@pytest.mark.parametrize("bad", [[1, 12], [1, -1], [2, 0], [-1, 0]], ids=str)
-def test_a_memory_outside_of_the_clients_data_is_an_error(bad):
-    engine = engine_of(Storing([[0, 0], bad]))
-    with pytest.raises(UpdateError, match=r"memory of client 3 points outside of its own data \(task 1, phase store\)"):
+@pytest.mark.parametrize("bad", [[1, 12], [1, -1], [2, 0], [-1, 0], [0, 0]], ids=str)  # task 0 is over
+def test_a_memory_outside_of_the_clients_data_of_the_round_is_an_error(bad):
+    engine = engine_of(Storing([[1, 0], bad]))
+    with pytest.raises(UpdateError, match=r"client 3 stores samples that it does not hold \(task 1, phase store\)"):
         play(engine, {3: {}}, [client()], STORE)
 
 
-@pytest.mark.parametrize("good", [[], [[0, 0]], [[1, 11], [0, 11]]], ids=str)
+@pytest.mark.parametrize("good", [[], [[1, 0]], [[1, 11], [0, 11]]], ids=str)
 def test_a_memory_inside_of_the_clients_data_is_kept_as_places(good):
-    outcome = play(engine_of(Storing(good)), {3: {"mine/a": torch.ones(1)}}, [client()], STORE)
+    before = {"mine/a": torch.ones(1), f"strategy/{MEMORY}": torch.tensor([[0, 11]])}
+    outcome = play(engine_of(Storing(good)), {3: before}, [client()], STORE)
     stored = outcome.states[3]
     assert stored[f"strategy/{MEMORY}"].dtype == torch.int64 and stored[f"strategy/{MEMORY}"].tolist() == good
     assert "mine/a" in stored  # states of others stay
 
 
 def test_in_a_run_the_first_client_with_a_wrong_memory_is_named():
-    with pytest.raises(UpdateError, match=r"memory of client 0 .*\(task 0, phase store\)"):
+    with pytest.raises(UpdateError, match=r"client 0 stores .*\(task 0, phase store\)"):
         cfl.run(toy.config(method="fedavg"), stream=toy.stream(), strategy=Storing([[1, 0]]))  # a task still to come
 
 
@@ -186,5 +188,5 @@ def test_a_wrong_memory_from_finish_is_an_error_too():
         def finish(self, params, ctx, steps):
             return super().finish(params, ctx, steps)[0], {MEMORY: torch.tensor([[0, -1]])}
 
-    with pytest.raises(UpdateError, match="memory of client 3 points outside of its own data"):
+    with pytest.raises(UpdateError, match="client 3 stores samples that it does not hold"):
         play(engine_of(Finishing()), {3: {}}, [client()])

@@ -17,7 +17,7 @@ from cfl.models.handle import Model
 from cfl.options import build
 from cfl.record import NullSink
 from cfl.strategies.base import Strategy
-from cfl.strategies.ewc import EWC, diagonal_fisher
+from cfl.strategies.ewc import EWC
 from cfl.types import Batch, Client, Phase, RoundInfo, Share
 from tests import toy
 from tests.test_resume import Killed, finished
@@ -57,7 +57,8 @@ def client(x, y, task=0):
 def info(model, task=0):
     phase = Phase("consolidate", cohort="available", train=False, work=True)
     names = (*model.trainable(task), *model.buffers(task))
-    return RoundInfo(task, 3, phase, 0, (0,), names, frozenset(), (task,), model, 0)
+    model.module.eval()  # as the engine runs `work`
+    return RoundInfo(task, 3, phase, 0, (0,), names, frozenset(), (task,), 1, 0.1, model, 0)
 
 
 def net(kind):
@@ -79,7 +80,7 @@ def two_tasks():
         params = {name: leaf + 0.2 * random(*leaf.shape, seed=task) for name, leaf in model.params.items()}
         mine = client(random(9, 5, seed=10 + task), torch.arange(9) % 2, task)
         _, state = EWC().work(params, mine, {}, state, info(model, task))
-        past.append((params, diagonal_fisher(params, list(params), mine, model, task)))
+        past.append((params, EWC().importance(params, params, mine, info(model, task))))
     return model, state, past
 
 
@@ -129,7 +130,7 @@ def test_fisher_of_softmax_regression_at_zero_is_a_quarter_of_the_mean_square():
     model = Model(nn.Linear(3, 2).double(), (3,), [2], multi_head=False)
     zero = tree.map(torch.zeros_like, model.params)
     x, y = random(8, 3), torch.arange(8) % 2
-    fisher = diagonal_fisher(zero, ["weight", "bias"], client(x, y), model, 0)
+    fisher = EWC().importance(zero, zero, client(x, y), info(model, 0))
     torch.testing.assert_close(fisher["weight"], x.square().mean(0).expand(2, 3) / 4, atol=1e-15, rtol=0)
     torch.testing.assert_close(fisher["bias"], torch.full((2,), 0.25).double(), atol=1e-15, rtol=0)
     # Labels are balanced: the mean gradient of the biases is 0, and its square tells nothing of the Fisher.
@@ -147,10 +148,8 @@ def test_fisher_is_the_mean_of_squared_gradients_of_single_samples_in_evaluation
         if params[name].is_floating_point():  # running statistics that differ from those of any batch
             params[name] = params[name] + random(*params[name].shape).abs()
     x, y = random(70, *shape), torch.arange(70) % 2  # more than the 64 samples that are computed at once
-    model.module.train()
     names = model.trainable(1)
-    ours = diagonal_fisher(params, names, client(x, y, 1), model, 1)
-    assert model.module.training
+    ours = EWC().importance(tree.select(params, names), params, client(x, y, 1), info(model, 1))
 
     module.load_state_dict(model.bind(params, 1))
     module.eval()

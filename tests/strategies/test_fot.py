@@ -61,6 +61,8 @@ def _info(model, task=0, tasks=3, phase=GPSE, clients=(0,), key=11):
         names=(*model.trainable(0), *model.buffers(0)),
         frozen=frozenset(),
         heads=(0,),
+        population=len(clients),
+        lr=0.1,
         model=model,
         key=key,
     )

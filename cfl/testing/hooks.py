@@ -1,0 +1,162 @@
+"""Single hooks: a subclass of the method's own class looks at what each call is given, gives, and leaves behind."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from inspect import Signature, signature
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cfl.local.base import LocalRegularizer
+from cfl.strategies.base import Strategy
+from cfl.types import Client
+
+CLIENT_HOOKS = ("init_client", "augment", "penalty", "around", "adjust", "finish")
+SERVER_HOOKS = ("plan", "init_server", "sees", "heads", "frozen", "broadcast", "loss", "work", "absorb", "serve")
+
+
+class Faults:
+    """What is wrong, each fault once. found: (hook, text)."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, str]] = []
+
+    def add(self, hook: str, text: str) -> None:
+        """Write a fault down."""
+        if (hook, text) not in self.found:
+            self.found.append((hook, text))
+
+    def __bool__(self) -> bool:
+        return bool(self.found)
+
+
+class HookFailed(Exception):
+    """A hook raised; the fault is written down already."""
+
+
+def watched(method: LocalRegularizer, faults: Faults) -> Any:
+    """A copy of the method whose hooks write their faults down."""
+    base = type(method)
+    hooks = CLIENT_HOOKS + (SERVER_HOOKS if isinstance(method, Strategy) else ())
+    uploads: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def watch(hook: str) -> Callable[..., Any]:
+        takes = signature(getattr(base, hook))
+
+        def call(self: Any, *args: Any, **named: Any) -> Any:
+            given = _given(takes, self, *args, **named)
+            bound = partial(getattr(super(watcher, self), hook), *args, **named)
+            result = _observed(bound, hook, given, self, faults)
+            if hook == "around":
+                return lambda params, ctx: _observed(
+                    partial(result, params, ctx), hook, {"params": params, "ctx": ctx}, self, faults
+                )
+            if hook in ("finish", "work"):
+                place = given["info"] if hook == "work" else given["ctx"]
+                phase = place.phase.name if hook == "work" else ""
+                found = {name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in result[0].items()}
+                first = uploads.setdefault((hook, place.task, phase), found)
+                if changed := sorted(name for name in {*found, *first} if found.get(name) != first.get(name)):
+                    text = f"its upload changes names, shapes or types from call to call ({', '.join(changed)})"
+                    faults.add(hook, f"{text}; uploads of a phase are summed, so all must be alike")
+            return result
+
+        return call
+
+    watcher = type(base.__name__, (base,), {hook: watch(hook) for hook in hooks})
+    clone = copy.copy(method)
+    object.__setattr__(clone, "__class__", watcher)
+    return clone
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values are equal, tensors to the bit (NaN equals NaN)."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        alike = a.shape == b.shape and a.dtype == b.dtype
+        return alike and bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return list(a) == list(b) and all(same(a[name], b[name]) for name in a)
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a is b or a == b)
+
+
+def _given(takes: Signature, *args: Any, **named: Any) -> dict[str, Any]:
+    """A hook's arguments by name, without `self`."""
+    return dict(list(takes.bind(*args, **named).arguments.items())[1:])
+
+
+def _observed(call: Callable[[], Any], hook: str, given: Mapping[str, Any], method: Any, faults: Faults) -> Any:
+    """The result of a hook; what it does beside giving one is written down."""
+    before = {path: leaf.clone() for path, leaf in _tensors(given)}
+    draws, own = _global_draws(), _print([vars(method), _class_values(method)])
+    try:
+        result, again = call(), call()
+    except HookFailed:
+        raise
+    except Exception as error:
+        faults.add(hook, f"raises {type(error).__name__}: {error}")
+        raise HookFailed from error
+    after = dict(_tensors(given))
+    if written := [path for path in before if path not in after or not same(before[path], after[path])]:
+        faults.add(hook, f"writes to {_some(written)} in place; make a new tensor or dictionary")
+    if added := [path for path in after if path not in before]:
+        faults.add(hook, f"adds {_some(added)} to what it is given; make a new dictionary")
+    if _global_draws() != draws:
+        faults.add(hook, "draws from a global generator; use cfl.rng.generator(ctx.key) or of info.key")
+    if _print([vars(method), _class_values(method)]) != own:
+        faults.add(hook, "keeps state on the object or its class; return it as client state or a tree of the server")
+    elif not callable(result) and not same(result, again):
+        faults.add(hook, "gives another result for the same arguments; draw from ctx.key or info.key, keep no state")
+    return result
+
+
+def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in nested values, with the path to it: grads['0.weight'], ctx.state['seen']."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _tensors(item, f"{path}[{name!r}]" if path else str(name))
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        for name in value._fields:
+            yield from _tensors(getattr(value, name), f"{path}.{name}")
+    elif isinstance(value, Client):
+        yield from _tensors({task: share.rows for task, share in value.shares.items()}, f"{path}.rows")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+
+
+def _global_draws() -> tuple[Any, ...]:
+    kind, keys, *rest = np.random.get_state()  # noqa: NPY002
+    return bytes(torch.get_rng_state().tolist()), kind, np.asarray(keys).tobytes(), *rest, random.getstate()
+
+
+def _class_values(method: Any) -> dict[str, Any]:
+    """What a class holds beside functions: where a method might hide its state."""
+    kinds = (list, dict, set, Tensor, int, float)
+    return {
+        f"{parent.__name__}.{name}": value
+        for parent in type(method).__mro__
+        for name, value in vars(parent).items()
+        if isinstance(value, kinds) and not name.startswith("__")
+    }
+
+
+def _print(value: Any) -> str:
+    """A text that changes when the value does."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype}{value.tolist()}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {_print(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_print, value)) + "]"
+    return repr(value)

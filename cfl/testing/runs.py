@@ -1,0 +1,128 @@
+"""Rounds and whole runs: clients alone and together, absent clients, other engines, kills in every round."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from cfl import checkpoint, tree
+from cfl.config import RunConfig
+from cfl.engines import ENGINES
+from cfl.errors import CflError
+from cfl.local.base import LocalRegularizer
+from cfl.record import NullSink
+from cfl.runner import Session, run
+from cfl.strategies.base import Strategy
+from cfl.streams import Stream
+from cfl.testing.hooks import Faults, HookFailed, same
+from cfl.tree import Tree
+
+TOLERANCE = 1e-5  # float32: between one client at a time and many, with and without padding
+
+
+def session(config: RunConfig, stream: Stream, method: LocalRegularizer, module: nn.Module | None = None) -> Session:
+    """A run of the method, not yet begun."""
+    roles = _roles(method)
+    return Session(config, stream, roles["strategy"], roles["regularizers"], module, None, NullSink())
+
+
+def planned(
+    config: RunConfig, stream: Stream, method: LocalRegularizer, module: nn.Module | None, faults: Faults
+) -> Session:
+    """A run whose phases are as they should be. method: from `watched`."""
+    try:
+        found = session(config, stream, method, module)
+    except CflError as error:
+        faults.add("plan", str(error))
+        raise HookFailed from error
+    for phase in {phase.name: phase for _, phase, _ in found.schedule}.values():
+        if phase.work and type(method).__mro__[1].work is Strategy.work:  # type: ignore[attr-defined]
+            faults.add("plan", f"phase '{phase.name}' has work=True, but the class has no hook `work`")
+    return found
+
+
+def check_rounds(session: Session, faults: Faults) -> None:
+    """Every round of the run: each client alone, in reverse order, then the cohort."""
+    for position, (_, phase, _) in enumerate(session.schedule):
+        info, shared, clients, states = session.prepare(position)
+        hook = "finish" if phase.train else "work"
+        alone = [
+            session.engine.round(info, shared, {client.id: states[client.id]}, [client]) for client in reversed(clients)
+        ]
+        kept = {id: tree.clone(leaves) for id, leaves in session.state.clients.items()}
+        session.round(position)
+        for outcome in alone:
+            for id, leaves in outcome.states.items():
+                if not same(leaves, session.state.clients.get(id, {})):
+                    text = "the state of a client depends on which other clients take part, or on their order"
+                    faults.add(hook, f"{text}; keep it in what the hook gets and returns")
+        for id, leaves in kept.items():
+            if id not in info.clients and not same(leaves, session.state.clients[id]):
+                faults.add(hook, "the state of a client changes in a round in which it is absent; write to no state")
+
+
+def check_engines(config: RunConfig, stream: Stream, method: LocalRegularizer, faults: Faults) -> None:
+    """The whole run with every engine."""
+    expected = run(config, stream=stream, **_roles(method)).params
+    for engine in ENGINES:
+        found = run(config.model_copy(update={"engine": engine}), stream=stream, **_roles(method)).params
+        worst = max(float((leaf - found[name]).abs().max()) for name, leaf in expected.items() if leaf.numel())
+        if worst > TOLERANCE:
+            faults.add("run", f"engine '{engine}' gives weights that differ by {worst:.1e} from '{config.engine}'")
+
+
+def check_resume(
+    config: RunConfig, stream: Stream, method: LocalRegularizer, module: nn.Module | None, faults: Faults
+) -> None:
+    """Kill the run in every round, resume, and compare all that is saved at its end."""
+    total = len(session(config, stream, method, module).schedule)
+    with tempfile.TemporaryDirectory() as folder:
+        expected = _saved(config, stream, method, module, Path(folder) / "whole")
+        for after in range(2, total + 1):
+            path = Path(folder) / str(after)
+            try:
+                run(config, output=path, stream=stream, model=module, sink=_Kill(after), **_roles(method))
+            except _Killed:
+                # what the process may remember of this run is now of another one
+                run(config.model_copy(update={"seed": config.seed + 1}), stream=stream, model=module, **_roles(method))
+                found = _saved(config, stream, method, module, path)
+            for name in [name for name in expected if not same(expected[name], found.get(name))]:
+                hook = "finish" if name.startswith("client/") else "absorb"
+                text = f"killed in round {after} of {total} and resumed, the run ends with another '{name}'"
+                faults.add(hook, f"{text}; what later rounds need belongs to client states or the server's trees")
+            if faults:
+                return
+
+
+def _roles(method: LocalRegularizer) -> dict[str, Any]:
+    if isinstance(method, Strategy):
+        return {"strategy": method, "regularizers": {}}
+    return {"strategy": Strategy(), "regularizers": {"checked": method}}
+
+
+class _Killed(Exception):
+    """The run was killed on purpose."""
+
+
+class _Kill(NullSink):
+    """Ends a run in the middle of a round, before it is saved."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def round(self, row: dict[str, Any]) -> None:
+        if row["rounds_done"] == self.after:
+            raise _Killed
+
+
+def _saved(
+    config: RunConfig, stream: Stream, method: LocalRegularizer, module: nn.Module | None, path: Path
+) -> dict[str, Tree]:
+    """Run, or resume, to the end: the trees of the last checkpoint."""
+    run(config, output=path, resume=True, stream=stream, model=module, **_roles(method))
+    fingerprint = session(config, stream, method, module).fingerprint
+    found = checkpoint.load_latest(path / "checkpoints", fingerprint, lambda text: None)
+    return found[0] if found else {}

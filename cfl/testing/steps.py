@@ -1,0 +1,146 @@
+"""One local step and `finish`: padded, of padding alone, and of many clients at once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from cfl import tree
+from cfl.engines.loop import recalled
+from cfl.engines.step import LocalStep
+from cfl.local.base import LocalRegularizer
+from cfl.local.chain import STRATEGY, Chain, own_state
+from cfl.runner import Prepared, Session
+from cfl.strategies.base import Strategy
+from cfl.testing.hooks import CLIENT_HOOKS, Faults, same
+from cfl.testing.runs import TOLERANCE
+from cfl.tree import Tree
+from cfl.types import MEMORY, Batch
+
+Hooks = Mapping[str, LocalRegularizer]
+Result = dict[str, Tree]
+WARM_UP = 2  # steps before the one that is looked at: in the first one the client is still where the global model is
+
+
+def check_steps(session: Session, faults: Faults) -> None:
+    """In the first round of each task, for each client of the cohort."""
+    for position, (_, phase, number) in enumerate(session.schedule):
+        if phase.train and number == 0:
+            steps = _Steps(session, session.prepare(position))
+            for fails in (steps.padding, steps.dead_step, steps.vmap):
+                if text := fails(session.chain.members):
+                    faults.add(steps.culprit(fails), text)
+        session.round(position)
+
+
+class _Steps:
+    """A local step of a round's clients. Each check gives what is wrong with hooks, or nothing."""
+
+    def __init__(self, session: Session, prepared: Prepared) -> None:
+        self.session, self.info, self.shared = session, prepared.info, prepared.shared
+        self.clients: list[tuple[Batch, Batch, Tree]] = []
+        for client in prepared.clients:
+            state, size = prepared.states[client.id], session.config.local.batch_size
+            places = own_state(state, STRATEGY).get(MEMORY, torch.empty(0, 2, dtype=torch.int64))
+            memory = next(recalled(client, places, size, self.info.key))
+            self.clients.append((next(client.batches(size)), memory, state))
+        session.model.module.train()
+
+    def step(
+        self, hooks: Hooks, batch: Batch, memory: Batch, state: Tree, last: Batch | None = None, key: int = 0
+    ) -> Result:
+        """A client's weights, optimiser, uploads and state after some steps; last: the batch of the last one."""
+        info, lr = self.info, self.info.lr
+        chain, optimizer = Chain(hooks), self.session.engine.optimizer
+        step = LocalStep(self.session.model, info.task, info.frozen, chain, optimizer, True, info.heads)
+        local = step.start(self.shared["params"])
+        batches = [batch] * WARM_UP + ([last] if last else [])
+        for index, each in enumerate(batches):
+            local, _ = step(local, each, self.shared, state, lr, index, key, memory)
+        ctx = step.context(self.shared, state, len(batches), key, lr=lr)
+        uploads, after = chain.finish({**local.params, **local.buffers}, ctx, len(batches))
+        return {"params": local.params, "optimizer": local.optimizer, **uploads, "state": after}
+
+    def padding(self, hooks: Hooks) -> str:
+        for batch, memory, state in self.clients:
+            whole, padded = (self.step(hooks, batch, memory, state, last) for last in (batch, _padded(batch)))
+            if not _near(whole, padded):
+                return "padding in a batch changes the step; multiply by ctx.batch.mask, and divide by its sum"
+        return ""
+
+    def dead_step(self, hooks: Hooks) -> str:
+        for batch, memory, state in self.clients:
+            padding = batch._replace(mask=torch.zeros_like(batch.mask))
+            before, after = (self.step(hooks, batch, memory, state, last) for last in (None, padding))
+            if not same(before["params"], after["params"]):
+                return "a step of padding alone changes the weights"
+        return ""
+
+    def vmap(self, hooks: Hooks) -> str:
+        groups: dict[str, list[tuple[Batch, Batch, Tree]]] = {}
+        for batch, memory, state in self.clients:
+            kinds = {name: (leaf.shape, leaf.dtype) for name, leaf in state.items()}
+            groups.setdefault(f"{kinds} {batch.x.shape} {memory.x.shape}", []).append((batch, memory, state))
+        return next(filter(None, (self._together(hooks, members) for members in groups.values())), "")
+
+    def _together(self, hooks: Hooks, members: Sequence[tuple[Batch, Batch, Tree]]) -> str:
+        """Clients with states of equal shapes, stacked."""
+        alone = [self.step(hooks, *member, last=member[0]) for member in members]
+        redrawn = [self.step(hooks, *member, last=member[0], key=1) for member in members]
+        if not all(map(_near, alone, redrawn)):
+            return ""  # draws from ctx.key may differ between engines
+        batches, memories, states = zip(*members, strict=True)
+        parts = [_stacked(batches), _stacked(memories), tree.stack(states)]
+
+        def one(batch: Tree, memory: Tree, state: Tree) -> Result:
+            return self.step(hooks, Batch(**batch), Batch(**memory), state, Batch(**batch))
+
+        try:
+            together = torch.func.vmap(one, randomness="different")(*parts)
+        except RuntimeError as error:
+            first = str(error).splitlines()[0]
+            return f"cannot run for many clients at once ({first}); use torch.where for branches, and no .item()"
+        for number, expected in enumerate(alone):
+            found = {name: {key: leaf[number] for key, leaf in leaves.items()} for name, leaves in together.items()}
+            if not _near(expected, found):
+                return "many clients at once (vmap) give another step than one at a time"
+        return ""
+
+    def culprit(self, fails: Callable[[Hooks], str]) -> str:
+        """The hook without which a check passes."""
+        members = self.session.chain.members
+        owner = list(members)[-1]
+        base = Strategy if isinstance(members[owner], Strategy) else LocalRegularizer
+        for hook in (*CLIENT_HOOKS, "loss"):
+            if getattr(type(members[owner]), hook, None) is getattr(base, hook, None):
+                continue
+            clone = copy.copy(members[owner])
+            lacking = type(type(clone).__name__, (type(clone),), {hook: getattr(base, hook)})
+            object.__setattr__(clone, "__class__", lacking)
+            if not fails({**members, owner: clone}):
+                return hook
+        return "local step"
+
+
+def _stacked(batches: Sequence[Batch]) -> Tree:
+    """The leaves of batches of equal shapes, by field, without those that are None."""
+    fields = [name for name, leaf in batches[0]._asdict().items() if leaf is not None]
+    return {name: torch.stack([getattr(batch, name) for batch in batches]) for name in fields}
+
+
+def _padded(batch: Batch) -> Batch:
+    """The batch, and as many samples again that count for nothing."""
+    x = torch.cat([batch.x, torch.full_like(batch.x, 3.0)])
+    y, ids = torch.cat([batch.y, torch.zeros_like(batch.y)]), torch.cat([batch.ids, -torch.ones_like(batch.ids)])
+    task = None if batch.task is None else torch.cat([batch.task, batch.task])
+    return Batch(x, y, torch.cat([batch.mask, torch.zeros_like(batch.mask)]), ids, task)
+
+
+def _near(a: Result, b: Result) -> bool:
+    return all(
+        torch.allclose(leaf.float(), b[name][key].float(), atol=TOLERANCE, rtol=TOLERANCE)
+        for name, leaves in a.items()
+        for key, leaf in leaves.items()
+    )
