@@ -36,5 +36,8 @@ def fork(key: int, device: torch.device | str = "cpu") -> Iterator[None]:
     """
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(key)
+        # not torch.manual_seed: it formats a stack trace for every kind of accelerator, a millisecond a call
+        torch.default_generator.manual_seed(key)
+        if devices:
+            torch.cuda.manual_seed(key)
         yield

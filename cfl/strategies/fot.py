@@ -26,7 +26,7 @@ from cfl.options import option
 from cfl.strategies.base import Strategy
 from cfl.subspace import basis as bases
 from cfl.subspace.layer_inputs import stream
-from cfl.subspace.projection import input_vectors, names, project_step, width
+from cfl.subspace.projection import covered, input_vectors, project_step, width
 from cfl.subspace.sketch import Direct, Energies, Gram, some_patches, unpack
 from cfl.tree import Tree
 from cfl.types import Batch, Client, Parts, Phase, RoundInfo, Server
@@ -161,16 +161,7 @@ class FOT(Strategy):
         return new
 
     def notes(self, model: Model) -> list[str]:
-        layers, frozen = self._projected(model), self.frozen(1, model)
-        covered = {name for layer in layers for name in names(layer, self._augment)}
-        heads = set(model.head(0)) if model.multi_head else set()
-        groups = {
-            "projected": [f"{'+'.join(names(layer, self._augment))} (d={self._width(layer)})" for layer in layers],
-            "frozen after the first task": sorted(frozen),
-            "not protected, free to change in every task": sorted(set(model.trainable(0)) - covered - frozen - heads),
-            "one a task, not projected": ["heads"] if heads else [],
-        }
-        return [f"{title}: {', '.join(members)}" for title, members in groups.items() if members]
+        return covered(model, self._projected(model), self.frozen(1, model), self._augment)
 
     def report(self, server: Server, model: Model) -> dict[str, Any]:
         use = {name: basis.shape[1] / basis.shape[0] for name, basis in server["basis"].items()}

@@ -24,7 +24,7 @@ from cfl.options import option
 from cfl.strategies.base import Strategy, with_consolidation
 from cfl.subspace import basis as bases
 from cfl.subspace.layer_inputs import stream
-from cfl.subspace.projection import input_vectors, project, project_step, width
+from cfl.subspace.projection import covered, input_vectors, project, project_step, width
 from cfl.subspace.sketch import Gram
 from cfl.tree import Tree
 from cfl.types import Batch, Client, Ctx, Parts, Phase, RoundInfo
@@ -55,6 +55,9 @@ class GPM(Strategy):
         biases = {layer.bias for layer in model.layers if layer.bias and self.bias == "freeze"}
         norms = set(model.norms) if self.norm_affine == "freeze" else set()
         return super().frozen(task, model) | (biases | norms if task else set())
+
+    def notes(self, model: Model) -> list[str]:
+        return covered(model, model.layers, self.frozen(1, model), self._augment)
 
     def adjust(self, grads: Tree, params: Tree, ctx: Ctx) -> Tree:
         return project(grads, known(ctx.state), ctx.model.layers, self._augment) if self.apply == "gradient" else grads

@@ -4,13 +4,13 @@ With `augment`, a layer's bias counts as one more column of its weight, whose in
 a projection then holds for the layer's output, not only for the weight's part of it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cfl.models.handle import Layer
+from cfl.models.handle import Layer, Model
 from cfl.subspace.basis import remove
 from cfl.tree import Tree
 
@@ -38,14 +38,14 @@ def project(step: Tree, bases: Mapping[str, Tensor], layers: Iterable[Layer], au
     """
     result = dict(step)
     for layer in layers:
-        basis, covered = bases.get(layer.name), names(layer, augment)
-        if basis is None or basis.shape[1] == 0 or any(name not in step for name in covered):
+        basis, own = bases.get(layer.name), names(layer, augment)
+        if basis is None or basis.shape[1] == 0 or any(name not in step for name in own):
             continue
-        columns = [_rows(step[name], layer).double() for name in covered]
+        columns = [_rows(step[name], layer).double() for name in own]
         rows = torch.cat(columns, dim=1)
         rows = torch.zeros_like(rows) if basis.shape[1] == basis.shape[0] else remove(rows, basis)
         parts = rows.split([column.shape[1] for column in columns], dim=1)
-        for name, part in zip(covered, parts, strict=True):
+        for name, part in zip(own, parts, strict=True):
             whole = result[name]
             blocks = [whole[: layer.rows.start], part.reshape(whole[layer.rows].shape), whole[layer.rows.stop :]]
             result[name] = torch.cat([block.to(whole.dtype) for block in blocks])
@@ -58,10 +58,23 @@ def project_step(old: Tree, new: Tree, bases: Mapping[str, Tensor], layers: Iter
     Leaves that no basis covers keep the very tensors of `new`; layers whose basis is full stay at `old`.
     """
     bound = [layer for layer in layers if layer.name in bases and bases[layer.name].shape[1]]
-    covered = {name for layer in bound for name in names(layer, augment) if name in new}
-    step = {name: new[name].double() - old[name].double() for name in covered}
+    taken = {name for layer in bound for name in names(layer, augment) if name in new}
+    step = {name: new[name].double() - old[name].double() for name in taken}
     moved = project(step, bases, bound, augment)
     return {**new, **{name: (old[name].double() + leaf).to(new[name].dtype) for name, leaf in moved.items()}}
+
+
+def covered(model: Model, layers: Sequence[Layer], frozen: Collection[str], augment: bool) -> list[str]:
+    """What a projection of these layers protects of a model, what is frozen, and what neither: lines for the user."""
+    projected = {name for layer in layers for name in names(layer, augment)}
+    heads = set(model.head(0)) if model.multi_head else set()
+    groups = {
+        "projected": [f"{'+'.join(names(layer, augment))} (d={width(layer, augment)})" for layer in layers],
+        "frozen after the first task": sorted(set(frozen) & set(model.trainable(0)) - heads),
+        "not protected, free to change in every task": sorted({*model.trainable(0)} - projected - {*frozen} - heads),
+        "one a task, not projected": ["heads"] if heads else [],
+    }
+    return [f"{title}: {', '.join(members)}" for title, members in groups.items() if members]
 
 
 def _rows(leaf: Tensor, layer: Layer) -> Tensor:

@@ -39,15 +39,16 @@ def check_strategy(method: LocalRegularizer, *, config: RunConfig | None = None)
     are absent. Local steps and `finish` ignore padding, and run for many clients at once. All engines agree. A run that
     is killed in any round and resumed ends with the same bytes.
 
-    config: a run of your own on the toy stream, from `toy_config`. Three runs are looked at: one head, a head a task,
-    and a network with batch normalisation.
+    config: a run of your own on the toy stream, from `toy_config`. Three runs are looked at: a head a task, one head,
+    and a network with batch normalisation; the first is killed in every round, the others in one.
     """
     if isinstance(method, type):
         raise TypeError(f"check_strategy takes an object: check_strategy({method.__name__}())")
     config, faults = config or toy_config(), Faults()
     normed = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
     running = config.model_copy(update={"model": config.model.model_copy(update={"norm_stats": "running"})})
-    for multi_head, module, settings in ((False, None, config), (True, None, config), (False, normed, running)):
+    runs = ((True, None, config, True), (False, None, config, False), (False, normed, running, False))
+    for multi_head, module, settings, every_round in runs:
         stream = toy_stream(multi_head=multi_head)
         try:
             run = planned(settings, stream, watched(method, faults), module, faults)
@@ -56,7 +57,7 @@ def check_strategy(method: LocalRegularizer, *, config: RunConfig | None = None)
                 check_steps(session(settings, stream, method), faults)
                 check_engines(settings, stream, method, faults)
             if not faults:  # what compares whole runs would only blur the faults of single hooks
-                check_resume(settings, stream, method, module, faults)
+                check_resume(settings, stream, method, module, every_round, faults)
         except HookFailed:
             break
         except Exception as error:
