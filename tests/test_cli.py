@@ -92,6 +92,15 @@ def test_compare_tabulates_and_skips_what_is_finished(tmp_path, capsys, monkeypa
     assert invoke(*args, "--output", str(tmp_path), "--set", "local.lr=0.5") == 2  # another configuration
 
 
+def test_compare_goes_on_after_a_run_that_fails(tmp_path, capsys):
+    args = ("compare", "permuted-digits", "--methods", "fedavg,ewc", "--seeds", "0", *SMALL, "--quiet", "--no-plot")
+    # lambda x lr x Fisher far above 2: steps on the penalty grow without end
+    assert invoke(*args, "--set", "strategy.strength=1e9", "--output", str(tmp_path)) == 1
+    shown = capsys.readouterr()
+    assert "ewc-seed0 failed: client" in shown.err and "1 of 2 runs failed" in shown.err
+    assert list(json.loads((tmp_path / "compare.json").read_text())["methods"]) == ["fedavg"]
+
+
 def test_an_interrupted_run_says_how_to_go_on(tmp_path, capsys, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt

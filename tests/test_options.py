@@ -64,6 +64,19 @@ def test_inclusive_bounds_are_valid(values):
     assert {name: getattr(built, name) for name in values} == values
 
 
+def test_objects_are_checked_as_options_are() -> None:
+    options.check(Rule(), "strategy")
+    options.check(object(), "strategy")  # nothing to check
+    with pytest.raises(ConfigError, match=r"strategy\.rho must be in \[0, inf\), not -0\.1"):
+        options.check(Rule(rho=-0.1), "strategy")
+
+    class Bare(Rule):
+        beta: float = option(0.5, "of a class that is no dataclass")
+
+    with pytest.raises(ConfigError, match=r"Bare\.beta is an option, but .* add @dataclass\(frozen=True\)"):
+        options.check(Bare(), "strategy")
+
+
 def test_the_prefix_is_that_of_the_command_line():
     with pytest.raises(ConfigError, match=r"regularizer\.fedsol\.rho"):
         options.build(Rule, {"rho": -1.0}, "regularizer.fedsol")

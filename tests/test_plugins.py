@@ -39,6 +39,19 @@ def test_a_name_is_taken_once(registry):
     assert registry.get("one") is first
 
 
+def test_a_class_that_is_defined_again_at_the_same_place_takes_the_name(registry):
+    def cell():
+        @registry.register("one")
+        class One:
+            pass
+
+        return One
+
+    cell()
+    again = cell()  # as a cell of a notebook that runs again
+    assert registry.get("one") is again
+
+
 def test_entry_points_are_listed_and_loaded(registry, third_party):
     import math
 

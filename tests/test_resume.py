@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import cfl
 from cfl import checkpoint, runner
@@ -164,3 +165,26 @@ def test_ctrl_c_saves_the_round_and_a_later_resume_goes_on(reference: tuple, tmp
     assert (tmp_path / "checkpoints" / "checkpoint-000006.safetensors").exists()
     cfl.run(rare, stream=toy.stream(), output=tmp_path, resume=True)
     assert finished(tmp_path)[:2] == reference[0][:2]
+
+
+def test_a_tree_that_the_server_dropped_does_not_come_back(tmp_path: Path) -> None:
+    class Drops(cfl.Strategy):
+        """Doubles its steps until the first round is over."""
+
+        def init_server(self, params, model):  # noqa: ANN001, ANN202
+            return {"doubled": {"yes": torch.ones(())}}
+
+        def absorb(self, server, mean, info, lr):  # noqa: ANN001, ANN202
+            new = super().absorb(server, mean, info, 2 * lr if "doubled" in server else lr)
+            return {name: leaves for name, leaves in new.items() if name != "doubled"}
+
+    class Kill(NullSink):
+        def round(self, row: dict) -> None:
+            if row["rounds_done"] == 3:
+                raise Killed
+
+    whole = cfl.run(toy.config(method="fedavg"), stream=toy.stream(), strategy=Drops())
+    with pytest.raises(Killed):
+        cfl.run(toy.config(method="fedavg"), stream=toy.stream(), strategy=Drops(), output=tmp_path, sink=Kill())
+    resumed = cfl.run(toy.config(method="fedavg"), stream=toy.stream(), strategy=Drops(), output=tmp_path, resume=True)
+    assert all(torch.equal(resumed.params[name], leaf) for name, leaf in whole.params.items())

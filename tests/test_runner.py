@@ -1,5 +1,6 @@
 """The round loop: what is counted, sampled, evaluated and refused."""
 
+import json
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,8 +11,9 @@ from torch import nn
 import cfl
 from cfl import tree
 from cfl.errors import ConfigError, DataError, UpdateError
-from cfl.local.base import LocalRegularizer
+from cfl.local import FedProx, LocalRegularizer
 from cfl.record import NullSink
+from cfl.strategies import FOT
 from tests import toy
 
 
@@ -133,6 +135,58 @@ def test_state_follows_the_client_and_leaves_absent_ones_alone() -> None:
     cfl.run(toy.config("rounds=5"), stream=toy.stream(), strategy=Watch(), regularizers={"counts": Counts()})
     # every client holds 12 samples, so the weighted mean of the counters is the plain mean of how often each took part
     assert all(mean == pytest.approx(expected) for mean, expected in uploads)
+
+
+def test_a_state_that_a_hook_clears_stays_cleared() -> None:
+    seen: list[dict] = []
+
+    @dataclass(frozen=True)
+    class Clears(LocalRegularizer):
+        def init_client(self, params, model):  # noqa: ANN001, ANN202
+            return {"fresh": torch.ones(())}
+
+        def finish(self, params, ctx, steps):  # noqa: ANN001, ANN202
+            seen.append(dict(ctx.state))
+            return {}, {}
+
+    config = toy.config("tasks=1", "rounds=3", "cohort=4", method="fedavg")
+    cfl.run(config, stream=toy.stream(tasks=1), regularizers={"clears": Clears()})
+    assert [len(state) for state in seen] == [1] * 4 + [0] * 8  # four clients, three rounds
+
+
+def test_hooks_know_the_learning_rate_and_the_population() -> None:
+    rates, rounds = [], []
+
+    @dataclass(frozen=True)
+    class Notes(cfl.Strategy):
+        def adjust(self, grads, params, ctx):  # noqa: ANN001, ANN202
+            rates.append(ctx.lr)
+            return grads
+
+        def absorb(self, server, mean, info, lr):  # noqa: ANN001, ANN202
+            rounds.append((info.lr, info.population))
+            return super().absorb(server, mean, info, lr)
+
+    config = toy.config("tasks=1", "rounds=2", "local.lr=0.1", "local.lr_decay=0.5", method="fedavg")
+    cfl.run(config, stream=toy.stream(tasks=1), strategy=Notes())
+    assert rounds == [(0.1, 4), (0.05, 4)]
+    assert rates == [0.1] * 9 + [0.05] * 9  # three clients with 12 samples in batches of 4
+
+
+def test_objects_with_values_out_of_range_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"strategy\.threshold must be in \(0, 1\], not 2\.0"):
+        cfl.run(toy.config(), stream=toy.stream(), strategy=FOT(threshold=2.0))
+    with pytest.raises(ConfigError, match=r"regularizer\.near\.mu must be in \[0, inf\), not -1\.0"):
+        cfl.run(toy.config(), stream=toy.stream(), regularizers={"near": FedProx(mu=-1.0)})
+
+
+def test_seconds_are_those_of_clients_of_the_server_and_of_measuring(tmp_path) -> None:  # noqa: ANN001
+    result = cfl.run(toy.config(), stream=toy.stream(), output=tmp_path)
+    spent = json.loads((tmp_path / "timing.json").read_text())
+    assert set(spent["clients"]) == set(spent["server"]) == {"train", "gpse"}
+    assert set(spent["measurement"]) == {"coverage", "evaluate", "checkpoint"}
+    total = sum(seconds for kind in spent.values() for seconds in kind.values())
+    assert result.metrics["seconds"] == pytest.approx(total) and total > 0
 
 
 def test_nan_is_named_or_left_out() -> None:

@@ -26,7 +26,7 @@ from cfl.types import Ctx
 class GLFC(Replay):
     """Replay with compensated gradients, the part of GLFC that FOT compares with (Dong et al., 2022)."""
 
-    source: ClassVar[str] = "Dong et al., CVPR 2022, eq. 2-3; FOT, appendix F.2"
+    source: ClassVar[str] = "Dong et al., CVPR 2022, gradient compensation loss; FOT, appendix F.2"
 
     criterion: str = option(
         "ce", "cross-entropy, or binary cross-entropies of sigmoids", source="GLFC's code: bce", choices=("ce", "bce")

@@ -2,7 +2,7 @@
 
 A client trains on  CE + lambda sum_{s < t} H(p_s, softmax(z_s / T)),  p_s = softmax(z*_s / T),
 where z_s are the outputs of head s for the *new* data, and z*_s those of the global model at the end of the last task;
-H is the cross-entropy, T = 2 (eq. 2-3; no factor T^2, as in the paper). With one head for all tasks the sum is one
+H is the cross-entropy, T = 2 (eq. 2; no factor T^2, as in the paper). With one head for all tasks the sum is one
 term. Nothing is stored on clients; the teacher comes down in every round.
 
 The paper trains the old heads along with the rest; here they stay as they were unless `train_old_heads`.
@@ -29,7 +29,7 @@ from cfl.types import Ctx, Parts, RoundInfo, Server
 class LwF(Strategy):
     """Learning without forgetting: old heads keep their outputs on the new data (Li and Hoiem, 2016)."""
 
-    source: ClassVar[str] = "Li and Hoiem, ECCV 2016, eq. 2-3"
+    source: ClassVar[str] = "Li and Hoiem, ECCV 2016, eq. 2"
 
     strength: float = option(1.0, "lambda, weight of the distillation", source="section 3", at_least=0.0)
     temperature: float = option(2.0, "T", source="section 3", above=0.0)

@@ -34,7 +34,7 @@ from cfl.types import Batch, Client, Ctx, Parts, Phase, RoundInfo
 class RGO(Strategy):
     """Recursive gradient optimisation at some clients: gradients shrink where earlier tasks curve (Liu, Liu, 2022)."""
 
-    source: ClassVar[str] = "Liu and Liu, ICLR 2022, Algorithm 1; FOT, appendix F.2"
+    source: ClassVar[str] = "Liu and Liu, ICLR 2022; FOT, appendix F.2"
     hard_constraint: ClassVar[bool] = True
 
     alpha: float = option(1.0, "how slowly P shrinks", source="paper: 1; code: 0.01", above=0.0)

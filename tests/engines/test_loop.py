@@ -12,13 +12,13 @@ from cfl import optim, plugins, rng, tree
 from cfl.engines.evaluate import accuracy
 from cfl.engines.loop import LoopEngine
 from cfl.errors import UpdateError
-from cfl.local import FedProx
+from cfl.local import FedProx, LocalRegularizer
 from cfl.local.chain import Chain
 from cfl.models.handle import Model
 from cfl.models.mlp import mlp
 from cfl.strategies.base import Strategy
 from cfl.streams.store import Part, Pool
-from cfl.types import Client, Phase, RoundInfo, Share
+from cfl.types import Batch, Client, Phase, RoundInfo, Share
 from tests import toy
 
 LR = 0.1
@@ -244,6 +244,67 @@ def test_work_is_summed_and_needs_no_training():
     assert outcome.mean == {"work": {"n": torch.tensor([9.0])}} and outcome.loss is None  # 3 + 6, not their mean
     assert outcome.bytes_up == 2 * 4
     assert set(outcome.states[1]) == {"fedprox/a", "strategy/seen"} and outcome.states[2]["strategy/seen"].item() == 2
+
+
+class Looks(LocalRegularizer):
+    """Looks at the global model in each step and at the end, and changes nothing."""
+
+    def penalty(self, params, logits, ctx):
+        return 0.0 * (logits - ctx.forward(ctx.shared["params"], ctx.batch)).square().sum()
+
+    def finish(self, params, ctx, steps):
+        x = torch.randn(8, 4, generator=rng.generator(ctx.key))
+        ctx.forward(ctx.shared["params"], Batch(x, torch.zeros(8).long(), torch.ones(8), torch.arange(8)))
+        return {}, ctx.state
+
+
+def test_a_look_at_the_global_model_leaves_running_statistics_alone():
+    model, rows = make_model(bn_net, norm_stats="running"), {1: list(range(20)), 2: list(range(20, 40))}
+    before = tree.clone(model.params)
+    _, plain_server = run(engine_of(model), data(40), rows)
+    _, server = run(engine_of(model, locals_={"looks": Looks()}), data(40), rows)
+    assert all(torch.equal(model.params[name], leaf) for name, leaf in before.items())
+    assert all(torch.equal(server["params"][name], leaf) for name, leaf in plain_server["params"].items())
+
+
+def test_work_runs_in_evaluation_mode_and_draws_from_the_clients_key():
+    seen = []
+
+    class Worker(Strategy):
+        def work(self, params, client, shared, state, info):
+            seen.append(info.model.module.training)
+            return {"draw": torch.randn(2)}, state
+
+    model = make_model()
+    model.module.train()
+    info = info_of(model, [1], phase=Phase("measure", train=False, work=True))
+    clients = [Client(1, {0: Share(data(9), torch.arange(9))}, 0, (0,))]
+    before = torch.get_rng_state()
+    draws = [
+        engine_of(model, Worker()).round(info, {"params": model.params}, {1: {}}, clients).mean["work"]["draw"]
+        for _ in range(2)
+    ]
+    assert torch.equal(*draws) and torch.equal(torch.get_rng_state(), before)
+    assert seen == [False, False] and model.module.training
+
+
+@pytest.mark.parametrize("changed", ["shape", "name"])
+def test_uploads_that_cannot_be_summed_name_the_client_and_the_leaf(changed):
+    class Worker(Strategy):
+        def work(self, params, client, shared, state, info):
+            odd = client.id == 2
+            return {"b" if odd and changed == "name" else "a": torch.ones(1 + odd * (changed == "shape"))}, state
+
+    model = make_model()
+    info = info_of(model, [1, 2], phase=Phase("measure", train=False, work=True))
+    clients = [Client(id, {0: Share(data(9), torch.arange(9))}, 0, (0,)) for id in (1, 2)]
+    leaf = (
+        r"'work/a' with shape \(2,\), others \(1,\)"
+        if changed == "shape"
+        else r"'work/b' with shape \(1,\), others None"
+    )
+    with pytest.raises(UpdateError, match=rf"client 2 sent {leaf} \(task 0, phase measure, round 0\)"):
+        engine_of(model, Worker()).round(info, {"params": model.params}, {1: {}, 2: {}}, clients)
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 100])
