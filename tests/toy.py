@@ -1,15 +1,20 @@
 """A stream and a run of seconds, shared by tests: those of the conformance kit."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 import cfl
+from cfl import rng
 from cfl.models.handle import Model
 from cfl.testing.toys import CLASSES, DIMENSIONS, toy_config
 from cfl.testing.toys import toy_stream as stream
 from cfl.tree import Tree
-from cfl.types import EMPTY, Batch, Ctx, Parts
+from cfl.types import EMPTY, Batch, Ctx, Parts, Phase, RoundInfo
 
-__all__ = ["CLASSES", "DIMENSIONS", "config", "context", "stream"]
+__all__ = ["CLASSES", "DIMENSIONS", "config", "consolidation", "context", "mlp", "net", "random", "stream"]
 
 
 def config(*overrides: str, method: str = "fot", **options: Any) -> cfl.RunConfig:
@@ -21,3 +26,50 @@ def context(shared: Parts, state: Tree, batch: Batch, model: Model | None = None
     """What a hook sees, where a test calls it without an engine: no memory, step 0, key 0."""
     ctx = Ctx(shared, state, batch, EMPTY, None, model, task, step=0, lr=0.1, key=0)  # type: ignore[arg-type]
     return ctx._replace(**more)
+
+
+def consolidation(model: Model, task: int = 0, clients: Sequence[int] = (0,), key: int = 11) -> RoundInfo:
+    """The round in which clients store what they need of a task; the model is in evaluation mode, as there."""
+    model.module.eval()
+    return RoundInfo(
+        task=task,
+        tasks=3,
+        phase=Phase("consolidate", cohort="available", train=False, work=True),
+        round=0,
+        clients=tuple(clients),
+        names=(*model.trainable(task), *model.buffers(task)),
+        frozen=frozenset(),
+        heads=(task,),
+        population=len(clients),
+        lr=0.1,
+        model=model,
+        key=key,
+    )
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    """Normal draws in float64 that float32, in which streams keep their samples, holds exactly."""
+    return torch.randn(*shape, generator=rng.generator(seed)).double()
+
+
+class Net(nn.Sequential):
+    """A sequence that takes samples in the precision of its weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(next(self.parameters()).dtype))
+
+
+def net(*parts: nn.Module) -> Net:
+    """The modules in float64, with weights that do not depend on the tests before."""
+    made = Net(*parts)
+    with rng.fork(1):
+        for part in made:
+            if hasattr(part, "reset_parameters"):
+                part.reset_parameters()
+    return made.double()
+
+
+def mlp(*widths: int) -> Net:
+    """Linear layers with ReLU between them, in float64."""
+    pairs = zip(widths[:-1], widths[1:], strict=True)
+    return net(*[part for a, b in pairs for part in (nn.Linear(a, b), nn.ReLU())][:-1])

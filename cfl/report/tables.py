@@ -57,6 +57,12 @@ def percent(value: float) -> str:
     return "–" if math.isnan(value) else f"{100 * value:.1f}"
 
 
+def spread(score: Mapping[str, float], runs: int) -> str:
+    """Mean ± standard deviation of fractions in percent; one run has no deviation to speak of."""
+    mean = percent(score["mean"])
+    return mean if runs == 1 or math.isnan(score["mean"]) else f"{mean} ± {percent(score['std'])}"
+
+
 def compared(summaries: Mapping[str, Mapping[str, Any]], title: str) -> Table:
     """A line a method: mean ± standard deviation of ACC and FGT in percent, and the means of what it costs.
 
@@ -67,11 +73,7 @@ def compared(summaries: Mapping[str, Mapping[str, Any]], title: str) -> Table:
     for name in ("ACC %", "FGT %", *(title for title, _ in _COSTS.values()), "seeds"):
         table.add_column(name, justify="right")
     for method, row in summaries.items():
-        scores = [percent(row[name]["mean"]) for name in ("acc", "fgt")]
-        if len(row["seeds"]) > 1:  # one run has no deviation to speak of
-            scores = [
-                f"{score} ± {percent(row[name]['std'])}" for score, name in zip(scores, ("acc", "fgt"), strict=True)
-            ]
+        scores = [spread(row[name], len(row["seeds"])) for name in ("acc", "fgt")]
         costs = [f"{row[name]['mean'] / unit:.1f}" for name, (_, unit) in _COSTS.items()]
         table.add_row(method, *scores, *costs, str(len(row["seeds"])))
     return table

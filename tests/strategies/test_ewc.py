@@ -15,12 +15,10 @@ from cfl.local.base import LocalRegularizer
 from cfl.local.chain import Chain
 from cfl.models.handle import Model
 from cfl.options import build
-from cfl.record import NullSink
 from cfl.strategies.base import Strategy
 from cfl.strategies.ewc import EWC
 from cfl.types import Batch, Client, Phase, RoundInfo, Share
 from tests import toy
-from tests.test_resume import Killed, finished
 
 PENALTY_ONLY = torch.zeros(1, 2)  # logits, which the penalty does not read
 
@@ -343,26 +341,3 @@ def test_consolidation_sends_nothing_up_and_stores_eight_bytes_a_parameter(multi
     assert moved["consolidate"] == {"up": 0, "down": 2 * 4 * 4 * 110}  # after two tasks, the model to four clients
     assert moved["train"] == {"up": 3 * 2 * 3 * 4 * 110, "down": 3 * 2 * 3 * 4 * 110}
     assert result.metrics["client_bytes"] == result.metrics["client_bytes_max"] == 8 * covered
-
-
-RESUMED = toy.config("local.momentum=0.9", "model.dropout=[0.2,0.2]", "partition.task_share=0.5", method="ewc")
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole")
-    return cfl.run(RESUMED, stream=toy.stream(), output=folder), finished(folder)
-
-
-@pytest.mark.parametrize("killed_at", [1, 3, 4, 5, 8])  # 3 and 6 of the eight rounds are consolidations
-def test_a_killed_run_ends_with_the_same_bytes(killed_at, whole, tmp_path):
-    class Dies(NullSink):
-        def round(self, row):
-            if row["rounds_done"] == killed_at:  # its checkpoint is not yet written
-                raise Killed
-
-    with pytest.raises(Killed):
-        cfl.run(RESUMED, stream=toy.stream(), output=tmp_path, sink=Dies())
-    resumed = cfl.run(RESUMED, stream=toy.stream(), output=tmp_path, resume=True)
-    assert finished(tmp_path) == whole[1]
-    assert all(torch.equal(resumed.params[name], leaf) for name, leaf in whole[0].params.items())

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import cfl
-from cfl import optim, rng, tree
+from cfl import optim, tree
 from cfl.engines.step import LocalStep
 from cfl.local.chain import Chain
 from cfl.strategies.base import Strategy
@@ -16,59 +16,14 @@ from cfl.strategies.fot import FOT
 from cfl.strategies.gpm import GPM, known
 from cfl.streams.partition import deal
 from cfl.subspace.projection import input_vectors, names, width
-from cfl.types import EMPTY, Batch, Client, Phase, RoundInfo, Share
+from cfl.types import EMPTY, Batch, Client, Share
 from tests import toy
-from tests.test_resume import Killed, finished
 
 # --- helpers ---------------------------------------------------------------------------------------------------------
 
 
-def _random(*shape, seed=0):
-    """Normal draws in float64 that float32, in which streams keep their samples, holds exactly."""
-    return torch.randn(*shape, generator=rng.generator(seed)).double()
-
-
-class _Net(nn.Sequential):
-    """A sequence that takes samples in the precision of its weights."""
-
-    def forward(self, x):
-        return super().forward(x.to(next(self.parameters()).dtype))
-
-
-def _net(*parts):
-    """The modules in float64, with weights that do not depend on the tests before."""
-    net = _Net(*parts)
-    with rng.fork(1):
-        for part in net:
-            if hasattr(part, "reset_parameters"):
-                part.reset_parameters()
-    return net.double()
-
-
-def _mlp(*widths):
-    pairs = zip(widths[:-1], widths[1:], strict=True)
-    return _net(*[part for a, b in pairs for part in (nn.Linear(a, b), nn.ReLU())][:-1])
-
-
 def _handle(module, input_shape, outputs=3, **options):
     return cfl.Model(module, input_shape, [outputs] * 3, **{"multi_head": False, **options})
-
-
-def _info(model, task=0, key=11):
-    return RoundInfo(
-        task=task,
-        tasks=3,
-        phase=Phase("consolidate", cohort="available", train=False, work=True),
-        round=0,
-        clients=(0,),
-        names=(*model.trainable(task), *model.buffers(task)),
-        frozen=frozenset(),
-        heads=(task,),
-        population=1,
-        lr=0.1,
-        model=model,
-        key=key,
-    )
 
 
 def _client(x, task=0, id=0):
@@ -82,7 +37,7 @@ def _consolidated(strategy, model, *data, state=None):
     """The client's state after consolidating one task after another."""
     state = state or {}
     for task, x in enumerate(data):
-        up, state = strategy.work(model.params, _client(x, task), {}, state, _info(model, task))
+        up, state = strategy.work(model.params, _client(x, task), {}, state, toy.consolidation(model, task))
         assert up == {}
     return state
 
@@ -146,7 +101,7 @@ ONE = ("partition.clients=1", "cohort=1")
 
 def test_an_update_by_hand():
     # The step is (2, 1) and 4 for the bias. Beside (0.6, 0, 0.8), whose part is 4.4 of it, (-0.64, 1) and 0.48 remain.
-    model = _handle(_net(nn.Linear(2, 1)), (2,), outputs=1)
+    model = _handle(toy.net(nn.Linear(2, 1)), (2,), outputs=1)
     old = {"0.weight": torch.tensor([[1.0, 1.0]]).double(), "0.bias": torch.tensor([1.0]).double()}
     new = {"0.weight": torch.tensor([[3.0, 2.0]]).double(), "0.bias": torch.tensor([5.0]).double()}
     state = {"basis/0": torch.tensor([[0.6], [0.0], [0.8]]).double()}
@@ -169,15 +124,15 @@ def test_an_update_by_hand():
 @pytest.mark.parametrize("threshold,rank", [(0.5, 1), (0.9, 1), (0.91, 2), (1.0, 2)])
 def test_a_basis_by_hand(threshold, rank):
     # Inputs (3, 0) and (0, 1): |X|^2 = 10, of which the first direction holds 9.
-    model = _handle(_net(nn.Linear(2, 3)), (2,))
+    model = _handle(toy.net(nn.Linear(2, 3)), (2,))
     state = _consolidated(GPM(threshold=threshold, bias="free"), model, torch.tensor([[3.0, 0.0], [0.0, 1.0]]))
     np.testing.assert_allclose(state["basis/0"].abs().numpy(), np.eye(2)[:, :rank], atol=1e-12)
 
 
 @pytest.mark.parametrize("augment", [True, False])
 def test_bases_are_those_of_equations_8_and_9_by_brute_force(augment):
-    model = _handle(_mlp(12, 10, 3), (12,))
-    data = [_random(40, 12) * torch.arange(1, 13) ** -0.5, 2 * _random(40, 12, seed=1)]
+    model = _handle(toy.mlp(12, 10, 3), (12,))
+    data = [toy.random(40, 12) * torch.arange(1, 13) ** -0.5, 2 * toy.random(40, 12, seed=1)]
     strategy = GPM(threshold=0.9, bias="augment" if augment else "free")
     first = _consolidated(strategy, model, data[0])
     both = _consolidated(strategy, model, *data)
@@ -203,13 +158,13 @@ def test_bases_are_those_of_equations_8_and_9_by_brute_force(augment):
 
 
 def test_the_basis_of_a_lone_client_spans_that_of_fot():
-    model = _handle(_mlp(12, 10, 3), (12,))
+    model = _handle(toy.mlp(12, 10, 3), (12,))
     fot, gpm = FOT(sketch="gram", threshold=0.8), GPM(threshold=0.8)
     server, state = {"params": model.params, **fot.init_server(model.params, model)}, {}
     grown = []
     for task in range(3):
-        x = _random(40, 12, seed=task) * torch.arange(1, 13) ** (task / 2 - 1)  # ever wider
-        client, info = _client(x, task), _info(model, task)
+        x = toy.random(40, 12, seed=task) * torch.arange(1, 13) ** (task / 2 - 1)  # ever wider
+        client, info = _client(x, task), toy.consolidation(model, task)
         shared = fot.broadcast(server, info)
         up, _ = fot.work(shared["params"], client, shared, {}, info)
         server = fot.absorb(server, {"work": up}, info, 1.0)
@@ -225,9 +180,9 @@ def test_the_basis_of_a_lone_client_spans_that_of_fot():
 def test_a_run_with_one_client_is_fot():
     # In float64 the two differ in the order of additions alone.
     shared = (*ONE, "strategy.threshold=0.8", "server.lr=1")
-    gpm = _run(*shared, model=_mlp(8, 6, 6, 2))
-    fot = _run(*shared, "strategy.sketch=gram", "strategy.project_at=client", method="fot", model=_mlp(8, 6, 6, 2))
-    fedavg = _run(*ONE, method="fedavg", model=_mlp(8, 6, 6, 2))
+    gpm = _run(*shared, model=toy.mlp(8, 6, 6, 2))
+    fot = _run(*shared, "strategy.sketch=gram", "strategy.project_at=client", method="fot", model=toy.mlp(8, 6, 6, 2))
+    fedavg = _run(*ONE, method="fedavg", model=toy.mlp(8, 6, 6, 2))
     for name, leaf in fot.params.items():
         torch.testing.assert_close(gpm.params[name], leaf, atol=1e-10, rtol=0)
     assert any((fedavg.params[name] - leaf).abs().max() > 0.01 for name, leaf in fot.params.items())
@@ -259,8 +214,8 @@ def test_clients_that_saw_no_earlier_task_train_as_fedavg_to_the_byte(apply):
 
 
 def test_without_a_basis_every_leaf_goes_up_as_fedavg_sends_it():
-    model = _handle(_mlp(6, 5, 3), (6,))
-    moved = {name: leaf + _random(*leaf.shape) for name, leaf in model.params.items()}
+    model = _handle(toy.mlp(6, 5, 3), (6,))
+    moved = {name: leaf + toy.random(*leaf.shape) for name, leaf in model.params.items()}
     ctx = toy.context({"params": model.params}, {}, EMPTY, model)
     ours, theirs = GPM().finish(moved, ctx, 1)[0], Strategy().finish(moved, ctx, 1)[0]
     assert list(ours) == list(theirs) and all(torch.equal(ours[name], leaf) for name, leaf in theirs.items())
@@ -274,7 +229,7 @@ def test_without_a_basis_every_leaf_goes_up_as_fedavg_sends_it():
 @pytest.mark.parametrize("options", [(), ("local.momentum=0.9", "local.weight_decay=0.1"), ("local.optimizer=adam",)])
 def test_an_upload_is_orthogonal_to_the_clients_own_basis(options, dtype, bound):
     recorder = Recorder(threshold=0.8)
-    model = _run(*options, "local.lr=0.1", strategy=recorder, model=_mlp(8, 6, 6, 2).to(dtype)).model
+    model = _run(*options, "local.lr=0.1", strategy=recorder, model=toy.mlp(8, 6, 6, 2).to(dtype)).model
     checked = 0
     for task, state, upload in recorder.uploads:
         total = float(tree.flatten(upload)[0].norm())
@@ -290,7 +245,7 @@ def test_an_upload_is_orthogonal_to_the_clients_own_basis(options, dtype, bound)
 def test_the_mean_of_the_uploads_is_orthogonal_to_no_ones_basis():
     # The failure that FOT's paper names (appendix F.2): clients that hold different classes protect different spaces.
     recorder, options = Recorder(threshold=0.9), ("tasks=2", "partition.name=shards", "partition.shards=1", "cohort=4")
-    model = _run(*options, strategy=recorder, model=_mlp(8, 6, 6, 2), stream=toy.stream(2)).model
+    model = _run(*options, strategy=recorder, model=toy.mlp(8, 6, 6, 2), stream=toy.stream(2)).model
     layer = model.layers[0]
     bases = [state[f"basis/{layer.name}"] for _, _, state in recorder.stored]
     assert len(bases) == 4
@@ -304,7 +259,7 @@ def test_the_mean_of_the_uploads_is_orthogonal_to_no_ones_basis():
 
 def test_the_mean_of_two_uploads_by_hand():
     # Two clients protect e1 and e2; both want the step (1, 1). They send (0, 1) and (1, 0): the mean is (1, 1) / 2.
-    model = _handle(_net(nn.Linear(2, 1, bias=False)), (2,), outputs=1)
+    model = _handle(toy.net(nn.Linear(2, 1, bias=False)), (2,), outputs=1)
     new = {"0.weight": model.params["0.weight"] + 1}
     uploads = []
     for basis in ([[1.0], [0.0]], [[0.0], [1.0]]):
@@ -312,7 +267,7 @@ def test_the_mean_of_two_uploads_by_hand():
         uploads.append(GPM().finish(new, ctx, 1)[0])
     mean = tree.scale(tree.add(*uploads), 0.5)
     assert uploads[0]["0.weight"][0].tolist() == pytest.approx([0.0, -1.0])
-    after = GPM().absorb({"params": model.params}, {"strategy": mean}, _info(model, 1), 1.0)["params"]
+    after = GPM().absorb({"params": model.params}, {"strategy": mean}, toy.consolidation(model, 1), 1.0)["params"]
     step = after["0.weight"] - model.params["0.weight"]
     assert step[0].tolist() == pytest.approx([0.5, 0.5])  # the part along e1 is half of what FedAvg would make
 
@@ -321,12 +276,12 @@ def test_the_mean_of_two_uploads_by_hand():
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_no_step_changes_the_outputs_for_stored_inputs_in_gradient_mode(kind, momentum):
     if kind == "mlp":
-        module, shape, count = _mlp(32, 32, 32, 3), (32,), 6
+        module, shape, count = toy.mlp(32, 32, 32, 3), (32,), 6
     else:  # three images of four patches: 12 vectors of 2 x 16 values in each group
         conv = nn.Conv2d(4, 6, 4, stride=4, groups=2)
-        module, shape, count = _net(conv, nn.ReLU(), nn.Flatten(), nn.Linear(24, 3)), (4, 8, 8), 3
+        module, shape, count = toy.net(conv, nn.ReLU(), nn.Flatten(), nn.Linear(24, 3)), (4, 8, 8), 3
     model = _handle(module, shape)
-    old, new = _random(count, *shape), _random(8, *shape, seed=1)
+    old, new = toy.random(count, *shape), toy.random(8, *shape, seed=1)
     y = torch.arange(8) % 3
     batch = Batch(new, y, torch.ones(8, dtype=torch.float64), torch.arange(8))
     first, change = model.logits(model.params, old, 0), {}  # SGD: weight decay and Adam come after the projection
@@ -347,10 +302,10 @@ def test_no_step_changes_the_outputs_for_stored_inputs_in_gradient_mode(kind, mo
 
 @pytest.mark.parametrize("apply", ["update", "gradient"])
 def test_a_lone_client_keeps_its_logits_through_a_later_task(apply):
-    tasks = [(x := _random(6, 32, seed=task), torch.arange(6) % 3, x, torch.arange(6) % 3) for task in range(2)]
+    tasks = [(x := toy.random(6, 32, seed=task), torch.arange(6) % 3, x, torch.arange(6) % 3) for task in range(2)]
     recorder = Recorder(threshold=1.0, apply=apply)
     options = (*ONE, "tasks=2", "rounds=4")
-    result = _run(*options, strategy=recorder, model=_mlp(32, 32, 3), stream=cfl.from_tensors(tasks))
+    result = _run(*options, strategy=recorder, model=toy.mlp(32, 32, 3), stream=cfl.from_tensors(tasks))
     end = next(params for info, params, _ in recorder.rounds if info.phase.name == "consolidate")
     changes = [
         float((result.model.logits(result.params, x, 0) - result.model.logits(end, x, 0)).abs().max())
@@ -360,8 +315,8 @@ def test_a_lone_client_keeps_its_logits_through_a_later_task(apply):
 
 
 def test_the_bug_of_the_code_takes_one_direction_fewer_in_the_first_task_alone():
-    model = _handle(_mlp(12, 10, 3), (12,))
-    data = [_random(40, 12), _random(40, 12, seed=1)]
+    model = _handle(toy.mlp(12, 10, 3), (12,))
+    data = [toy.random(40, 12), toy.random(40, 12, seed=1)]
     bug = GPM(threshold=0.8, first_rank_bug=True)
     right, ours = _consolidated(GPM(threshold=0.8), model, data[0]), _consolidated(bug, model, data[0])
     for name, rank in _ranks(right).items():
@@ -369,7 +324,7 @@ def test_the_bug_of_the_code_takes_one_direction_fewer_in_the_first_task_alone()
         inside, outer = ours[f"basis/{name}"], right[f"basis/{name}"]
         torch.testing.assert_close(outer @ (outer.T @ inside), inside, atol=1e-9, rtol=0)
     for state in (right, ours):  # from the same bases on, the rules agree
-        second, info = _client(data[1], 1), _info(model, 1)
+        second, info = _client(data[1], 1), toy.consolidation(model, 1)
         after = [rule.work(model.params, second, {}, state, info)[1] for rule in (bug, GPM(threshold=0.8))]
         assert all(torch.equal(after[0][name], leaf) for name, leaf in after[1].items())
     # One direction that holds all the energy leaves none, not less than none.
@@ -377,7 +332,7 @@ def test_the_bug_of_the_code_takes_one_direction_fewer_in_the_first_task_alone()
 
 
 def test_a_client_looks_at_no_more_samples_than_asked_for():
-    model, x = _handle(_mlp(12, 10, 3), (12,)), _random(9, 12)
+    model, x = _handle(toy.mlp(12, 10, 3), (12,)), toy.random(9, 12)
     for samples, rank in ((0, 9), (4, 4), (30, 9)):  # nine inputs in general position, of 13 dimensions
         state = _consolidated(GPM(threshold=1.0, samples=samples), model, x)
         assert state["basis/0"].shape == (13, rank)
@@ -386,23 +341,23 @@ def test_a_client_looks_at_no_more_samples_than_asked_for():
     inputs = torch.nn.functional.pad(x, (0, 1), value=1.0)
     outside = (inputs - inputs @ basis @ basis.T).norm(dim=1)
     assert int((outside < 1e-9).sum()) == 4  # four of its own samples, each once
-    assert torch.equal(few.work(model.params, _client(x), {}, {}, _info(model))[1]["basis/0"], basis)
+    assert torch.equal(few.work(model.params, _client(x), {}, {}, toy.consolidation(model))[1]["basis/0"], basis)
     for id, key in ((0, 12), (1, 11)):  # the draw is keyed by round and client
-        _, other = few.work(model.params, _client(x, id=id), {}, {}, _info(model, key=key))
+        _, other = few.work(model.params, _client(x, id=id), {}, {}, toy.consolidation(model, key=key))
         assert np.abs(_projector(other["basis/0"]) - _projector(basis)).max() > 0.01
 
 
 def test_the_threshold_rises_by_its_step_after_each_task():
-    model, x = _handle(_mlp(12, 3), (12,)), _random(40, 12)
+    model, x = _handle(toy.mlp(12, 3), (12,)), toy.random(40, 12)
     rising = GPM(threshold=0.7, threshold_step=0.05)
     for task, threshold in ((0, 0.7), (2, 0.8), (9, 1.0)):  # 0.7 + 9 x 0.05 is more than 1
-        _, ours = rising.work(model.params, _client(x, task), {}, {}, _info(model, task))
+        _, ours = rising.work(model.params, _client(x, task), {}, {}, toy.consolidation(model, task))
         fixed = _consolidated(GPM(threshold=threshold), model, x)
         assert _ranks(ours) == _ranks(fixed)
 
 
 def test_nothing_is_added_where_the_inputs_are_covered():
-    model, x = _handle(_mlp(12, 10, 3), (12,)), _random(40, 12)
+    model, x = _handle(toy.mlp(12, 10, 3), (12,)), toy.random(40, 12)
     for threshold, data in ((0.8, x), (1.0, x[:6])):
         once = _consolidated(GPM(threshold=threshold), model, data)
         twice = _consolidated(GPM(threshold=threshold), model, data, data)
@@ -412,31 +367,31 @@ def test_nothing_is_added_where_the_inputs_are_covered():
 def test_rounding_errors_of_float32_are_no_directions():
     # The second task has 20 covered inputs and a new one, weak but far above rounding: one direction, as in FOT. That
     # the stored basis is rounded to float32 leaves 1e-7 of the others beside it, which are not rank.
-    model = _handle(_net(nn.Linear(64, 3, bias=False)).float(), (64,))
-    x, new = _random(20, 64), 0.001 * _random(1, 64, seed=1)
+    model = _handle(toy.net(nn.Linear(64, 3, bias=False)).float(), (64,))
+    x, new = toy.random(20, 64), 0.001 * toy.random(1, 64, seed=1)
     state = _consolidated(GPM(threshold=1.0), model, x, torch.cat([x, new]))
     assert _ranks(state) == {"0": 21}
 
 
 def test_a_dead_layer_gets_no_directions():
-    model = _handle(_mlp(12, 10, 3), (12,))
+    model = _handle(toy.mlp(12, 10, 3), (12,))
     model.params["0.bias"].fill_(-100.0)  # ReLU puts out zeros for every sample
-    state = _consolidated(GPM(bias="free"), model, _random(20, 12), _random(20, 12, seed=1))
+    state = _consolidated(GPM(bias="free"), model, toy.random(20, 12), toy.random(20, 12, seed=1))
     assert state["basis/2"].shape == (10, 0) and state["basis/0"].shape[1] > 0
 
 
 def test_a_full_basis_stops_its_layer_and_grows_no_more():
-    model = _handle(_mlp(5, 4, 3), (5,), multi_head=True)
-    x = _random(80, 5)
+    model = _handle(toy.mlp(5, 4, 3), (5,), multi_head=True)
+    x = toy.random(80, 5)
     strategy = GPM(threshold=1.0, bias="free")
     state = _consolidated(strategy, model, x)
     assert state["basis/0"].shape == (5, 5)
-    again = _consolidated(strategy, model, _random(80, 5, seed=1), state=state)
+    again = _consolidated(strategy, model, toy.random(80, 5, seed=1), state=state)
     assert torch.equal(again["basis/0"], state["basis/0"])
     # Heads of their own are not projected: only the body has a basis, and its weight alone stays.
     assert set(state) == {"basis/0"}
     params = {name: model.params[name] for name in model.trainable(1)}
-    moved = {name: leaf + _random(*leaf.shape) for name, leaf in params.items()}
+    moved = {name: leaf + toy.random(*leaf.shape) for name, leaf in params.items()}
     ctx = toy.context({"params": model.params}, state, EMPTY, model, 1)
     plain = tree.sub(params, moved)
     for ours in (strategy.finish(moved, ctx, 1)[0], GPM(apply="gradient", bias="free").adjust(plain, params, ctx)):
@@ -457,7 +412,7 @@ def test_a_full_basis_stops_its_layer_and_grows_no_more():
 )
 def test_what_is_frozen_after_the_first_task_stays_to_the_byte(options, still):
     recorder = Recorder(**options)
-    module = _net(nn.Linear(8, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 2))
+    module = toy.net(nn.Linear(8, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 2))
     result = _run("tasks=2", "local.weight_decay=0.1", strategy=recorder, model=module, stream=toy.stream(2))
     assert recorder.frozen(0, result.model) == frozenset() and recorder.frozen(1, result.model) == still
     end = next(params for info, params, _ in recorder.rounds if info.phase.name == "consolidate")
@@ -502,25 +457,27 @@ def test_heads_are_not_projected(apply):
 
 @pytest.mark.parametrize("apply", ["update", "gradient"])
 def test_hooks_write_to_nothing_that_they_are_given(apply):
-    model, x = _handle(_mlp(6, 5, 3), (6,)), _random(4, 6)
+    model, x = _handle(toy.mlp(6, 5, 3), (6,)), toy.random(4, 6)
     strategy = GPM(threshold=0.8, apply=apply)
     state = _consolidated(strategy, model, x)
-    params = {name: leaf + _random(*leaf.shape) for name, leaf in model.params.items()}
+    params = {name: leaf + toy.random(*leaf.shape) for name, leaf in model.params.items()}
     given = [model.params, params, state]
     copies = [tree.clone(leaves) for leaves in given]
     ctx = toy.context({"params": model.params}, state, EMPTY, model)
     strategy.adjust(params, params, ctx)
     strategy.finish(params, ctx, 1)
-    strategy.work(params, _client(_random(4, 6, seed=1), 1), {}, state, _info(model, 1))
+    strategy.work(params, _client(toy.random(4, 6, seed=1), 1), {}, state, toy.consolidation(model, 1))
     for leaves, copy in zip(given, copies, strict=True):
         assert list(leaves) == list(copy) and all(torch.equal(leaves[name], leaf) for name, leaf in copy.items())
 
 
 @pytest.mark.parametrize("apply", ["update", "gradient"])
 def test_hooks_work_on_stacked_clients(apply):
-    model, strategy = _handle(_mlp(6, 5, 3), (6,)), GPM(threshold=1.0, apply=apply)
-    states = [_consolidated(strategy, model, _random(3, 6, seed=seed)) for seed in range(2)]  # ranks 3: they stack
-    params = [{name: leaf + _random(*leaf.shape, seed=seed) for name, leaf in model.params.items()} for seed in (5, 6)]
+    model, strategy = _handle(toy.mlp(6, 5, 3), (6,)), GPM(threshold=1.0, apply=apply)
+    states = [_consolidated(strategy, model, toy.random(3, 6, seed=seed)) for seed in range(2)]  # ranks 3: they stack
+    params = [
+        {name: leaf + toy.random(*leaf.shape, seed=seed) for name, leaf in model.params.items()} for seed in (5, 6)
+    ]
 
     def hooks(at, state):
         ctx = toy.context({"params": model.params}, state, EMPTY, model)
@@ -530,23 +487,3 @@ def test_hooks_work_on_stacked_clients(apply):
     for ours, at, state in zip(stacked, params, states, strict=True):
         for name, leaf in hooks(at, state).items():
             torch.testing.assert_close(ours[name], leaf, atol=1e-12, rtol=0)
-
-
-@pytest.mark.parametrize("apply", ["update", "gradient"])
-def test_killed_and_resumed_gives_the_same_bytes(apply, tmp_path):
-    config = toy.config("local.momentum=0.9", f"strategy.apply={apply}", "strategy.samples=6", method="gpm")
-    whole = cfl.run(config, stream=toy.stream(), output=tmp_path / "whole")
-
-    for killed_at in (3, 4, 6):  # the first consolidation, the round after it, the second consolidation
-
-        class Sink(cfl.record.NullSink):
-            def round(self, row, killed_at=killed_at):
-                if row["rounds_done"] == killed_at:
-                    raise Killed
-
-        folder = tmp_path / str(killed_at)
-        with pytest.raises(Killed):
-            cfl.run(config, stream=toy.stream(), output=folder, sink=Sink())
-        again = cfl.run(config, stream=toy.stream(), output=folder, resume=True)
-        assert finished(folder) == finished(tmp_path / "whole")
-        assert all(torch.equal(again.params[name], leaf) for name, leaf in whole.params.items())

@@ -15,11 +15,9 @@ from cfl.engines.step import LocalStep
 from cfl.errors import ConfigError
 from cfl.local.chain import Chain
 from cfl.models.handle import Model
-from cfl.record import NullSink
 from cfl.strategies.joint import Joint
 from cfl.types import Batch
 from tests import toy
-from tests.test_resume import Killed, finished
 
 CLASSES = [2, 4, 3]
 X = torch.randn(6, 5, dtype=torch.float64, generator=rng.generator(1))
@@ -260,26 +258,3 @@ def test_padding_changes_nothing():
         torch.testing.assert_close(padded.params[name], leaf, atol=1e-14, rtol=0)
         assert torch.equal(empty.params[name], model.params[name])
         assert torch.equal(leaf, model.params[name]) == (name in model.head(2))
-
-
-RESUMED = toy.config("local.momentum=0.9", "model.dropout=[0.2,0.2]", "partition.task_share=0.5", method="joint")
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole")
-    return cfl.run(RESUMED, stream=toy.stream(multi_head=True), output=folder), finished(folder)
-
-
-@pytest.mark.parametrize("killed_at", [1, 3, 6])  # of six rounds
-def test_a_killed_run_ends_with_the_same_bytes(killed_at, whole, tmp_path):
-    class Dies(NullSink):
-        def round(self, row):
-            if row["rounds_done"] == killed_at:  # its checkpoint is not yet written
-                raise Killed
-
-    with pytest.raises(Killed):
-        cfl.run(RESUMED, stream=toy.stream(multi_head=True), output=tmp_path, sink=Dies())
-    resumed = cfl.run(RESUMED, stream=toy.stream(multi_head=True), output=tmp_path, resume=True)
-    assert finished(tmp_path) == whole[1]
-    assert all(torch.equal(resumed.params[name], leaf) for name, leaf in whole[0].params.items())

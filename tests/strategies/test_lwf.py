@@ -15,12 +15,10 @@ from cfl.errors import ConfigError
 from cfl.local.chain import Chain
 from cfl.models.handle import Model
 from cfl.options import build
-from cfl.record import NullSink
 from cfl.strategies.base import Strategy
 from cfl.strategies.lwf import LwF
 from cfl.types import Batch
 from tests import toy
-from tests.test_resume import Killed, finished
 
 CLASSES = [2, 4, 3]
 X = torch.randn(6, 5, dtype=torch.float64, generator=rng.generator(1))
@@ -326,26 +324,3 @@ def test_padding_changes_nothing():
     for name, leaf in short.params.items():
         torch.testing.assert_close(padded.params[name], leaf, atol=1e-14, rtol=0)
         assert torch.equal(empty.params[name], start.params[name]) and not torch.equal(leaf, start.params[name])
-
-
-RESUMED = toy.config("local.momentum=0.9", "model.dropout=[0.2,0.2]", "strategy.train_old_heads=true", method="lwf")
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole")
-    return cfl.run(RESUMED, stream=toy.stream(multi_head=True), output=folder), finished(folder)
-
-
-@pytest.mark.parametrize("killed_at", [2, 3, 4, 5, 6])  # of six rounds; the teachers are made in the second and fourth
-def test_a_killed_run_ends_with_the_same_bytes(killed_at, whole, tmp_path):
-    class Dies(NullSink):
-        def round(self, row):
-            if row["rounds_done"] == killed_at:  # its checkpoint is not yet written
-                raise Killed
-
-    with pytest.raises(Killed):
-        cfl.run(RESUMED, stream=toy.stream(multi_head=True), output=tmp_path, sink=Dies())
-    resumed = cfl.run(RESUMED, stream=toy.stream(multi_head=True), output=tmp_path, resume=True)
-    assert finished(tmp_path) == whole[1]
-    assert all(torch.equal(resumed.params[name], leaf) for name, leaf in whole[0].params.items())

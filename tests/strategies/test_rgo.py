@@ -11,66 +11,20 @@ from torch import nn
 import cfl
 from cfl import rng, tree
 from cfl.strategies.rgo import RGO
-from cfl.types import EMPTY, Client, Phase, RoundInfo, Share
+from cfl.types import EMPTY, Client, Share
 from tests import toy
-from tests.test_resume import Killed, finished
 
 # --- helpers ---------------------------------------------------------------------------------------------------------
-
-
-def _random(*shape, seed=0):
-    """Normal draws in float64 that float32, in which streams keep their samples, holds exactly."""
-    return torch.randn(*shape, generator=rng.generator(seed)).double()
-
-
-class _Net(nn.Sequential):
-    """A sequence that takes samples in the precision of its weights."""
-
-    def forward(self, x):
-        return super().forward(x.to(next(self.parameters()).dtype))
-
-
-def _net(*parts):
-    """The modules in float64, with weights that do not depend on the tests before."""
-    net = _Net(*parts)
-    with rng.fork(1):
-        for part in net:
-            if hasattr(part, "reset_parameters"):
-                part.reset_parameters()
-    return net.double()
-
-
-def _mlp(*widths):
-    pairs = zip(widths[:-1], widths[1:], strict=True)
-    return _net(*[part for a, b in pairs for part in (nn.Linear(a, b), nn.ReLU())][:-1])
 
 
 def _conv():
     """A convolution, one of two groups, dropout (off while P is updated) and a Linear layer, on (2, 4, 4) images."""
     first, second = nn.Conv2d(2, 4, 2), nn.Conv2d(4, 6, 2, groups=2)
-    return _net(first, nn.ReLU(), second, nn.ReLU(), nn.Flatten(), nn.Dropout(0.5), nn.Linear(24, 3))
+    return toy.net(first, nn.ReLU(), second, nn.ReLU(), nn.Flatten(), nn.Dropout(0.5), nn.Linear(24, 3))
 
 
 def _handle(module, input_shape, outputs=3, multi_head=False):
     return cfl.Model(module, input_shape, [outputs] * 3, multi_head=multi_head)
-
-
-def _info(model, task=0, clients=(0,), key=11):
-    model.module.eval()  # as the engine runs `work`
-    return RoundInfo(
-        task=task,
-        tasks=3,
-        phase=Phase("consolidate", cohort="available", train=False, work=True),
-        round=0,
-        clients=tuple(clients),
-        names=(*model.trainable(task), *model.buffers(task)),
-        frozen=frozenset(),
-        heads=(task,),
-        population=len(clients),
-        lr=0.1,
-        model=model,
-        key=key,
-    )
 
 
 def _client(x, y, task=0, id=0):
@@ -82,7 +36,7 @@ def _consolidated(strategy, model, *data):
     """The state of a client after consolidating one task (x, y) after another."""
     state = {}
     for task, (x, y) in enumerate(data):
-        up, state = strategy.work(model.params, _client(x, y, task), {}, state, _info(model, task))
+        up, state = strategy.work(model.params, _client(x, y, task), {}, state, toy.consolidation(model, task))
         assert up == {}
     return state
 
@@ -90,7 +44,7 @@ def _consolidated(strategy, model, *data):
 def _vectors(model, x, y, size):
     """For each batch of `size`: matrix name to v, with the gradient of q taken by autograd on a copy of the module.
 
-    Batches are those of client 0 in the round of `_info`.
+    Batches are those of client 0 in the round of `toy.consolidation`.
     """
     module = copy.deepcopy(model.module).eval()
     order = torch.randperm(len(x), generator=rng.generator(rng.key(11, "order", 0)))
@@ -139,7 +93,7 @@ def test_an_update_of_p_by_hand():
     # W = 0, b = 0, two outputs, x = (2, 0), y = 0: a = 1/2 and the root is 1/2, so that dq/dW = [[1, 0], [0, 0]] and
     # dq/db = (1/2, 0). Weight: v = (1/2, 0), the mean over both outputs; bias: v = (1/2, 0). With alpha 1 either is
     # P = I - diag(1/4, 0) / (1 + 1/4) = diag(4/5, 1).
-    model = _handle(_net(nn.Linear(2, 2)), (2,), outputs=2)
+    model = _handle(toy.net(nn.Linear(2, 2)), (2,), outputs=2)
     model.params = tree.map(torch.zeros_like, model.params)
     x, y = torch.tensor([[2.0, 0.0]]), torch.tensor([0])
     state = _consolidated(RGO(alpha=1.0), model, (x, y))
@@ -154,7 +108,7 @@ def test_an_update_of_p_by_hand():
 
 def test_a_gradient_by_hand():
     # P = diag(4/5, 1) has trace 9/5, so it is scaled by 10/9: (1, 1) becomes (8/9, 10/9).
-    model = _handle(_net(nn.Linear(2, 2)), (2,), outputs=2)
+    model = _handle(toy.net(nn.Linear(2, 2)), (2,), outputs=2)
     grads = {"0.weight": torch.tensor([[1.0, 1.0], [0.0, 9.0]]).double(), "0.bias": torch.tensor([9.0, 9.0]).double()}
     p = torch.diag(torch.tensor([0.8, 1.0])).double()
     ctx = toy.context({}, {"weight/0": p, "bias/0": p}, EMPTY, model)
@@ -167,9 +121,9 @@ def test_a_gradient_by_hand():
 @pytest.mark.parametrize("alpha", [1.0, 0.01])
 def test_p_is_the_inverse_of_its_definition(kind, alpha):
     # P = (I + sum v v^T / alpha)^-1, over all batches of both tasks.
-    shape, module = ((7,), _mlp(7, 5, 3)) if kind == "mlp" else ((2, 4, 4), _conv())
+    shape, module = ((7,), toy.mlp(7, 5, 3)) if kind == "mlp" else ((2, 4, 4), _conv())
     model = _handle(module, shape)
-    data = [(_random(10, *shape, seed=task), (torch.arange(10) + task) % 3) for task in range(2)]
+    data = [(toy.random(10, *shape, seed=task), (torch.arange(10) + task) % 3) for task in range(2)]
     state = _consolidated(RGO(alpha=alpha, batch_size=4), model, *data)
     vectors = [v for x, y in data for v in _vectors(model, x, y, 4)]
     assert len(vectors) == 2 * 3  # batches of 4, 4 and 2
@@ -181,9 +135,9 @@ def test_p_is_the_inverse_of_its_definition(kind, alpha):
 
 
 def test_with_heads_of_their_own_only_the_bodys_layers_count():
-    model = _handle(_mlp(7, 5, 3), (7,), multi_head=True)
-    x, y = _random(6, 7), torch.arange(6) % 3
-    state = RGO().work(model.params, _client(x, y, 1), {}, {}, _info(model, 1))[1]
+    model = _handle(toy.mlp(7, 5, 3), (7,), multi_head=True)
+    x, y = toy.random(6, 7), torch.arange(6) % 3
+    state = RGO().work(model.params, _client(x, y, 1), {}, {}, toy.consolidation(model, 1))[1]
     assert set(state) == {"weight/0", "bias/0"}
     head = {"2.weight": model.params["2.weight@1"], "2.bias": model.params["2.bias@1"]}  # q goes through the task's own
     model.module.load_state_dict({**model.module.state_dict(), **head})
@@ -217,7 +171,7 @@ def test_without_p_gradients_keep_their_very_tensors():
 def test_an_alpha_without_end_is_fedavg():
     # P differs from I by |v|^2 / alpha, and |v| is far below 100 here: less than 1e-8 of a gradient.
     def run(*overrides, method="rgo"):
-        return _run(*overrides, method=method, model=_mlp(8, 6, 6, 2)).params
+        return _run(*overrides, method=method, model=toy.mlp(8, 6, 6, 2)).params
 
     fedavg = run(method="fedavg")
     far, near = (run("strategy.share=1", f"strategy.alpha={alpha}") for alpha in (1e12, 1.0))
@@ -232,8 +186,8 @@ def test_an_alpha_without_end_is_fedavg():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("alpha", [1.0, 0.01])
 def test_p_stays_symmetric_and_positive_definite(dtype, alpha):
-    model = _handle(_mlp(64, 32, 3).to(dtype), (64,))
-    data = [(3 * _random(200, 64, seed=task), torch.arange(200) % 3) for task in range(4)]
+    model = _handle(toy.mlp(64, 32, 3).to(dtype), (64,))
+    data = [(3 * toy.random(200, 64, seed=task), torch.arange(200) % 3) for task in range(4)]
     for p in _consolidated(RGO(alpha=alpha, batch_size=4), model, *data).values():
         assert p.dtype == dtype and torch.equal(p, p.T)
         values = torch.linalg.eigvalsh(p.double())
@@ -242,8 +196,8 @@ def test_p_stays_symmetric_and_positive_definite(dtype, alpha):
 
 def test_the_applied_matrix_has_the_trace_of_the_identity():
     # The gradient I (d, d) of a square layer comes back as the matrix itself; and that of a bias is one row at a time.
-    model = _handle(_net(nn.Linear(4, 4)), (4,), outputs=4)
-    state = _consolidated(RGO(alpha=0.1), model, (_random(20, 4), torch.arange(20) % 4))
+    model = _handle(toy.net(nn.Linear(4, 4)), (4,), outputs=4)
+    state = _consolidated(RGO(alpha=0.1), model, (toy.random(20, 4), torch.arange(20) % 4))
     ctx = toy.context({}, state, EMPTY, model)
     eye = torch.eye(4, dtype=torch.float64)
     rows = [RGO().adjust({"0.weight": eye, "0.bias": row}, {}, ctx) for row in eye]
@@ -255,8 +209,8 @@ def test_the_applied_matrix_has_the_trace_of_the_identity():
 
 def test_gradients_are_multiplied_group_by_group():
     model = _handle(_conv(), (2, 4, 4))
-    state = _consolidated(RGO(alpha=0.1), model, (_random(20, 2, 4, 4), torch.arange(20) % 3))
-    grads = {name: _random(*leaf.shape, seed=3) for name, leaf in model.params.items()}
+    state = _consolidated(RGO(alpha=0.1), model, (toy.random(20, 2, 4, 4), torch.arange(20) % 3))
+    grads = {name: toy.random(*leaf.shape, seed=3) for name, leaf in model.params.items()}
     ours = RGO().adjust(grads, model.params, toy.context({}, state, EMPTY, model))
     assert list(ours) == list(grads)
     for group, rows in enumerate((slice(0, 3), slice(3, 6))):
@@ -273,8 +227,8 @@ def test_gradients_are_multiplied_group_by_group():
 
 def test_steps_shrink_where_earlier_tasks_curve():
     # One vector v: P v = v / (1 + |v|^2 / alpha), and what is orthogonal to v stays; the trace is brought back to d.
-    model = _handle(_net(nn.Linear(6, 3)), (6,))
-    x, y = _random(5, 6), torch.arange(5) % 3
+    model = _handle(toy.net(nn.Linear(6, 3)), (6,))
+    x, y = toy.random(5, 6), torch.arange(5) % 3
     state = _consolidated(RGO(alpha=0.1), model, (x, y))
     (v,) = (vectors["weight/0"] for vectors in _vectors(model, x, y, 16))
     left = 1 / (1 + float(v @ v) / 0.1)
@@ -288,12 +242,12 @@ def test_steps_shrink_where_earlier_tasks_curve():
 
 @pytest.mark.parametrize("share,count", [(0.4, 4), (0.26, 3), (1.0, 10), (0.01, 1)])
 def test_a_share_of_the_owners_updates_p_and_the_others_keep_their_state(share, count):
-    model, x, y = _handle(_mlp(7, 5, 3), (7,)), _random(4, 7), torch.arange(4) % 3
+    model, x, y = _handle(toy.mlp(7, 5, 3), (7,)), toy.random(4, 7), torch.arange(4) % 3
     owners = (0, 1, 3, 4, 6, 7, 8, 9, 12, 20)
     strategy, drawn = RGO(share=share), []
     earlier = {"weight/0": 0.5 * torch.eye(7).double()}
     for key in (11, 12):
-        info = _info(model, clients=owners, key=key)
+        info = toy.consolidation(model, clients=owners, key=key)
         states = {id: strategy.work(model.params, _client(x, y, id=id), {}, earlier, info)[1] for id in owners}
         drawn.append({id for id, state in states.items() if state is not earlier})
         assert len(drawn[-1]) == count
@@ -332,13 +286,13 @@ def test_bytes_from_the_shapes_of_p():
 
 
 def test_hooks_write_to_nothing_that_they_are_given():
-    model, data = _handle(_conv(), (2, 4, 4)), (_random(6, 2, 4, 4), torch.arange(6) % 3)
+    model, data = _handle(_conv(), (2, 4, 4)), (toy.random(6, 2, 4, 4), torch.arange(6) % 3)
     state = _consolidated(RGO(), model, data)
-    grads = {name: _random(*leaf.shape) for name, leaf in model.params.items()}
+    grads = {name: toy.random(*leaf.shape) for name, leaf in model.params.items()}
     given = [model.params, grads, state]
     copies = [tree.clone(leaves) for leaves in given]
     RGO().adjust(grads, model.params, toy.context({}, state, EMPTY, model))
-    _, new = RGO().work(model.params, _client(*data, 1), {}, state, _info(model, 1))
+    _, new = RGO().work(model.params, _client(*data, 1), {}, state, toy.consolidation(model, 1))
     assert all(not torch.equal(new[name], leaf) for name, leaf in state.items())
     for leaves, copied in zip(given, copies, strict=True):
         assert list(leaves) == list(copied) and all(torch.equal(leaves[name], leaf) for name, leaf in copied.items())
@@ -346,8 +300,8 @@ def test_hooks_write_to_nothing_that_they_are_given():
 
 def test_gradients_of_stacked_clients_are_those_of_each():
     model = _handle(_conv(), (2, 4, 4))
-    states = [_consolidated(RGO(), model, (_random(6, 2, 4, 4, seed=s), torch.arange(6) % 3)) for s in range(2)]
-    grads = [{name: _random(*leaf.shape, seed=s) for name, leaf in model.params.items()} for s in (5, 6)]
+    states = [_consolidated(RGO(), model, (toy.random(6, 2, 4, 4, seed=s), torch.arange(6) % 3)) for s in range(2)]
+    grads = [{name: toy.random(*leaf.shape, seed=s) for name, leaf in model.params.items()} for s in (5, 6)]
 
     def adjust(grads, state):
         return RGO().adjust(grads, model.params, toy.context({}, state, EMPTY, model))
@@ -356,22 +310,3 @@ def test_gradients_of_stacked_clients_are_those_of_each():
     for ours, *own in zip(stacked, grads, states, strict=True):
         for name, leaf in adjust(*own).items():
             torch.testing.assert_close(ours[name], leaf, atol=1e-13, rtol=0)
-
-
-def test_killed_and_resumed_gives_the_same_bytes(tmp_path):
-    config = toy.config("local.momentum=0.9", "strategy.share=0.5", method="rgo")
-    whole = cfl.run(config, stream=toy.stream(), output=tmp_path / "whole")
-
-    for killed_at in (3, 4, 6):  # the first consolidation, the round after it, the second consolidation
-
-        class Sink(cfl.record.NullSink):
-            def round(self, row, killed_at=killed_at):
-                if row["rounds_done"] == killed_at:
-                    raise Killed
-
-        folder = tmp_path / str(killed_at)
-        with pytest.raises(Killed):
-            cfl.run(config, stream=toy.stream(), output=folder, sink=Sink())
-        again = cfl.run(config, stream=toy.stream(), output=folder, resume=True)
-        assert finished(folder) == finished(tmp_path / "whole")
-        assert all(torch.equal(again.params[name], leaf) for name, leaf in whole.params.items())

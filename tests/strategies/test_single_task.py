@@ -11,11 +11,9 @@ import cfl
 from cfl import rng, tree
 from cfl.engines.evaluate import accuracy
 from cfl.models.handle import Model
-from cfl.record import NullSink
 from cfl.strategies.single_task import SingleTask
 from cfl.types import Phase, RoundInfo
 from tests import toy
-from tests.test_resume import Killed, finished
 
 LEARNS = ("local.lr=0.2", "rounds=6")
 
@@ -181,26 +179,3 @@ def test_hooks_write_to_nothing_that_they_are_given():
     rule.absorb(server, {"strategy": {"weight": torch.ones(1, 2)}}, info, 1.0)
     rule.serve(server, 0)
     assert set(server) == set(before) and all(equal(server[name], leaves) for name, leaves in before.items())
-
-
-RESUMED = toy.config(*LEARNS, "local.momentum=0.9", "model.dropout=[0.2,0.2]", method="single_task")
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole")
-    return cfl.run(RESUMED, stream=toy.stream(), output=folder), finished(folder)
-
-
-@pytest.mark.parametrize("killed_at", [2, 7, 8, 10, 13])  # six rounds a task: task 1 is rounds 7 to 12
-def test_a_killed_run_ends_with_the_same_bytes(killed_at, whole, tmp_path):
-    class Dies(NullSink):
-        def round(self, row):
-            if row["rounds_done"] == killed_at:  # its checkpoint is not yet written
-                raise Killed
-
-    with pytest.raises(Killed):
-        cfl.run(RESUMED, stream=toy.stream(), output=tmp_path, sink=Dies())
-    resumed = cfl.run(RESUMED, stream=toy.stream(), output=tmp_path, resume=True)
-    assert finished(tmp_path) == whole[1]
-    assert equal(resumed.params, whole[0].params)
