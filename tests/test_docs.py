@@ -143,6 +143,23 @@ def test_readme_names_what_is_there():
         assert sorted(cells[1].strip("`") for cells in table if cells[0] == kind) == registry.names()
 
 
+@pytest.mark.parametrize("partition", ["iid", "shards"])
+@pytest.mark.parametrize("benchmark", ["permuted-digits", "split-digits"])
+def test_results_of_the_methods_page_are_the_stored_ones(benchmark, partition):
+    stored = json.loads((ROOT / f"benchmarks/results/baselines/{benchmark}-{partition}.json").read_text())["methods"]
+    table = rows(ROOT / "docs/methods.md", after=f"### {benchmark}, {partition}")
+    assert [cells[0].strip("`") for cells in table] == list(stored)
+    for name, acc, fgt, up, down, kept, clients, server in table:
+        run = stored[name.strip("`")]
+        assert run["seeds"] == [0, 1, 2]
+        for cell, score in ((acc, run["acc"]), (fgt, run["fgt"])):
+            texts = [f"{100 * score[what]:.1f}" for what in ("mean", "std")] if score["mean"] is not None else []
+            assert cell == (" ± ".join(texts) or "–")
+        costs = [run[field]["mean"] / unit for field, unit in (("bytes_up", 1e6), ("bytes_down", 1e6))]
+        costs += [run["client_bytes"]["mean"] / 1e3, run["client_seconds"]["mean"], run["server_seconds"]["mean"]]
+        assert [up, down, kept, clients, server] == [f"{cost:.1f}" for cost in costs]
+
+
 def test_bytes_of_the_fot_page_follow_from_the_formulas():
     """Sketches of 5 d columns, or the upper triangle of a Gram matrix; two float64 energies a layer."""
     widths = [64 + 1, 128 + 1, 128 + 1]

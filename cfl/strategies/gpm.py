@@ -87,9 +87,8 @@ class GPM(Strategy):
     def _extended(self, inputs: Gram, task: int, dtype: torch.dtype) -> Tensor:
         basis, (full, residual) = inputs.basis, inputs.energies.tolist()
         vectors, squared, _ = bases.residual_spectrum(inputs.matrix, basis, gram=True)
-        rounding = (
-            len(basis) * torch.finfo(dtype).eps ** 2 * full
-        )  # of the stored basis: inputs that it covers leave it
+        # inputs that the stored basis covers leave what it lost by rounding: these are no directions
+        rounding = len(basis) * torch.finfo(dtype).eps ** 2 * full
         squared = torch.where(squared > rounding, squared, 0.0)
         threshold = min(1.0, self.threshold + task * self.threshold_step)
         rank = bases.choose_rank(squared, 1 - residual / full if full > 0 else 0.0, threshold)  # GPM, eq. 9

@@ -66,18 +66,20 @@ class Replay(Strategy):
         if self.budget == "per_task":
             chosen = balanced(targets, order) if self.select == "balanced" else order
             return {}, {MEMORY: torch.cat([old, new[chosen[: self.memory]]])}
-        if self.select == "balanced":
-            both = torch.cat([old, new])
-            labels = torch.cat([client.recall(old).y, targets])
-            among = torch.cat([torch.arange(len(old), device=new.device), len(old) + order])
-            turns = balanced(both[:, 0], balanced(labels + 2**32 * both[:, 0], among))  # tasks, and classes in each
-            return {}, {MEMORY: both[turns[: self.memory]]}
-        # a uniform subset of all samples seen, as Vitter's algorithm R keeps it
-        source, seen = rng.generator(rng.key(info.key, "reservoir", client.id)), int(state.get("seen", torch.tensor(0)))
+        if self.select == "reservoir":
+            return {}, self._reservoir(old, new[order], state, rng.key(info.key, "reservoir", client.id))
+        both, labels = torch.cat([old, new]), torch.cat([client.recall(old).y, targets])
+        among = torch.cat([torch.arange(len(old), device=new.device), len(old) + order])
+        turns = balanced(both[:, 0], balanced(labels + 2**32 * both[:, 0], among))  # tasks, and classes in each
+        return {}, {MEMORY: both[turns[: self.memory]]}
+
+    def _reservoir(self, old: Tensor, new: Tensor, state: Tree, key: int) -> Tree:
+        """A uniform subset of all samples seen, as Vitter's algorithm R keeps it. new: in random order."""
+        source, seen = rng.generator(key), int(state.get("seen", 0))
         from_old = int((torch.randperm(seen + len(new), generator=source)[: self.memory] < seen).sum())
-        stay = torch.randperm(len(old), generator=source)[:from_old].to(new.device)
-        kept = torch.cat([old[stay], new[order[: self.memory - from_old]]])
-        return {}, {MEMORY: kept, "seen": torch.tensor(seen + len(new))}
+        stay = torch.randperm(len(old), generator=source)[:from_old].to(old.device)
+        kept = torch.cat([old[stay], new[: self.memory - from_old]])
+        return {MEMORY: kept, "seen": torch.tensor(seen + len(new))}
 
 
 def balanced(groups: Tensor, order: Tensor) -> Tensor:
