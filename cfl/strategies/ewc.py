@@ -13,6 +13,7 @@ single tasks do not train in later ones, so they have no Fisher.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -23,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from cfl import plugins, tree
 from cfl.errors import ConfigError
 from cfl.models.handle import Model
+from cfl.models.per_sample import squared_gradients
 from cfl.options import option
 from cfl.strategies.base import Strategy, with_consolidation
 from cfl.tree import Tree
@@ -68,20 +70,16 @@ class EWC(Strategy):
         heads = model.head(info.task) if model.multi_head else ()
         names = [name for name in model.trainable(info.task) if name not in heads]
         new = dict(state)
-        for name, fisher in self.importance(tree.select(params, names), params, client, info).items():
+        for name, fisher in self.importance(names, params, client, info).items():
             new[f"fisher/{name}"] = state.get(f"fisher/{name}", 0) + fisher
             new[f"center/{name}"] = state.get(f"center/{name}", 0) + fisher * params[name]
         return {}, new
 
-    def importance(self, leaves: Tree, params: Tree, client: Client, info: RoundInfo) -> Tree:
-        """F: mean over a client's samples of the squared gradients of log p(y | x) by `leaves`; y are their labels."""
-
-        def loss(at: Tree, x: Tensor, y: Tensor) -> Tensor:
-            return F.cross_entropy(info.model.logits({**params, **at}, x[None], info.task), y[None])
-
-        chunk = max(1, min(64, 2**25 // sum(leaf.numel() for leaf in leaves.values())))  # 128 MiB of gradients
-        sums = tree.map(torch.zeros_like, leaves)
-        for batch in client.batches(chunk):
-            grads = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(leaves, batch.x, batch.y)
-            sums = tree.map(lambda total, grad: total + grad.square().sum(0), sums, grads)
-        return tree.scale(sums, 1 / len(client))
+    def importance(self, names: list[str], params: Tree, client: Client, info: RoundInfo) -> Tree:
+        """F by `names`: mean over a client's samples of the squared gradients of log p(y | x); y are their labels."""
+        loss = partial(F.cross_entropy, reduction="none")
+        parts = [
+            squared_gradients(info.model, params, names, loss, batch.x, batch.y, info.task)
+            for batch in client.batches(256)
+        ]
+        return tree.map(lambda *sums: torch.stack(sums).sum(0) / len(client), *parts)

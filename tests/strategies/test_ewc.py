@@ -78,7 +78,7 @@ def two_tasks():
         params = {name: leaf + 0.2 * random(*leaf.shape, seed=task) for name, leaf in model.params.items()}
         mine = client(random(9, 5, seed=10 + task), torch.arange(9) % 2, task)
         _, state = EWC().work(params, mine, {}, state, info(model, task))
-        past.append((params, EWC().importance(params, params, mine, info(model, task))))
+        past.append((params, EWC().importance(list(params), params, mine, info(model, task))))
     return model, state, past
 
 
@@ -128,7 +128,7 @@ def test_fisher_of_softmax_regression_at_zero_is_a_quarter_of_the_mean_square():
     model = Model(nn.Linear(3, 2).double(), (3,), [2], multi_head=False)
     zero = tree.map(torch.zeros_like, model.params)
     x, y = random(8, 3), torch.arange(8) % 2
-    fisher = EWC().importance(zero, zero, client(x, y), info(model, 0))
+    fisher = EWC().importance(list(zero), zero, client(x, y), info(model, 0))
     torch.testing.assert_close(fisher["weight"], x.square().mean(0).expand(2, 3) / 4, atol=1e-15, rtol=0)
     torch.testing.assert_close(fisher["bias"], torch.full((2,), 0.25).double(), atol=1e-15, rtol=0)
     # Labels are balanced: the mean gradient of the biases is 0, and its square tells nothing of the Fisher.
@@ -147,7 +147,7 @@ def test_fisher_is_the_mean_of_squared_gradients_of_single_samples_in_evaluation
             params[name] = params[name] + random(*params[name].shape).abs()
     x, y = random(70, *shape), torch.arange(70) % 2  # more than the 64 samples that are computed at once
     names = model.trainable(1)
-    ours = EWC().importance(tree.select(params, names), params, client(x, y, 1), info(model, 1))
+    ours = EWC().importance(list(names), params, client(x, y, 1), info(model, 1))
 
     module.load_state_dict(model.bind(params, 1))
     module.eval()

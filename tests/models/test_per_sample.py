@@ -1,0 +1,135 @@
+"""Squared gradients of single samples: equal to a loop over the samples, for every way in which a layer may be used."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from cfl import rng
+from cfl.models import per_sample
+from cfl.models.handle import Model
+from cfl.models.per_sample import squared_gradients
+from tests import toy
+
+LOSS = partial(F.cross_entropy, reduction="none")
+
+
+class Twice(nn.Module):
+    """A layer that is called two times, and one that does not reach the output."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head, self.idle = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 2)
+
+    def forward(self, x):
+        self.idle(x)
+        return self.head(torch.tanh(self.body(torch.tanh(self.body(x)))))
+
+
+class Tokens(nn.Module):
+    """Tokens at positions of a sample, then moved into the batch, where a sample is no longer a row."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        tokens = self.first(x.reshape(len(x), 3, 4)).tanh()
+        moved = self.second(tokens.reshape(-1, 5)).tanh()
+        return self.head(moved.reshape(len(x), 3, 5).mean(1))
+
+
+class Tied(nn.Module):
+    """Two layers with the same weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.other.weight = self.one.weight
+
+    def forward(self, x):
+        return self.head(self.other(self.one(x).tanh()).tanh())
+
+
+NETS = {
+    "mlp": ((5,), lambda: nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 3))),
+    "conv": (
+        (2, 6, 6),
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3, stride=2, padding=1),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(4, 6, 2, groups=2, padding="same", bias=False),
+            nn.Flatten(),
+            nn.Linear(54, 3),
+        ),
+    ),
+    "norms": (
+        (2, 4, 4),
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.LayerNorm(36), nn.Linear(36, 3)
+        ),
+    ),
+    "twice": ((4,), Twice),
+    "tokens": ((12,), Tokens),
+    "tied": ((4,), Tied),
+}
+
+
+def model_of(net):
+    shape, make = NETS[net]
+    with rng.fork(1):
+        return Model(make().double(), shape, [3], multi_head=False), toy.random(7, *shape), torch.arange(7) % 3
+
+
+def by_loop(model, x, y):
+    """Sum of squared gradients by a backward pass for each sample."""
+    sums = {name: torch.zeros_like(model.params[name]) for name in model.trainable(0)}
+    for number in range(len(y)):
+        leaves = {name: model.params[name].clone().requires_grad_() for name in sums}
+        loss = F.cross_entropy(
+            model.logits({**model.params, **leaves}, x[number : number + 1], 0), y[number : number + 1]
+        )
+        grads = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+        for name, grad in zip(sums, grads, strict=True):
+            sums[name] += grad.square()
+    return sums
+
+
+@pytest.mark.parametrize("numbers", [2**24, 1])  # all samples at once, and one at a time
+@pytest.mark.parametrize("net", NETS)
+def test_sums_are_those_of_a_loop(net, numbers, monkeypatch):
+    monkeypatch.setattr(per_sample, "_NUMBERS", numbers)
+    model, x, y = model_of(net)
+    with model.evaluation():
+        ours = squared_gradients(model, model.params, model.trainable(0), LOSS, x, y, 0)
+        expected = by_loop(model, x, y)
+    assert list(ours) == list(expected)
+    for name, leaf in expected.items():
+        torch.testing.assert_close(ours[name], leaf, atol=1e-14, rtol=1e-12)
+    assert sum(float(leaf.sum()) for leaf in expected.values()) > 0.1
+
+
+@pytest.mark.parametrize(("net", "direct"), [("mlp", True), ("conv", True), ("norms", False), ("tokens", False)])
+def test_only_what_is_no_plain_layer_takes_a_gradient_of_each_sample(net, direct, monkeypatch):
+    taken = []
+
+    def spy(model, params, names, *rest):
+        taken.extend(names)
+        return {name: torch.zeros_like(params[name]) for name in names}
+
+    monkeypatch.setattr(per_sample, "_by_vmap", spy)
+    model, x, y = model_of(net)
+    with model.evaluation():
+        squared_gradients(model, model.params, model.trainable(0), LOSS, x, y, 0)
+    rest = {"mlp": [], "conv": [], "norms": ["1.weight", "1.bias", "4.weight", "4.bias"]}
+    assert taken == rest.get(net, ["second.weight", "second.bias"]) and (not taken) == direct
+
+
+def test_names_that_are_not_asked_for_are_left_out_and_nothing_is_written_to():
+    model, x, y = model_of("conv")
+    before = {name: leaf.clone() for name, leaf in model.params.items()}
+    assert list(squared_gradients(model, model.params, ["0.bias", "4.weight"], LOSS, x, y, 0)) == ["0.bias", "4.weight"]
+    assert all(torch.equal(model.params[name], leaf) for name, leaf in before.items())
+    assert not model.module[0]._forward_hooks  # the hooks are gone
