@@ -60,7 +60,7 @@ NETS = {
         lambda: nn.Sequential(
             nn.Conv2d(2, 4, 3, stride=2, padding=1),
             nn.ReLU(inplace=True),
-            nn.Conv2d(4, 6, 2, groups=2, padding="same", bias=False),
+            nn.Conv2d(4, 6, 3, groups=2, padding="same", bias=False),
             nn.Flatten(),
             nn.Linear(54, 3),
         ),
