@@ -160,6 +160,16 @@ def test_results_of_the_methods_page_are_the_stored_ones(benchmark, partition):
         assert [up, down, kept, clients, server] == [f"{cost:.1f}" for cost in costs]
 
 
+@pytest.mark.parametrize("stored", sorted((ROOT / "benchmarks/results/baselines").glob("*.json")), ids=lambda p: p.stem)
+def test_what_the_methods_page_says_of_the_results_holds(stored):
+    methods = json.loads(stored.read_text())["methods"]
+    acc, fgt = ({name: run[score]["mean"] for name, run in methods.items()} for score in ("acc", "fgt"))
+    without_samples = {"fedavg", "lwf", "ewc", "rgo", "gpm", "fot"}
+    assert min(without_samples, key=fgt.__getitem__) == "fot"
+    assert max(acc, key=acc.__getitem__) == "joint"
+    assert methods["fot"]["client_bytes"]["mean"] == 0
+
+
 def test_bytes_of_the_fot_page_follow_from_the_formulas():
     """Sketches of 5 d columns, or the upper triangle of a Gram matrix; two float64 energies a layer."""
     widths = [64 + 1, 128 + 1, 128 + 1]
