@@ -1,6 +1,7 @@
 """A stream and a run of seconds, shared by tests: those of the conformance kit."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -9,12 +10,13 @@ from torch import Tensor, nn
 import cfl
 from cfl import rng
 from cfl.models.handle import Model
+from cfl.strategies.base import Strategy
 from cfl.testing.toys import CLASSES, DIMENSIONS, toy_config
 from cfl.testing.toys import toy_stream as stream
 from cfl.tree import Tree
-from cfl.types import EMPTY, Batch, Ctx, Parts, Phase, RoundInfo
+from cfl.types import EMPTY, Batch, Ctx, Parts, Phase, RoundInfo, Server
 
-__all__ = ["CLASSES", "DIMENSIONS", "config", "consolidation", "context", "mlp", "net", "random", "stream"]
+__all__ = ["CLASSES", "DIMENSIONS", "stream"]  # passed on; what is defined here is there anyway
 
 
 def config(*overrides: str, method: str = "fot", **options: Any) -> cfl.RunConfig:
@@ -26,6 +28,34 @@ def context(shared: Parts, state: Tree, batch: Batch, model: Model | None = None
     """What a hook sees, where a test calls it without an engine: no memory, step 0, key 0."""
     ctx = Ctx(shared, state, batch, EMPTY, None, model, task, step=0, lr=0.1, key=0)  # type: ignore[arg-type]
     return ctx._replace(**more)
+
+
+def recording(base: type[Strategy]) -> type[Any]:
+    """The strategy, with a list `rounds` of (info, what came down, server after) of each round."""
+
+    @dataclass(frozen=True)
+    class Recorder(base):  # type: ignore[valid-type, misc]
+        rounds: list = field(default_factory=list)
+
+        def broadcast(self, server: Server, info: RoundInfo) -> Parts:
+            down = super().broadcast(server, info)
+            self.rounds.append([info, down])
+            return down
+
+        def absorb(self, server: Server, mean: Parts, info: RoundInfo, lr: float) -> Server:
+            new = super().absorb(server, mean, info, lr)
+            self.rounds[-1].append(new)
+            return new
+
+    return Recorder
+
+
+def assert_stacked_is_each_alone(loss: Callable[..., Tensor], *stacked: Tensor) -> None:
+    """Value and gradient of a loss under vmap over the first dimension are those of each member."""
+    both = torch.func.grad_and_value(loss)
+    for number, together in enumerate(zip(*torch.func.vmap(both)(*stacked), strict=True)):
+        for ours, theirs in zip(together, both(*(leaf[number] for leaf in stacked)), strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-12)
 
 
 def consolidation(model: Model, task: int = 0, clients: Sequence[int] = (0,), key: int = 11) -> RoundInfo:

@@ -106,7 +106,8 @@ class LoopEngine:
                 uploads["work"], own = self.strategy.work(params, client, shared, own, info)
             others = {name: leaf for name, leaf in state.items() if not name.startswith(f"{STRATEGY}/")}
             state = {**{f"{STRATEGY}/{name}": leaf for name, leaf in own.items()}, **others}
-        if not client.may_store(own_state(state, STRATEGY).get(MEMORY, places), places):
+        stored = own_state(state, STRATEGY).get(MEMORY, places)
+        if stored is not places and not client.may_store(stored, places):
             raise UpdateError(
                 f"client {client.id} stores samples that it does not hold (task {info.task}, phase {info.phase.name}); "
                 "a memory grows by places (task, position in the client's share) of the current data"

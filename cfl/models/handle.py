@@ -24,6 +24,7 @@ from cfl.errors import ConfigError
 from cfl.tree import Tree
 
 NormStats = Literal["per_task", "batch", "running"]
+NO_CLASS = -1e9  # logit of a class that a narrower head does not have: its softmax is 0, its logarithm is finite
 _NORMS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.InstanceNorm1d, nn.InstanceNorm2d)
 
 
@@ -45,6 +46,11 @@ class Layer:
     group: int
     groups: int
     module: nn.Linear | nn.Conv2d
+
+    def put(self, leaf: Tensor, part: Tensor) -> Tensor:
+        """A weight or bias with this group's rows replaced by `part`, of any shape with as many numbers."""
+        own = part.reshape(leaf[self.rows].shape).to(leaf.dtype)
+        return torch.cat([leaf[: self.rows.start], own, leaf[self.rows.stop :]])
 
     def inputs(self, x: Tensor) -> Tensor:
         """What the layer multiplies its weight with: (batch, positions, d).
@@ -113,6 +119,11 @@ class Model:
         """Names in the tree of the buffers (running statistics) that a task uses."""
         return tuple(self.tree_name(name, task) for name in self._buffers)
 
+    @property
+    def buffers_per_task(self) -> bool:
+        """Whether tasks have running statistics of their own."""
+        return self.tasks > 1 and self.buffers(0) != self.buffers(1)
+
     def head(self, task: int) -> tuple[str, ...]:
         """Names in the tree of the parameters of the last Linear layer, as a task uses it."""
         if self.classifier is None:
@@ -139,8 +150,7 @@ class Model:
         for name, *same in zip(self.head(task), *(self.head(head) for head in heads), strict=True):
             leaves[name.partition("@")[0]] = torch.cat([params[leaf] for leaf in same])
         parts = torch.func.functional_call(self.module, leaves, (x,)).split(sizes, dim=1)
-        low = torch.finfo(parts[0].dtype).min / 4  # finite: 0 times its logarithm is still 0
-        return torch.stack([F.pad(part, (0, max(sizes) - part.shape[1]), value=low) for part in parts], dim=1)
+        return torch.stack([F.pad(part, (0, max(sizes) - part.shape[1]), value=NO_CLASS) for part in parts], dim=1)
 
     def own_logits(self, params: Mapping[str, Tensor], x: Tensor, task: int, own: Tensor) -> Tensor:
         """Outputs (batch, classes of the widest head) of each sample through the head of its task `own` (batch,)."""

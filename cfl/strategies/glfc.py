@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cfl import plugins
+from cfl.models.handle import NO_CLASS
 from cfl.options import option
 from cfl.strategies.base import cross_entropy, masked_mean
 from cfl.strategies.replay import Replay
@@ -38,7 +39,7 @@ class GLFC(Replay):
         if self.criterion == "ce":
             losses, p = cross_entropy(logits, batch), logits.softmax(dim=1).gather(1, batch.y[:, None])[:, 0]
         else:
-            classes = (logits > torch.finfo(logits.dtype).min / 8).sum(dim=1)  # narrower heads are filled up
+            classes = (logits > NO_CLASS / 2).sum(dim=1)  # narrower heads are filled up
             losses, p = (F.softplus(logits).sum(dim=1) - own) / classes, own.sigmoid()
         if batch.task is None:
             return masked_mean(losses, batch.mask)

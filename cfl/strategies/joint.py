@@ -33,7 +33,7 @@ class Joint(Strategy):
     )
 
     def init_server(self, params: Tree, model: Model) -> Server:
-        if model.tasks > 1 and model.buffers(0) != model.buffers(1):
+        if model.buffers_per_task:
             raise ConfigError("batches of 'joint' mix tasks: set model.norm_stats=running or model.norm_stats=batch")
         return {}
 

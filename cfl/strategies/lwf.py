@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from cfl import plugins
@@ -52,14 +51,10 @@ class LwF(Strategy):
         if ctx.task == 0:
             return 0.0
         old = tuple(range(ctx.task))
-        targets = self._cooled(ctx.forward(ctx.shared["teacher"], ctx.batch, old, dropout=False).detach())
-        outputs = self._cooled(ctx.forward(params, ctx.batch, old))
+        targets = ctx.forward(ctx.shared["teacher"], ctx.batch, old, dropout=False).detach() / self.temperature
+        outputs = ctx.forward(params, ctx.batch, old) / self.temperature
         entropies = -(targets.softmax(dim=2) * outputs.log_softmax(dim=2)).sum(dim=(1, 2))  # eq. 2
         return self.strength * masked_mean(entropies, ctx.batch.mask)
-
-    def _cooled(self, logits: Tensor) -> Tensor:
-        low = torch.finfo(logits.dtype).min / 4  # what heads are filled up with: 0 times infinity would be NaN
-        return (logits / self.temperature).clamp(min=low)
 
     def absorb(self, server: Server, mean: Parts, info: RoundInfo, lr: float) -> Server:
         new = super().absorb(server, mean, info, lr)

@@ -46,9 +46,8 @@ class Replay(Strategy):
         return frozenset() if self.train_old_heads else super().frozen(task, model)
 
     def notes(self, model: Model) -> list[str]:
-        mixed = model.tasks > 1 and model.buffers(0) != model.buffers(1)
         text = "replayed samples enter the running statistics of the task at hand; see model.norm_stats"
-        return [text] if mixed else []
+        return [text] if model.buffers_per_task else []
 
     def augment(self, batch: Batch, ctx: Ctx) -> Batch:
         memory = ctx.memory

@@ -51,8 +51,7 @@ class RGO(Strategy):
                 p = ctx.state.get(matrix_name(name, layer))
                 if name in grads and p is not None:
                     scaled = len(p) / p.trace() * (rows(new[name], layer) @ p)  # (n, d) @ (d, d)
-                    own = scaled.reshape(new[name][layer.rows].shape)
-                    new[name] = torch.cat([new[name][: layer.rows.start], own, new[name][layer.rows.stop :]])
+                    new[name] = layer.put(new[name], scaled)
         return new
 
     def work(self, params: Tree, client: Client, shared: Parts, state: Tree, info: RoundInfo) -> tuple[Tree, Tree]:

@@ -46,9 +46,7 @@ def project(step: Tree, bases: Mapping[str, Tensor], layers: Iterable[Layer], au
         rows = torch.zeros_like(rows) if basis.shape[1] == basis.shape[0] else remove(rows, basis)
         parts = rows.split([column.shape[1] for column in columns], dim=1)
         for name, part in zip(own, parts, strict=True):
-            whole = result[name]
-            blocks = [whole[: layer.rows.start], part.reshape(whole[layer.rows].shape), whole[layer.rows.stop :]]
-            result[name] = torch.cat([block.to(whole.dtype) for block in blocks])
+            result[name] = layer.put(result[name], part)
     return result
 
 

@@ -261,11 +261,7 @@ def test_stacked_clients_under_vmap_are_the_clients_one_by_one(combine):
     def loss(logits, y, mask, task):
         return loss_of(strategy, logits, Batch(torch.zeros(5, 1), y, mask, torch.arange(5), task))
 
-    together = torch.func.vmap(torch.func.grad_and_value(loss))(logits, y, mask, task)
-    for client in range(2):
-        alone = torch.func.grad_and_value(loss)(logits[client], y[client], mask[client], task[client])
-        for ours, theirs in zip(together, alone, strict=True):
-            assert torch.allclose(ours[client], theirs, atol=1e-12)
+    toy.assert_stacked_is_each_alone(loss, logits, y, mask, task)
 
 
 def test_hooks_write_to_nothing_that_they_are_given():

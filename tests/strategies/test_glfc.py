@@ -11,7 +11,7 @@ import cfl
 from cfl import optim, rng, tree
 from cfl.engines.step import LocalStep
 from cfl.local.chain import Chain
-from cfl.models.handle import Model
+from cfl.models.handle import NO_CLASS, Model
 from cfl.strategies import GLFC, Strategy
 from cfl.strategies.glfc import compensation
 from cfl.types import Batch
@@ -201,9 +201,8 @@ def test_replayed_samples_of_several_tasks_are_one_group():
 def test_classes_that_a_head_does_not_have_are_of_no_account(criterion):
     """A replayed sample has a head of three classes, so the new ones, of a head of two, are padded with a number whose
     softmax and sigmoid are 0. Their losses are those of two classes."""
-    low = torch.finfo(torch.float64).min / 4
     strategy, narrow, wide = GLFC(criterion=criterion), random(3, 2), random(1, 3, seed=1)
-    padded = torch.cat([F.pad(narrow, (0, 1), value=low), wide])
+    padded = torch.cat([F.pad(narrow, (0, 1), value=NO_CLASS), wide])
     slope, value = torch.func.grad_and_value(lambda at: loss_of(strategy, at, joined([0, 1, 1, 2], [1, 1, 1, 0])))(
         padded
     )
@@ -240,11 +239,7 @@ def test_stacked_clients_under_vmap_are_the_clients_one_by_one(criterion):
     def loss(logits, y, mask, task):
         return loss_of(strategy, logits, Batch(torch.zeros(5, 1), y, mask, torch.arange(5), task))
 
-    together = torch.func.vmap(torch.func.grad_and_value(loss))(logits, y, mask, task)
-    for client in range(2):
-        alone = torch.func.grad_and_value(loss)(logits[client], y[client], mask[client], task[client])
-        for ours, theirs in zip(together, alone, strict=True):
-            assert torch.allclose(ours[client], theirs, atol=1e-12)
+    toy.assert_stacked_is_each_alone(loss, logits, y, mask, task)
 
 
 def test_a_run_replays_through_old_heads_that_stay_to_the_bit():

@@ -1,7 +1,6 @@
 """LwF: the distillation by hand and by brute force, its teacher, and what runs send and leave alone."""
 
 import math
-from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -52,21 +51,7 @@ def entropies(model, params, teacher, x, temperature, heads):
     return total
 
 
-@dataclass(frozen=True)
-class Recorder(LwF):
-    """LwF that keeps (info, what came down, server after) of each round."""
-
-    rounds: list = field(default_factory=list)
-
-    def broadcast(self, server, info):
-        down = super().broadcast(server, info)
-        self.rounds.append([info, down])
-        return down
-
-    def absorb(self, server, mean, info, lr):
-        new = super().absorb(server, mean, info, lr)
-        self.rounds[-1].append(new)
-        return new
+Recorder = toy.recording(LwF)
 
 
 # --- by hand ---------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Single task: the first task is FedAvg's, and no task knows of the others."""
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,21 +21,7 @@ LEARNS = ("local.lr=0.2", "rounds=6")
 # --- helpers ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Recorder(SingleTask):
-    """SingleTask that keeps (info, what came down, server after) of each round."""
-
-    rounds: list = field(default_factory=list)
-
-    def broadcast(self, server, info):
-        down = super().broadcast(server, info)
-        self.rounds.append([info, down])
-        return down
-
-    def absorb(self, server, mean, info, lr):
-        new = super().absorb(server, mean, info, lr)
-        self.rounds[-1].append(new)
-        return new
+Recorder = toy.recording(SingleTask)
 
 
 def run(*overrides, stream=None, **options):
