@@ -28,6 +28,10 @@ class UpdateError(CflError):
     """A client's upload that cannot be used (NaN or infinity)."""
 
 
+class RoundAborted(CflError):
+    """A round that ends without a sum, such as one with too few clients left; the run goes on with the next one."""
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> ConfigError:
     """A ConfigError for a `name` that is not among the `known` ones, with the nearest valid one."""
     known = sorted(known)

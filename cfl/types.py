@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
 
 import torch
@@ -96,6 +96,9 @@ class Ctx(NamedTuple):
 
 _COHORTS = Literal["sampled", "available"]
 
+STAGES = ("keys", "shares", "upload", "unmask")
+"""The stages of a round in which a client may drop out; one that drops out at "unmask" has sent its upload."""
+
 
 @dataclass(frozen=True)
 class Phase:
@@ -103,6 +106,7 @@ class Phase:
 
     cohort: "sampled" draws the configured number of clients, "available" takes all that hold data of the task.
     train: clients train locally; work: clients run the strategy's `work` (after training, where both are set).
+    stores: what `work` makes stays with the client, and nothing goes up.
     diagnostic: a measurement of the simulator, not counted in bytes.
     Raises ConfigError for a cohort of another name, fewer than no rounds, and a phase in which nobody does anything.
     """
@@ -112,6 +116,7 @@ class Phase:
     cohort: _COHORTS = "sampled"
     train: bool = True
     work: bool = False
+    stores: bool = False
     diagnostic: bool = False
 
     def __post_init__(self) -> None:
@@ -119,6 +124,18 @@ class Phase:
             raise unknown(f"cohort of phase '{self.name}'", str(self.cohort), get_args(_COHORTS))
         if self.rounds < 0 or not (self.train or self.work):
             raise ConfigError(f"phase '{self.name}' has {self.rounds} rounds, train={self.train} and work={self.work}")
+
+
+class Privacy(NamedTuple):
+    """The differential privacy of what `work` sends, so that a strategy can scale for it and allow for the noise.
+
+    level: "client" clips a client's whole upload of a round to the norm `clip`; under "example" the strategy itself
+    keeps each sample's part in what `work` sends to that norm; noise: its standard deviation in each entry of the sum.
+    """
+
+    level: str
+    clip: float
+    noise: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -131,6 +148,8 @@ class RoundInfo:
     key: integer for this round's draws, the same for all clients; public: inputs that everybody may see, if any.
     owners: number of clients that hold data to train on; fraction: the share of those clients, or with
     agg.weights=samples of their samples, that `clients` make up; trained: rounds of training in this task so far.
+    expected: clients that the sampling draws on average; dropped: ids that drop out of the round, with the stage;
+    privacy: None without differential privacy.
     """
 
     task: int
@@ -149,6 +168,19 @@ class RoundInfo:
     owners: int = 1
     fraction: float = 1.0
     trained: int = 0
+    expected: float = 1.0
+    dropped: Mapping[int, str] = field(default_factory=dict)
+    privacy: Privacy | None = None
+
+    @property
+    def place(self) -> str:
+        """Where a run is, for messages."""
+        return f"task {self.task}, phase {self.phase.name}, round {self.round}"
+
+    @property
+    def uploading(self) -> tuple[int, ...]:
+        """Ids of the cohort's clients that get as far as sending their uploads."""
+        return tuple(id for id in self.clients if self.dropped.get(id, "unmask") == "unmask")
 
 
 class Samples(Protocol):
@@ -207,21 +239,41 @@ class Client:
         """(n,) labels of the data that it trains on."""
         return torch.cat([self.shares[task].samples.targets[self.shares[task].rows] for task in self.now])
 
+    def steps(self, size: int) -> int:
+        """Batches of that size in a local epoch."""
+        return -(-len(self) // size)
+
     def batches(self, size: int, order: Tensor | None = None, key: int | None = None) -> Iterator[Batch]:
         """All samples to train on once, at most `size` at a time, in the given order (n,) or as they lie.
 
         key: of the random changes of training images; None: the images as they are.
         """
+        whole = torch.arange(len(self), device=self.device) if order is None else order
+        return self._gathered(whole.split(size), key)
+
+    def draws(self, size: int, steps: int, source: torch.Generator, key: int | None = None) -> Iterator[Batch]:
+        """Poisson batches: each sample is in each one independently, and `size` of them on average.
+
+        One without any sample is a sample of padding; key: as for `batches`.
+        """
+        drawn = (torch.rand(steps, len(self), generator=source) < size / len(self)).to(self.device)
+        parts = [row.nonzero().flatten() for row in drawn]
+        filled = [part if len(part) else torch.zeros(1, dtype=torch.int64, device=self.device) for part in parts]
+        for part, batch in zip(parts, self._gathered(filled, key), strict=True):
+            yield batch if len(part) else batch._replace(mask=torch.zeros_like(batch.mask))
+
+    def _gathered(self, parts: Iterable[Tensor], key: int | None) -> Iterator[Batch]:
+        """A batch of the samples at each of the positions (b,) in all that it trains on."""
         keys = (None if key is None else rng.key(key, number) for number in itertools.count())
         if self.now == (self.task,):
             samples, rows = self.shares[self.task]
-            for part in (rows if order is None else rows[order]).split(size):
-                x, y = samples.gather(part, next(keys))
-                yield Batch(x, y, torch.ones(len(part), dtype=x.dtype, device=x.device), samples.index[part])
+            for part in parts:
+                x, y = samples.gather(rows[part], next(keys))
+                yield Batch(x, y, torch.ones(len(part), dtype=x.dtype, device=x.device), samples.index[rows[part]])
             return
         places = torch.cat([self._places(task) for task in self.now])
-        for part in (places if order is None else places[order]).split(size):
-            yield self.recall(part, next(keys))
+        for part in parts:
+            yield self.recall(places[part], next(keys))
 
     def recall(self, places: Tensor, key: int | None = None) -> Batch:
         """The samples at places (m, 2), as in `MEMORY`, with the task of each; key: as for `batches`."""
