@@ -60,6 +60,9 @@ def train(
     if own := metrics.get("local_accuracy"):
         mean = tables.percent(sum(own) / len(own))
         _print(f"Local models of the last cohort: {mean}% on average, {tables.percent(min(own))}% the worst")
+    if "epsilon" in metrics:
+        spent = f"epsilon {metrics['epsilon']:.3g} at delta {metrics['delta']:g}"
+        _print(f"Differential privacy: {spent} per client, of {metrics['epsilon_of']}")
     shown = {name.upper(): tables.percent(metrics[name]) for name in ("acc", "fgt")}
     scores = [f"{name} {value}%" for name, value in shown.items() if value != tables.NONE]
     _print(f"{', '.join(scores)}; results in {folder}")
@@ -290,6 +293,19 @@ def _describe(kind: str, name: str, item: Any) -> None:
     else:
         rows, prefix = options.describe(item), "strategy." if kind == "methods" else f"regularizer.{name}."
         _print(tables.hyper_parameters(rows, prefix) if rows else "No hyper-parameters.")
+        _print(tables.answers(_privacy(name, item), "privacy"))
+
+
+def _privacy(name: str, item: Any) -> list[tuple[str, str]]:
+    """What a client sends for a method, what the server learns, and which options can protect it."""
+    from cfl.privacy.rules import PROTECTIONS, refused
+
+    learns = "what each client sends" + ("" if item.gathers == "stack" else "; under secure aggregation only the sum")
+    rows = [("a client sends", item.sends or "nothing beside the update"), ("the server learns", learns)]
+    for option, further in PROTECTIONS.items():
+        reason = refused(name, [option, *further])
+        rows.append((option, f"no: {reason}" if reason else "can protect it"))
+    return rows
 
 
 def _parameters(builder: Callable[..., Any]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from cfl import members, options, plugins
 from cfl.errors import ConfigError, unknown, wanted
 from cfl.members import DEFAULT_METHOD
 from cfl.overrides import check_shape, merged, parse, read_yaml, without
+from cfl.privacy import rules
 
 Positive = Annotated[int, Field(ge=1, le=2**31)]
 # YAML knows lists only; the strict models want tuples.
@@ -87,10 +88,40 @@ class AggConfig(Section):
     weights: Literal["samples", "uniform"] = Field("samples", description="weight of a client in the mean")
 
 
-class PrivacyConfig(Section):
-    """Differential privacy; this version has none."""
+class SecureConfig(Section):
+    """The sum of uploads as integers, with `secagg=full` (masked) and `secagg=sum` (the same without the masks)."""
 
-    level: Literal["none"] = Field("none", description="unit that differential privacy protects")
+    bits: Literal[16, 32, 64] = Field(64, description="uploads are summed as integers modulo 2^bits")
+    fraction_bits: int = Field(24, ge=0, le=52, description="how many of the bits stand behind the point")
+    quorum: float = Field(0.5, gt=0, le=1, description="share of a cohort that must stay for its sum to be opened")
+    neighbours: Positive | None = Field(
+        None,
+        description="clients with which each one shares masks; null for the fewest that are safe, about log(cohort)",
+    )
+
+
+class PrivacyConfig(Section):
+    """Differential privacy of what clients send: (epsilon, delta) over all rounds, phases and tasks."""
+
+    level: Literal["none", "client", "example"] = Field(
+        "none", description="what is protected: a client's whole data, or one sample; client where a budget is given"
+    )
+    clip: float = Field(1.0, gt=0, description="largest L2 norm of a client's upload, or of a sample's gradient")
+    noise_multiplier: float | None = Field(None, gt=0, description="standard deviation of the noise over dp.clip")
+    target_epsilon: float | None = Field(None, gt=0, description="epsilon of the whole run, to solve for the noise")
+    delta: float = Field(1e-5, gt=0, lt=1, description="delta at which epsilon is stated")
+    protect: Literal["all", "work"] = Field(
+        "all", description="protected uploads: all, or only those beside the updates, such as sketches"
+    )
+    amplify: bool = Field(True, description="whether the adversary does not know which clients a round has drawn")
+    accountant: Literal["prv", "rdp"] = Field("prv", description="accountant: prv is tight, rdp an upper bound")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_client(cls, data: Any) -> Any:
+        """A budget without a level is one of client-level privacy."""
+        budget = isinstance(data, Mapping) and (data.get("target_epsilon") or data.get("noise_multiplier"))
+        return {"level": "client", **data} if budget else data
 
 
 class RunConfig(Section):
@@ -103,6 +134,10 @@ class RunConfig(Section):
     tasks: Positive | None = Field(None, description="number of tasks; null for all of the benchmark")
     rounds: Annotated[Positive | tuple[Positive, ...], Tuple] = Field(20, description="rounds a task, or one a task")
     cohort: Positive = Field(10, description="clients a round; all owners of the task where there are fewer")
+    sampling: Literal["fixed", "poisson"] = Field(
+        "fixed", description="cohorts of the same size, or each client drawn independently with the same mean"
+    )
+    drop_rate: float = Field(0.0, ge=0, lt=1, description="probability that a client of a cohort drops out of a round")
     class_order: Literal["random", "natural"] = Field("random", description="order in which classes join tasks")
     engine: Literal["loop"] = Field("loop", description="how the clients of a round are computed")
     device: str = Field("cpu", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
@@ -124,7 +159,10 @@ class RunConfig(Section):
     checkpoint_every: Positive = Field(1, description="rounds between checkpoints; the end of a task always has one")
     threads: int = Field(1, ge=1, le=256, description="threads inside an operation; small models are fastest with 1")
     on_bad_update: Literal["raise", "exclude"] = Field("raise", description="what NaN in a client's update does")
-    secagg: Literal["none"] = Field("none", description="secure aggregation")
+    secagg: Literal["none", "sum", "full"] = Field(
+        "none", description="secure aggregation: none, the same sums and bytes without masks, or in full"
+    )
+    secure: SecureConfig = SecureConfig()
     dp: PrivacyConfig = PrivacyConfig()
 
     @model_validator(mode="after")
@@ -192,9 +230,11 @@ def load(data: Mapping[str, Any]) -> RunConfig:
         config = RunConfig.model_validate(data)
     except ValidationError as error:
         raise _one_line(error) from None
-    _check_model(config.model)
+    _check_model(config)
     config = config.model_copy(update=_filled(config))
-    members.check(members.build(config), config)
+    built = members.build(config)
+    members.check(built, config)
+    rules.check(built, config)
     return config
 
 
@@ -311,11 +351,13 @@ def _option_names(method: str, regularizers: Any = ()) -> Iterable[str]:
             yield from (f"regularizer.{owner}.{row['name']}" for row in options.describe(plugins.local.get(owner)))
 
 
-def _check_model(model: ModelConfig) -> None:
-    from cfl.models import check_options  # brings torch, which reading a configuration does not need
+def _check_model(config: RunConfig) -> None:
+    from cfl.models import check_options, sample  # brings torch, which reading a configuration does not need
 
-    plugins.models.get(model.name)
-    check_options(model.name, model.options)
+    plugins.models.get(config.model.name)
+    check_options(config.model.name, config.model.options)
+    if config.dp.level != "none" and (module := sample(config.model.name, config.model.options)) is not None:
+        rules.check_model(module, config)
 
 
 def _filled(config: RunConfig) -> dict[str, Any]:

@@ -32,9 +32,9 @@ class RoundAborted(CflError):
     """A round that ends without a sum, such as one with too few clients left; the run goes on with the next one."""
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> ConfigError:
+def unknown(kind: str, name: str, known: Iterable[object]) -> ConfigError:
     """A ConfigError for a `name` that is not among the `known` ones, with the nearest valid one."""
-    known = sorted(known)
+    known = sorted(map(str, known))
     near = get_close_matches(name, known, n=1, cutoff=0.5)
     more = f", ... (and {len(known) - MOST_NAMES} more)" if len(known) > MOST_NAMES else ""
     names = f"known: {', '.join(known[:MOST_NAMES]) or 'none'}{more}"

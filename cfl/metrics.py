@@ -43,3 +43,11 @@ def forward_transfer(acc: np.ndarray, untrained: np.ndarray) -> float:
 def learning_accuracy(acc: np.ndarray) -> float:
     """Mean accuracy on each task just after it was learned (Riemer et al., 2019)."""
     return float(acc.diagonal().mean())
+
+
+def summary(acc: np.ndarray, sequential: bool) -> dict[str, float]:
+    """ACC, FGT, BWT and learning accuracy; those of one model over time are NaN where tasks are not `sequential`."""
+    after = {"fgt": forgetting, "bwt": backward_transfer, "learning_accuracy": learning_accuracy}
+    return {"acc": average_accuracy(acc)} | {
+        name: measure(acc) if sequential else float("nan") for name, measure in after.items()
+    }

@@ -5,10 +5,11 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
+from cfl import rng
 from cfl.errors import ConfigError
 from cfl.streams import Stream
 from cfl.streams.partition import Deal, deal
-from cfl.types import Client, Share
+from cfl.types import STAGES, Client, Phase, Share
 
 if TYPE_CHECKING:
     from cfl.config import RunConfig
@@ -33,6 +34,37 @@ class Population:
             for held in sorted({*range(task + 1), *now})
         }
         return Client(id, shares, task, now)
+
+    def expected(self, phase: Phase, tasks: tuple[int, ...]) -> float:
+        """Clients that a round draws on average; tasks: those whose data clients train on."""
+        owners = len(self.owners(tasks))
+        return float(min(self.config.cohort, owners) if phase.cohort == "sampled" else owners)
+
+    def cohort(self, phase: Phase, tasks: tuple[int, ...], key: int) -> tuple[int, ...]:
+        """Ids of a round's clients, ascending: all that hold data of the tasks, or a draw of them by the round's key.
+
+        A fixed draw has the same number of clients in every round; a Poisson draw takes each one independently.
+        """
+        owners, expected = self.owners(tasks), self.expected(phase, tasks)
+        if expected >= len(owners):
+            return owners
+        source = rng.numpy_generator(rng.key(key, "cohort"))
+        if self.config.sampling == "poisson":
+            drawn = source.random(len(owners)) < expected / len(owners)
+            return tuple(id for id, taken in zip(owners, drawn, strict=True) if taken)
+        return tuple(sorted(int(id) for id in source.choice(owners, self.config.cohort, replace=False)))
+
+    def dropped(self, ids: tuple[int, ...], key: int) -> dict[int, str]:
+        """Those of the clients that drop out of a round, with the stage, any one as likely as the others."""
+        if not self.config.drop_rate:
+            return {}
+        source = rng.numpy_generator(rng.key(key, "drop"))
+        draws, stages = source.random(len(ids)), source.integers(len(STAGES), size=len(ids))
+        return {
+            id: STAGES[stage]
+            for id, draw, stage in zip(ids, draws, stages, strict=True)
+            if draw < self.config.drop_rate
+        }
 
     def fraction(self, ids: tuple[int, ...], tasks: tuple[int, ...]) -> float:
         """The share of those clients in the weight of all that hold data of the tasks; see `RoundInfo`."""

@@ -268,7 +268,8 @@ def _scores(row: Mapping[str, Any]) -> str:
 
 def _task_line(row: Mapping[str, Any]) -> str:
     seen = [f"{value:.1%}" for value in row["accuracy"] if value is not None]
-    return f"after task {row['task']} ({row['name']}): accuracy {' '.join(seen)}"
+    spent = f", epsilon {row['epsilon']:.3g} so far" if "epsilon" in row else ""
+    return f"after task {row['task']} ({row['name']}): accuracy {' '.join(seen)}{spent}"
 
 
 def _clock(seconds: float) -> str:

@@ -21,17 +21,21 @@ from cfl import checkpoint, machine, metrics, models, optim, options, rng, sched
 from cfl import config as configuration
 from cfl import members as membership
 from cfl.config import RunConfig
-from cfl.engines import ENGINES
+from cfl.engines import ENGINES, Outcome
 from cfl.engines.evaluate import LocalModels, Observer, accuracy
 from cfl.errors import ConfigError, UpdateError
 from cfl.local.base import LocalRegularizer
 from cfl.local.chain import STRATEGY, Chain
 from cfl.population import Population
+from cfl.privacy import rules
+from cfl.privacy.budget import Budget
+from cfl.privacy.chain import Protection
+from cfl.privacy.gaussian import SampleNoise
 from cfl.record import NullSink, RunFolder, Sink
 from cfl.state import RunState
 from cfl.strategies.base import Strategy
 from cfl.streams import Stream
-from cfl.types import MEMORY, Client, Parts, Phase, RoundInfo
+from cfl.types import MEMORY, Client, Parts, Phase, Privacy, RoundInfo
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,7 @@ class Session:
         for owner, member in members.items():
             options.check(member, owner if owner == STRATEGY else f"regularizer.{owner}")
         membership.check(members, config, public=stream.public is not None)
+        rules.check(members, config)
         self.public = self.stream.public if _need_public(members.values()) else None
         if self.public is None and _need_public(members.values()):
             raise ConfigError(
@@ -129,10 +134,12 @@ class Session:
                 "cfl.streams.with_public or from_tensors(public=...)"
             )
         self.model = self._model(module)
+        rules.check_model(self.model.module, config)
         self.population = Population(self.stream, config)
         self.schedule = schedule.planned(self.strategy, self.method, len(stream), config.rounds)
         self.rates = schedule.rates(self.schedule, config.local)
         self.trained = schedule.trained(self.schedule)
+        self.budget = Budget(config, self.schedule, self.population, self._sees)
         self.engine = ENGINES[config.engine](
             model=self.model,
             strategy=self.strategy,
@@ -142,6 +149,8 @@ class Session:
             batch_size=config.local.batch_size,
             weights=config.agg.weights,
             on_bad_update=config.on_bad_update,
+            sums=Protection(config, self.budget.multiplier).sum,
+            noise=_sample_noise(config, self.budget.multiplier),
         )
         server = {"params": self.model.params, **self.strategy.init_server(self.model.params, self.model)}
         self.state = RunState(server, len(stream))
@@ -168,12 +177,15 @@ class Session:
         """The broadcast and the cohort of a round, from the state that the run is in."""
         info = self._info(*self.schedule[position], self.rates[position], self.trained[position])
         shared, stored, last = self.chain.broadcast(self.state.server, info), self.state.clients, self.state.last_task
-        clients = [self.population.client(id, info.task, self._sees(info.task)) for id in info.clients]
+        ids = info.uploading
+        if not ids and self.config.dp.level == "client":  # the noise of an empty cohort takes the shape of an upload
+            ids = self.population.owners(self._sees(info.task))[:1]
+        clients = [self.population.client(id, info.task, self._sees(info.task)) for id in ids]
         states = {
             id: stored.get(id, {})
             if last.get(id) == info.task
             else self.chain.client_state(stored.get(id), shared["params"], self.model)
-            for id in info.clients
+            for id in ids
         }
         return Prepared(info, shared, clients, states)
 
@@ -186,17 +198,12 @@ class Session:
         seen = self._local_models(info, shared["params"], observe)
         outcome = self.engine.round(info, shared, states, clients, seen)
         client_seconds = self._lap() - (seen.seconds if seen else 0.0)
-        ids = tuple(outcome.states)
-        survivors = replace(info, clients=ids, fraction=self.population.fraction(ids, self._sees(task)))
-        try:
-            state.server = self.chain.absorb(state.server, shared, outcome.mean, survivors, self.config.server.lr)
-        except (RuntimeError, ValueError) as error:
-            place = f"task {task}, phase {phase.name}, round {number}"
-            raise UpdateError(f"the server's step failed ({place}): {error}") from error
+        if outcome.aborted is None:
+            self._absorb(info, shared, outcome)
         state.clients.update((id, leaves) for id, leaves in outcome.states.items() if leaves or states[id])
         state.last_task.update(dict.fromkeys(outcome.states, task))
-        for id in outcome.excluded:
-            self.sink.warn(f"client {id} left out: NaN or infinity in its update (task {task}, round {number})")
+        for text in outcome.faults(info):
+            self.sink.warn(text)
 
         server_seconds += self._lap()
         state.position = position + 1
@@ -210,11 +217,17 @@ class Session:
             "round": number,
             "clients": len(outcome.states),
             "excluded": outcome.excluded,
+            "dropped": info.dropped,
+            "aborted": outcome.aborted,
+            "clipped": outcome.clipped,
+            "shortened": outcome.shortened,
             "loss": outcome.loss,
             "accuracy": state.acc[task, task] if task_done else self._accuracy(task) if due else None,
             "lr": info.lr,
             "bytes_up": 0 if phase.diagnostic else outcome.bytes_up,
-            "bytes_down": 0 if phase.diagnostic else len(clients) * sum(map(tree.nbytes, shared.values())),
+            "bytes_down": 0
+            if phase.diagnostic
+            else len(info.clients) * sum(map(tree.nbytes, shared.values())) + outcome.bytes_down,
             "seconds": client_seconds + server_seconds,
             **({"local": seen.figures} if seen and seen.figures else {}),
         }
@@ -228,7 +241,9 @@ class Session:
             self.folder.append_round(row)
         self.sink.round({**row, "rounds_done": position + 1, "rounds_total": len(self.schedule)})
         if task_done:
-            self.sink.task({"task": task, "name": self.stream.tasks[task].name, "accuracy": _row(state.acc[task])})
+            spent = {"epsilon": self.budget.largest(position + 1)} if self.budget.rounds else {}
+            name = self.stream.tasks[task].name
+            self.sink.task({"task": task, "name": name, "accuracy": _row(state.acc[task]), **spent})
         if task_done or (position + 1) % self.config.checkpoint_every == 0:
             self.save()
         state.spent("measurement", "checkpoint", self._lap())
@@ -249,22 +264,14 @@ class Session:
             "method": self.method,
             "benchmark": self.stream.name,
             "seed": self.config.seed,
-            "acc": metrics.average_accuracy(acc),
-            "fgt": metrics.forgetting(acc) if self.strategy.sequential else math.nan,
-            "bwt": metrics.backward_transfer(acc) if self.strategy.sequential else math.nan,
-            "learning_accuracy": metrics.learning_accuracy(acc) if self.strategy.sequential else math.nan,
+            **metrics.summary(acc, self.strategy.sequential),
             "accuracy_matrix": [_row(row) for row in acc],
             "subspace_use": report.pop("subspace_use", {}),
             **report,
-            "bytes_up": sum(sums["up"] for sums in state.bytes.values()),
-            "bytes_down": sum(sums["down"] for sums in state.bytes.values()),
-            "bytes_by_phase": {
-                name: {"up": sums["up"], "down": sums["down"]} for name, sums in sorted(state.bytes.items())
-            },
+            **state.totals(),
             "client_bytes": sum(stored) / len(stored),
             "client_bytes_max": max(stored),
-            "seconds": sum(sum(by_phase.values()) for by_phase in state.seconds.values()),
-            **({"local_accuracy": state.local["accuracy"]} if state.local else {}),
+            **self.budget.report(),
         }
         if self.folder is not None:
             self.folder.write_timing(state.seconds)  # first: metrics.json is the sign of a finished run
@@ -273,12 +280,9 @@ class Session:
         return Result(result, acc, state.server["params"], self.model)
 
     def _info(self, task: int, phase: Phase, number: int, lr: float, trained: int) -> RoundInfo:
-        key = rng.key(self.config.seed, "round", task, phase.name, number)
-        owners, heads = self.population.owners(self._sees(task)), self.strategy.heads(task, len(self.stream))
-        cohort = owners
-        if phase.cohort == "sampled" and self.config.cohort < len(owners):
-            drawn = rng.numpy_generator(rng.key(key, "cohort")).choice(owners, self.config.cohort, replace=False)
-            cohort = tuple(sorted(int(id) for id in drawn))
+        key = schedule.key(self.config.seed, task, phase.name, number)
+        sees, heads, dp = self._sees(task), self.strategy.heads(task, len(self.stream)), self.config.dp
+        cohort = self.population.cohort(phase, sees, key)
         return RoundInfo(
             task=task,
             tasks=len(self.stream),
@@ -289,14 +293,33 @@ class Session:
             frozen=self.strategy.frozen(task, self.model),
             heads=heads,
             population=self.config.partition.clients,
-            owners=len(owners),
-            fraction=self.population.fraction(cohort, self._sees(task)),
+            owners=len(self.population.owners(sees)),
+            fraction=self.population.fraction(cohort, sees),
             lr=lr,
             model=self.model,
             key=key,
             public=self.public,
             trained=trained,
+            expected=self.population.expected(phase, sees),
+            dropped=self.population.dropped(cohort, key),
+            privacy=None if dp.level == "none" or phase.diagnostic else Privacy(dp.level, dp.clip),
         )
+
+    def _absorb(self, info: RoundInfo, shared: Parts, outcome: Outcome) -> None:
+        """The server's step, from the sum of the clients that are in it."""
+        ids = tuple(outcome.states)
+        privacy = info.privacy._replace(noise=outcome.noise) if info.privacy else None
+        if self.config.dp.level == "client":  # how many took part is protected too
+            fraction = info.expected / info.owners
+        else:
+            fraction = self.population.fraction(ids, self._sees(info.task))
+        survivors = replace(info, clients=ids, fraction=fraction, privacy=privacy)
+        try:
+            self.state.server = self.chain.absorb(
+                self.state.server, shared, outcome.mean, survivors, self.config.server.lr
+            )
+        except (RuntimeError, ValueError) as error:
+            raise UpdateError(f"the server's step failed ({info.place}): {error}") from error
 
     def _sees(self, task: int) -> tuple[int, ...]:
         return self.strategy.sees(task, len(self.stream))
@@ -319,7 +342,8 @@ class Session:
         """Append a row to the accuracy matrix: every task seen so far, with the global model."""
         self.state.acc[task, : task + 1] = [self._accuracy(seen) for seen in range(task + 1)]
         if task + 1 < len(self.stream):
-            self.state.server, self.state.clients = self.chain.end_task(self.state.server, self.state.clients)
+            server, self.state.clients = self.chain.end_task(self.state.server, self.state.clients)
+            self.state.server = self.strategy.begin_task(server, task + 1, self.model)
 
     def _local_models(self, info: RoundInfo, params: tree.Tree, observe: Observer | None) -> LocalModels | None:
         """What looks at the clients' models of this round; None where nobody does."""
@@ -352,7 +376,7 @@ class Session:
         )
 
     def _notes(self) -> list[str]:
-        notes = [*self.strategy.notes(self.model), *self.population.notes()]
+        notes = [*self.strategy.notes(self.model), *self.population.notes(), *self.budget.notes()]
         if self.state.position:
             notes = [*notes, f"resumed after {self.state.position} of {len(self.schedule)} rounds"]
         return notes
@@ -389,6 +413,13 @@ def _optimizer(config: RunConfig) -> optim.Optimizer:
     if local.optimizer == "adam":
         return optim.adam(weight_decay=local.weight_decay)
     return optim.sgd(local.momentum, local.weight_decay)
+
+
+def _sample_noise(config: RunConfig, multiplier: float) -> SampleNoise | None:
+    """What protects single samples in local training, if that is asked for."""
+    if (config.dp.level, config.dp.protect) != ("example", "all"):
+        return None
+    return SampleNoise(config.dp.clip, multiplier, config.local.batch_size)
 
 
 def _row(values: np.ndarray) -> list[float | None]:

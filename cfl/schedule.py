@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cfl import rng
 from cfl.errors import ConfigError
 from cfl.types import Phase
 
@@ -33,6 +34,11 @@ def planned(strategy: Strategy, method: str, tasks: int, rounds: int | tuple[int
     return [
         (task, phase, number) for task, plan in enumerate(plans) for phase in plan for number in range(phase.rounds)
     ]
+
+
+def key(seed: int, task: int, phase: str, number: int) -> int:
+    """The key of all draws of a round. phase: its name; number: of the round within it."""
+    return rng.key(seed, "round", task, phase, number)
 
 
 def trained(schedule: Schedule, restart: bool = True) -> list[int]:

@@ -42,6 +42,18 @@ class RunState:
         """Add seconds of a kind to a phase."""
         self.seconds[kind][what] = self.seconds[kind].get(what, 0.0) + seconds
 
+    def totals(self) -> dict[str, Any]:
+        """Bytes and seconds of the whole run so far, and the accuracy of the local models last looked at, if any."""
+        return {
+            "bytes_up": sum(sums["up"] for sums in self.bytes.values()),
+            "bytes_down": sum(sums["down"] for sums in self.bytes.values()),
+            "bytes_by_phase": {
+                name: {"up": sums["up"], "down": sums["down"]} for name, sums in sorted(self.bytes.items())
+            },
+            "seconds": sum(sum(by_phase.values()) for by_phase in self.seconds.values()),
+            **({"local_accuracy": self.local["accuracy"]} if self.local else {}),
+        }
+
     def saved(self) -> tuple[dict[str, Tree], dict[str, Any]]:
         """Trees and JSON data for a checkpoint."""
         trees = {f"server/{name}": leaves for name, leaves in self.server.items()}

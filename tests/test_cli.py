@@ -4,8 +4,9 @@ import shlex
 import numpy as np
 import pytest
 
-from cfl import cli, runner
+from cfl import cli, plugins, runner
 from cfl.overrides import read_yaml
+from cfl.privacy import rules
 from cfl.record import RunFolder
 from cfl.report import plots, tables
 
@@ -164,3 +165,73 @@ def test_plots_draw_streams_of_one_and_of_many_tasks(tmp_path):
         rows = [[0.5 if task <= after else None for task in range(tasks)] for after in range(tasks)]
         plots.accuracy(rows, "title", tmp_path / f"{tasks}.png")
         assert (tmp_path / f"{tasks}.png").stat().st_size > 1000
+
+
+NAMES = [
+    (name, kind.get(name))
+    for kind in (plugins.strategies, plugins.local)
+    for name in kind.names()
+    if kind.get(name).__module__.startswith("cfl.")
+]
+
+
+@pytest.mark.parametrize(("name", "item"), NAMES, ids=[name for name, _ in NAMES])
+def test_describe_says_what_is_sent_what_the_server_learns_and_what_can_protect_it(name, item, capsys):
+    assert invoke("describe", name) == 0
+    shown = capsys.readouterr().out.partition("\nprivacy ")[2]
+    rows, title = {}, None
+    for line in shown.splitlines():  # answers go on in further lines, whose first cell is empty
+        cells = [cell.strip() for cell in line.split("│")[1:-1]]
+        if len(cells) == 2:
+            title = cells[0] or title
+            rows[title] = f"{rows.get(title, '')} {cells[1]}".strip()
+    assert list(rows) == ["a client sends", "the server learns", "secagg=full", "dp.level=client", "dp.level=example"]
+    assert rows["a client sends"] == (item.sends or "nothing beside the update")
+    shows = "" if item.gathers == "stack" else "; under secure aggregation only the sum"
+    assert rows["the server learns"] == f"what each client sends{shows}"
+    for option, further in rules.PROTECTIONS.items():
+        reason = rules.refused(name, [option, *further])
+        assert rows[option] == (f"no: {reason}" if reason else "can protect it")
+
+
+def test_describe_names_the_sketches_and_the_counts(capsys):
+    for name, parts in {
+        "fot": ("a sketch and two energies", "strategy.freeze_first=true", "can protect it", "no: 'fot' cannot run"),
+        "fednova": ("the number of its local steps", "no: 'fednova' cannot run like this"),
+        "fedet": ("its logits on the public data", "secagg=full hides it"),
+        "ewc": ("its update w_global - w_local", "set dp.level=client"),
+    }.items():
+        assert invoke("describe", name) == 0
+        shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+        assert all(part in shown for part in parts)
+    assert invoke("describe", "mlp") == 0
+    assert "the server learns" not in capsys.readouterr().out  # a model sends nothing
+
+
+@pytest.mark.parametrize(
+    ("more", "hint"),
+    [
+        (["dp.target_epsilon=1"], "set agg.weights=uniform"),
+        (["secagg=full", "cohort=1"], "a secure sum of one client is its upload"),
+    ],
+)
+def test_protection_that_cannot_hold_exits_2_before_anything_runs(more, hint, tmp_path, capsys):
+    settings = [text for one in more for text in ("--set", one)]
+    folder = tmp_path / "run"
+    assert invoke("train", "permuted-digits", *SMALL, *settings, "--output", str(folder), "--quiet") == 2
+    streams = capsys.readouterr()
+    assert len(streams.err.splitlines()) == 1 and hint in streams.err
+    assert not folder.exists()
+
+
+def test_train_tells_what_it_spent(tmp_path, capsys):
+    private = ("dp.noise_multiplier=1", "agg.weights=uniform", "cohort=4", "dp.accountant=rdp")
+    settings = [text for one in private for text in ("--set", one)]
+    folder = tmp_path / "run"
+    args = ("train", "permuted-digits", *SMALL, *settings, "--output", str(folder), "--quiet", "--no-plot")
+    assert invoke(*args) == 0
+    metrics = json.loads((folder / "metrics.json").read_text())
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"Differential privacy: epsilon {metrics['epsilon']:.3g} at delta 1e-05 per client, of all uploads" in shown
+    assert metrics["epsilon_by_client"].keys() == {"0", "1", "2", "3"}
+    assert metrics["noise_multiplier"] == 1.0

@@ -100,8 +100,18 @@ def test_a_benchmark_without_preset_gets_the_defaults():
         ("local.epochs=true", r"local\.epochs must be a whole number in \[1, 2147483648\], not True"),
         ("local.lr=.inf", r"local\.lr must be a number in \(0, inf\), not inf"),
         ("rounds=0", r"rounds must be a whole number in \[1, 2147483648\] or a list"),
-        ("secagg=masks", r"secagg must be 'none'"),
-        ("dp.level=client", r"dp\.level must be 'none'"),
+        ("secagg=masks", r"unknown value of secagg 'masks'; known: full, none, sum"),
+        ("dp.level=client", r"dp\.level=client needs one of dp\.target_epsilon and dp\.noise_multiplier, not none"),
+        ("dp.level=sample", r"unknown value of dp\.level 'sample'; did you mean 'example'"),
+        ("dp.delta=1", r"dp\.delta must be a number in \(0, 1\), not 1"),
+        ("dp.clip=0", r"dp\.clip must be a number in \(0, inf\), not 0"),
+        ("dp.noise_multiplier=0", r"dp\.noise_multiplier must be a number"),
+        ("dp.target_epsilon=-1", r"dp\.target_epsilon must be a number"),
+        ("dp.epsilon=1", r"unknown option 'dp\.epsilon'; did you mean 'dp\.target_epsilon'"),
+        ("secure.bits=24", r"secure\.bits.*16.*32.*64"),
+        ("secure.quorum=0", r"secure\.quorum must be a number in \(0, 1\], not 0"),
+        ("drop_rate=1", r"drop_rate must be a number in \[0, 1\), not 1"),
+        ("sampling=uniform", r"unknown value of sampling 'uniform'"),
         ("device=gpu", r"device must be auto, cpu, cuda or cuda:N, not 'gpu'"),
         ("device=mps", r"device must be auto, cpu, cuda or cuda:N, not 'mps'"),
         ("seed=4294967296", r"seed must be a whole number in \[0, 4294967295\]"),
@@ -221,3 +231,26 @@ def test_the_json_schema_knows_every_option_and_refuses_others():
     schema = json_schema()
     assert set(schema["properties"]) == set(RunConfig.model_fields)
     assert schema["additionalProperties"] is False
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["secagg=full", "secure.bits=32", "secure.fraction_bits=16", "secure.neighbours=3"],
+        ["dp.target_epsilon=3", "agg.weights=uniform", "sampling=poisson"],
+        ["dp.level=example", "dp.noise_multiplier=1.1", "agg.weights=uniform", "dp.clip=0.5", "secagg=sum"],
+    ],
+    ids=str,
+)
+def test_protection_survives_a_round_trip_through_yaml(overrides, tmp_path):
+    config = resolve("permuted-digits", overrides=overrides)
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(dump(config)))
+    assert resolve(file=file) == load(dump(config)) == config
+    assert dump(config)["dp"]["level"] == config.dp.level  # a level that a budget implies is written down
+
+
+def test_without_asking_nothing_is_protected():
+    config = resolve("permuted-digits")
+    assert (config.secagg, config.dp.level, config.sampling, config.drop_rate) == ("none", "none", "fixed", 0.0)
+    assert config.dp.noise_multiplier is None and config.dp.target_epsilon is None

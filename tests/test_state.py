@@ -57,3 +57,29 @@ def test_what_came_back_is_not_what_was_saved():
     back.acc[1, 1] = 0.75
     back.count({"phase": "train", "bytes_up": 1, "bytes_down": 1})
     assert state.bytes["train"]["up"] == 33 and torch.from_numpy(state.acc)[1, 1].isnan()
+
+
+def test_totals_by_hand():
+    state = filled()
+    state.count({"phase": "gpse", "bytes_up": 100, "bytes_down": 200})
+    state.spent("server", "train", 0.5)
+    state.spent("measurement", "evaluate", 2.0)
+    assert state.totals() == {
+        "bytes_up": 133,  # 3 + 30 + 100
+        "bytes_down": 244,
+        "bytes_by_phase": {"gpse": {"up": 100, "down": 200}, "train": {"up": 33, "down": 44}},
+        "seconds": 4.25,  # 1.5 + 0.25 + 0.5 + 2
+        "local_accuracy": [0.25, 0.5],
+    }
+    assert list(state.totals()["bytes_by_phase"]) == ["gpse", "train"]  # by name, in whatever order phases came
+    state.totals()["bytes_by_phase"]["train"]["up"] = 0
+    assert state.bytes["train"]["up"] == 33  # a copy
+
+
+def test_totals_of_a_run_that_has_done_nothing():
+    assert RunState({"params": {}}, tasks=2).totals() == {
+        "bytes_up": 0,
+        "bytes_down": 0,
+        "bytes_by_phase": {},
+        "seconds": 0,
+    }

@@ -238,7 +238,7 @@ BROKEN = [
     (BranchesInFinish(), "finish", "cannot run for many clients at once"),
     (ModuleState(), "absorb", "and resumed, the run ends with another 'server/params'"),
     (WritesStatistics(), "broadcast", "writes to server['params']['1.running_mean']"),
-    (LooksBack(), "run", "stores samples that it does not hold (task 1, phase store)"),
+    (LooksBack(), "run", "stores samples that it does not hold (task 1, phase store, round 0)"),
     (OneHead(), "run", "its memory holds samples of tasks {0}, whose heads do not travel"),
     (BareOption(), "plan", "BareOption.beta is an option, but the class is no dataclass; add @dataclass(frozen=True)"),
     (GPM(apply="nothing"), "plan", "unknown value of strategy.apply 'nothing'"),

@@ -1,11 +1,14 @@
 """Clients give batches and recall samples by place; phases refuse what cannot run."""
 
+import math
+
 import pytest
 import torch
 
 import cfl
+from cfl import rng
 from cfl.errors import ConfigError
-from cfl.types import Client, Phase, Share
+from cfl.types import STAGES, Client, Phase, Privacy, RoundInfo, Share
 
 # Rows that the client holds of each task, in no order; nothing of task 2.
 ROWS = {0: [4, 0, 2], 1: [1, 3, 0, 5], 2: []}
@@ -145,3 +148,103 @@ def test_phases_that_train_work_or_do_both_are_taken():
     ]
     both = Phase("c", work=True, rounds=0)  # no rounds: a plan may leave a phase out so
     assert (both.train, both.work, both.rounds, both.cohort, both.diagnostic) == (True, True, 0, "sampled", False)
+
+
+# --- Poisson batches ------------------------------------------------------------------------------------------------
+
+
+def many(count=50, now=(0,)):
+    """A client that holds `count` samples of each of two tasks."""
+    tasks = []
+    for number in range(2):
+        x = torch.tensor([sample(number, row) for row in range(count)])
+        tasks.append((x, torch.arange(count) % 3, x[:1], torch.zeros(1, dtype=torch.int64)))
+    parts = [part.train for part in cfl.from_tensors(tasks).tasks]
+    return Client(7, {number: Share(parts[number], torch.arange(count)) for number in range(2)}, 1, now)
+
+
+def drawn(owner, size, steps, seed=0):
+    """Whether each of the samples is in each of the batches: (steps, samples)."""
+    places = {int(id): place for place, id in enumerate(next(owner.batches(len(owner))).ids)}
+    inside = torch.zeros(steps, len(owner))
+    for step, batch in enumerate(owner.draws(size, steps, rng.generator(seed))):
+        for id, there in zip(batch.ids.tolist(), batch.mask.tolist(), strict=True):
+            inside[step, places[id]] += there
+    return inside
+
+
+def test_poisson_batches_take_each_sample_at_the_rate_and_independently():
+    steps, rate = 2000, 10 / 50
+    inside = drawn(many(now=(1,)), 10, steps)
+    assert set(inside.unique().tolist()) == {0.0, 1.0}  # none of them twice
+    spread = math.sqrt(rate * (1 - rate))
+    assert inside.mean() == pytest.approx(rate, abs=4 * spread / math.sqrt(steps * 50))
+    assert (inside.mean(0) - rate).abs().max() < 4.5 * spread / math.sqrt(steps)  # each of 50
+    # independent in a batch: its size has the variance of a binomial, 8, known to a share of sqrt(2 / 2000) = 3 %
+    assert inside.sum(1).var() == pytest.approx(50 * rate * (1 - rate), rel=0.13)
+    # and from step to step: correlations are 0, give or take 1 / sqrt(2000 x 50)
+    z = (inside - rate) / spread
+    for lag in (1, 2):
+        assert abs((z[lag:] * z[:-lag]).mean()) < 4 / math.sqrt(steps * 50)
+
+
+def test_poisson_batches_follow_their_source():
+    first, again, other = (drawn(many(now=(1,)), 10, 20, seed) for seed in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+def test_an_empty_draw_is_a_sample_of_padding():
+    batches = list(client().draws(1, 200, rng.generator(0)))  # four samples, each at 1/4
+    empty = [batch for batch in batches if not batch.mask.any()]
+    # (3/4)^4 = 0.316 of 200 draws, give or take 6.6
+    assert abs(len(empty) - 200 * 0.75**4) < 4 * math.sqrt(200 * 0.75**4 * (1 - 0.75**4))
+    for batch in empty:
+        assert batch.mask.tolist() == [0.0] and batch.mask.dtype == batch.x.dtype
+        assert (batch.x.shape, batch.y.shape, batch.ids.shape) == ((1, 2), (1,), (1,))
+    assert all(batch.mask.all() for batch in batches if batch.mask.any())
+
+
+def test_a_batch_as_large_as_the_data_or_larger_takes_all():
+    for size in (4, 9):
+        assert all(len(batch.y) == 4 and batch.mask.all() for batch in client().draws(size, 5, rng.generator(0)))
+
+
+def test_poisson_batches_over_several_tasks_see_them_all():
+    owner = many(now=(0, 1))
+    inside = drawn(owner, 10, 1000)
+    rate = 10 / 100  # of all samples, whatever their task
+    assert inside.shape == (1000, 100)
+    for half in (inside[:, :50], inside[:, 50:]):
+        assert half.mean() == pytest.approx(rate, abs=4 * math.sqrt(rate * (1 - rate) / half.numel()))
+    for batch in owner.draws(10, 50, rng.generator(0)):
+        assert torch.equal(batch.task, (batch.x[:, 0] >= 100).long())  # see `sample`
+        assert batch.x[:, 1].tolist() == [-(int(x) % 100) for x in batch.x[:, 0]]
+
+
+@pytest.mark.parametrize(("size", "steps"), [(1, 4), (3, 2), (4, 1), (9, 1)])
+def test_steps_of_an_epoch_are_its_batches(size, steps):
+    assert client().steps(size) == steps == len(list(client().batches(size)))
+    assert client(now=(0, 1)).steps(size) == len(list(client(now=(0, 1)).batches(size)))
+
+
+# --- rounds ---------------------------------------------------------------------------------------------------------
+
+
+def round_of(**more):
+    return RoundInfo(
+        task=1, tasks=3, phase=Phase("train"), round=2, clients=(0, 3, 5, 8), names=(), frozen=frozenset(), heads=(1,),
+        population=9, lr=0.1, model=None, key=0, **more,
+    )  # fmt: skip
+
+
+def test_those_that_drop_out_after_their_upload_have_sent_it():
+    assert round_of().uploading == (0, 3, 5, 8)
+    dropped = dict(zip((0, 3, 5, 8), STAGES, strict=True))
+    assert STAGES[-1] == "unmask" and round_of(dropped=dropped).uploading == (8,)
+    assert round_of(dropped={3: "upload"}).uploading == (0, 5, 8)
+    assert round_of().place == "task 1, phase train, round 2"
+
+
+def test_a_round_has_no_privacy_unless_it_is_given():
+    assert round_of().privacy is None
+    assert Privacy("client", 2.0) == ("client", 2.0, 0.0)

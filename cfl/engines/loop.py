@@ -11,12 +11,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cfl import rng, tree
+from cfl import rng
 from cfl.engines.step import LocalStep
-from cfl.errors import UpdateError
+from cfl.engines.sums import Sum
+from cfl.errors import RoundAborted, UpdateError
+from cfl.local.base import Gathers
 from cfl.local.chain import STRATEGY, Chain, own_state
 from cfl.models.handle import Model
 from cfl.optim import Optimizer
+from cfl.privacy.gaussian import SampleNoise
 from cfl.strategies.base import Strategy
 from cfl.tree import Tree
 from cfl.types import MEMORY, Batch, Client, Parts, RoundInfo
@@ -29,15 +32,34 @@ class Outcome:
     """What a round's clients give: their uploads put together, states, and figures.
 
     mean: weighted means; plain sums of "work"; what regularizers send as their `gathers` says.
-    states: client id to new state; excluded: clients whose upload was not finite; bytes_up: of all clients;
+    states: client id to new state; excluded: clients whose upload was not finite; aborted: why there is no sum.
+    bytes_up, bytes_down: of all clients, the second without what was broadcast; noise: see `Privacy`; clipped: entries
+    beyond the range of integers; shortened: clients whose upload was scaled down to dp.clip.
     loss: mean training loss of the clients' last local epochs, None where nobody trained.
     """
 
     mean: Parts = field(default_factory=dict)
     states: dict[int, Tree] = field(default_factory=dict)
     excluded: list[int] = field(default_factory=list)
+    aborted: str | None = None
     bytes_up: int = 0
+    bytes_down: int = 0
+    noise: float = 0.0
+    clipped: int = 0
+    shortened: int = 0
     loss: float | None = None
+
+    def faults(self, info: RoundInfo) -> Iterator[str]:
+        """What went wrong that a run can go on with."""
+        for client in self.excluded:
+            yield f"client {client} left out: NaN or infinity in its update ({info.place})"
+        if self.aborted is not None:
+            yield f"round aborted, nothing is changed ({info.place}): {self.aborted}"
+        if self.clipped:
+            yield (
+                f"{self.clipped} entries of uploads were beyond the range of integers and clipped ({info.place}); "
+                "raise secure.bits or lower secure.fraction_bits"
+            )
 
 
 @dataclass(frozen=True)
@@ -45,6 +67,7 @@ class LoopEngine:
     """Clients one by one.
 
     weights: of a client in the mean, its samples or 1; on_bad_update: "raise" UpdateError or "exclude" the client.
+    sums: makes the sum of a round's uploads; noise: of the gradients, where single samples are protected.
     """
 
     model: Model
@@ -55,6 +78,8 @@ class LoopEngine:
     batch_size: int
     weights: Literal["samples", "uniform"]
     on_bad_update: Literal["raise", "exclude"]
+    sums: Callable[[RoundInfo, Mapping[str, Gathers]], Sum] = Sum
+    noise: SampleNoise | None = None
 
     def round(
         self,
@@ -66,36 +91,41 @@ class LoopEngine:
     ) -> Outcome:
         """One round over the cohort's clients, in ascending id. Raises UpdateError for an upload that is not finite.
 
+        clients: of `info.uploading`, all or some; or, where those are none, one that shows what an upload looks like.
         observe: called with each client's id and model after its local training.
         """
         step = LocalStep(
-            self.model, info.task, info.frozen, self.chain, self.optimizer, heads=info.heads, public=info.public
+            self.model,
+            info.task,
+            info.frozen,
+            self.chain,
+            self.optimizer,
+            heads=info.heads,
+            public=info.public,
+            noise=self.noise,
         )
-        gathers = {owner: member.gathers for owner, member in self.chain.regularizers.items()} | {"work": "sum"}
-        outcome, weight_sum, losses = Outcome(), 0.0, []
-        first: Parts = {}
-        for client in clients:
-            uploads, state, loss = self._client(step, info, shared, states[client.id], client, observe)
-            outcome.bytes_up += sum(map(tree.nbytes, uploads.values()))
-            if not all(map(tree.all_finite, uploads.values())):
-                self._reject(client.id, info)
-                outcome.excluded.append(client.id)
-                continue
-            weight = float(len(client)) if self.weights == "samples" else 1.0
-            weight_sum += weight
-            first = first or uploads
-            _check_shapes(uploads, first, client, info)
-            for owner, upload in uploads.items():
-                _gather(outcome.mean.setdefault(owner, {}), upload, gathers.get(owner, "mean"), weight)
-            outcome.states[client.id] = state
-            losses.append(loss)
-        if not outcome.states:
-            raise UpdateError(f"task {info.task}, round {info.round}: no client's update was finite; lower local.lr")
-        outcome.mean = {
-            owner: tree.scale(total, 1 / weight_sum) if gathers.get(owner, "mean") == "mean" else total
-            for owner, total in outcome.mean.items()
-        }
-        outcome.loss = sum(losses) / len(losses) if info.phase.train else None
+        gathers = {owner: member.gathers for owner, member in self.chain.regularizers.items()}
+        total, outcome, losses = self.sums(info, gathers), Outcome(), []
+        try:
+            total.open()
+            for client in clients:
+                drawn = client.id in info.uploading
+                look = observe if drawn else None
+                uploads, state, loss = self._client(step, info, shared, states[client.id], client, look)
+                if not total.add(client.id, uploads, float(len(client)) if self.weights == "samples" else 1.0):
+                    self._reject(client.id, info)
+                    outcome.excluded.append(client.id)
+                elif drawn:
+                    outcome.states[client.id] = state
+                    losses.append(loss)
+            if outcome.excluded and not outcome.states:
+                raise UpdateError(f"no client's update was finite ({info.place}); lower local.lr")
+            outcome.mean = total.close()
+        except RoundAborted as error:
+            outcome.aborted, outcome.states = str(error), {}
+        outcome.bytes_up, outcome.bytes_down = total.traffic()
+        outcome.noise, outcome.clipped, outcome.shortened = total.noise, total.clipped, total.shortened
+        outcome.loss = sum(losses) / len(losses) if info.phase.train and losses else None
         return outcome
 
     def _client(
@@ -133,10 +163,12 @@ class LoopEngine:
                 uploads["work"], own = self.strategy.work(params, client, shared, own, info)
             others = {name: leaf for name, leaf in state.items() if not name.startswith(f"{STRATEGY}/")}
             state = {**{f"{STRATEGY}/{name}": leaf for name, leaf in own.items()}, **others}
+            if info.phase.stores and uploads["work"]:
+                raise UpdateError(f"a phase that only stores sends {list(uploads['work'])} ({info.place})")
         stored = own_state(state, STRATEGY).get(MEMORY, places)
         if stored is not places and not client.may_store(stored, places):
             raise UpdateError(
-                f"client {client.id} stores samples that it does not hold (task {info.task}, phase {info.phase.name}); "
+                f"client {client.id} stores samples that it does not hold ({info.place}); "
                 "a memory grows by places (task, position in the client's share) of the current data"
             )
         return uploads, state, loss
@@ -156,10 +188,14 @@ class LoopEngine:
         with rng.fork(rng.key(info.key, "local", client.id), client.device):
             for epoch in range(self.epochs):
                 source = rng.generator(rng.key(info.key, "order", client.id, epoch))
-                order = torch.randperm(len(client), generator=source).to(client.device)
-                losses = []
                 changes = rng.key(info.key, "augment", client.id, epoch)
-                for batch in client.batches(self.batch_size, order, changes):
+                if self.noise is None:
+                    order = torch.randperm(len(client), generator=source).to(client.device)
+                    batches = client.batches(self.batch_size, order, changes)
+                else:
+                    batches = client.draws(self.batch_size, client.steps(self.batch_size), source, changes)
+                losses = []
+                for batch in batches:
                     key = rng.key(info.key, "step", client.id, index)
                     local, loss = step(local, batch, shared, state, info.lr, index, key, next(memories), id)
                     losses.append(loss)
@@ -169,8 +205,8 @@ class LoopEngine:
     def _reject(self, client: int, info: RoundInfo) -> None:
         if self.on_bad_update == "raise":
             raise UpdateError(
-                f"client {client} sent an update with NaN or infinity (task {info.task}, phase {info.phase.name}, "
-                f"round {info.round}); lower local.lr, or leave such clients out with on_bad_update=exclude"
+                f"client {client} sent an update with NaN or infinity ({info.place}); "
+                "lower local.lr, or leave such clients out with on_bad_update=exclude"
             )
 
 
@@ -180,7 +216,7 @@ def _named(what: str, client: Client, info: RoundInfo) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        place = f"client {client.id} (task {info.task}, phase {info.phase.name}, round {info.round})"
+        place = f"client {client.id} ({info.place})"
         raise UpdateError(f"{what} failed at {place}: {error}") from error
 
 
@@ -193,28 +229,3 @@ def recalled(client: Client, places: Tensor, most: int, key: int) -> Iterator[Ba
             yield client.recall(places[drawn.to(places.device)])
         else:
             yield whole
-
-
-def _check_shapes(uploads: Parts, others: Parts, client: Client, info: RoundInfo) -> None:
-    """Raise UpdateError where a client's upload has other names or shapes than the first one."""
-    own, expected = (
-        {f"{owner}/{name}": tuple(leaf.shape) for owner, leaves in parts.items() for name, leaf in leaves.items()}
-        for parts in (uploads, others)
-    )
-    for name in {**own, **expected}:
-        if own.get(name) != expected.get(name):
-            raise UpdateError(
-                f"client {client.id} sent '{name}' with shape {own.get(name)}, others {expected.get(name)} (task "
-                f"{info.task}, phase {info.phase.name}, round {info.round}); uploads of a round are summed"
-            )
-
-
-def _gather(total: Tree, upload: Tree, how: str, weight: float) -> None:
-    """Put an upload to what others sent, in place; in sums integer leaves (counters) are the first client's."""
-    for name, leaf in upload.items():
-        if how == "stack":
-            total[name] = torch.cat([total[name], leaf[None]]) if name in total else leaf[None]
-        elif name not in total:
-            total[name] = leaf * (weight if how == "mean" else 1.0) if leaf.is_floating_point() else leaf
-        elif leaf.is_floating_point():
-            total[name] += leaf * (weight if how == "mean" else 1.0)

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from cfl import tree
 from cfl.local.chain import Chain
+from cfl.losses import masked_mean
 from cfl.models.handle import Model
 from cfl.optim import Optimizer
+from cfl.privacy.gaussian import SampleNoise
 from cfl.tree import Tree
 from cfl.types import EMPTY, Batch, Ctx, Samples
 
@@ -31,7 +33,9 @@ class LocalStep:
     """One local step of a task: gradient of the mean loss and all penalties, then the optimiser.
 
     frozen: names that do not train; masked: batches may hold padding, and one of padding alone changes nothing;
-    heads: tasks whose heads came down beside the task's own; public: inputs that everybody may see, if any.
+    heads: tasks whose heads came down beside the task's own; public: inputs that everybody may see, if any;
+    noise: what bounds each sample's part in the gradient and hides it, if anything does; not with `masked`, for a draw
+    of no sample at all is a step too.
     """
 
     model: Model
@@ -42,6 +46,7 @@ class LocalStep:
     masked: bool = False
     heads: tuple[int, ...] = ()
     public: Samples | None = None
+    noise: SampleNoise | None = None
 
     def start(self, params: Tree) -> Local:
         """The carry before the first step; params: all that came down."""
@@ -118,7 +123,7 @@ class LocalStep:
         elsewhere: list[tuple[Tensor, Tree]] = []
 
         def grad_fn(params: Tree, ctx: Ctx) -> Tree:
-            grads, aux = torch.func.grad(self._loss, has_aux=True)(params, local.buffers, ctx)
+            grads, aux = (self._gradient if self.noise is None else self._private)(params, local.buffers, ctx)
             (here if params is local.params else elsewhere).append(aux)
             return grads
 
@@ -132,6 +137,22 @@ class LocalStep:
         loss, buffers = (here or elsewhere)[0]
         after = Local(params, buffers, moments)
         return (_choose(live, after, local) if self.masked else after), loss
+
+    def _gradient(self, params: Tree, buffers: Tree, ctx: Ctx) -> tuple[Tree, tuple[Tensor, Tree]]:
+        return torch.func.grad(self._loss, has_aux=True)(params, buffers, ctx)
+
+    def _private(self, params: Tree, buffers: Tree, ctx: Ctx) -> tuple[Tree, tuple[Tensor, Tree]]:
+        """The gradient with each sample's part in it bounded, and noise; the models here have no buffers."""
+        assert self.noise is not None
+
+        def of_one(*leaves: Tensor) -> tuple[Tree, Tensor]:
+            single = ctx._replace(batch=Batch(*(leaf[None] for leaf in leaves)))
+            grads, (loss, _) = self._gradient(params, buffers, single)
+            return grads, loss
+
+        leaves = [leaf for leaf in ctx.batch if leaf is not None]
+        grads, losses = torch.func.vmap(of_one, randomness="different")(*leaves)
+        return self.noise(grads, ctx.batch.mask, ctx.key), (masked_mean(losses, ctx.batch.mask), buffers)
 
     def _loss(self, params: Tree, buffers: Tree, ctx: Ctx) -> tuple[Tensor, tuple[Tensor, Tree]]:
         logits, features, loss, buffers = self._pass(params, buffers, ctx)

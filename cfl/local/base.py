@@ -33,6 +33,12 @@ class LocalRegularizer:
     """An addition to federated training that composes with any strategy; as it stands, it changes nothing."""
 
     source: ClassVar[str] = ""
+    sends: ClassVar[str] = ""
+    """What a client sends for it, and when; empty where it adds nothing to the strategy's uploads."""
+    per_sample: ClassVar[bool] = False
+    """Whether samples enter its uploads and the clients' states through gradients of single samples' losses alone
+    (and, in `work`, as `Privacy` says), as dp.level=example needs. Each class says it for itself; it is not inherited.
+    """
     hard_constraint: ClassVar[bool] = False
     gathers: ClassVar[Gathers] = "mean"
     """How the uploads of `finish` reach `server_step`: as their weighted mean, as their plain sum, or stacked

@@ -5,9 +5,9 @@ from the average and learns T^2 KL(softmax(Z / T) || softmax(z / T)), Z being th
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ class Distillation(LocalRegularizer, ABC):
     """What FedDF, FedET and FedProj share: clients send logits on public data, and the server trains on them."""
 
     gathers: ClassVar[Gathers] = "sum"
+    sends: ClassVar[str] = "its logits on the public data, every round"
     needs_public: ClassVar[bool] = True
     decides: ClassVar[str] = "what the server learns from public data"
     acts_last: ClassVar[bool] = True
@@ -56,6 +57,11 @@ class Distillation(LocalRegularizer, ABC):
     server_epochs: int = option(1, "passes over the public data a round", source="FedProj, CIFAR-10", at_least=1)
     server_batch: int = option(128, "public samples a step", source="FedProj's code; the paper has 256", at_least=2)
     server_lr: float = option(1e-5, "learning rate of Adam", source="FedProj's code; FedDF has 1e-3", above=0.0)
+
+    def refuses(self, run: Mapping[str, Any]) -> str | None:
+        if run["dp"]["level"] == "client" and run["dp"]["protect"] == "all":
+            return "dp.level=client clips and blurs its count of clients along with the logits"
+        return None
 
     def finish(self, params: Tree, ctx: Ctx, steps: int) -> tuple[Tree, Tree]:
         logits = public_logits(params, ctx)
@@ -107,6 +113,7 @@ class FedDF(Distillation):
     """Ensemble distillation on the server (Lin et al., 2020)."""
 
     source: ClassVar[str] = "Lin et al., NeurIPS 2020, Algorithm 1"
+    per_sample: ClassVar[bool] = True
 
     def lesson(self, average: Tree, gathered: Tree, params: Tree) -> tuple[Loss, Tree]:
         teacher = gathered["logits"] / gathered["clients"]

@@ -7,8 +7,9 @@ FedSOL's code subtracts a client's last direction from its gradients besides ("c
 share of that correction: the failures that it reports for FedNova come with it. It is not done here.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -32,7 +33,14 @@ class FedNova(LocalRegularizer):
     """Normalised averaging: an update counts per local step that it took (Wang et al., 2020)."""
 
     source: ClassVar[str] = "Wang et al., NeurIPS 2020, section 4"
+    sends: ClassVar[str] = "the number of its local steps, every round"
+    per_sample: ClassVar[bool] = True
     decides: ClassVar[str] = "the length of the server's step"
+
+    def refuses(self, run: Mapping[str, Any]) -> str | None:
+        if run["dp"]["level"] == "client" and run["dp"]["protect"] == "all":
+            return "dp.level=client clips and blurs its count of steps along with the update"
+        return None
 
     def finish(self, params: Tree, ctx: Ctx, steps: int) -> tuple[Tree, Tree]:
         like = next(iter(params.values()))

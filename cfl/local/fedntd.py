@@ -25,6 +25,7 @@ class FedNTD(LocalRegularizer):
     """Not-true distillation: keeps the global model's knowledge of absent classes (Lee et al., 2022)."""
 
     source: ClassVar[str] = "Lee et al., NeurIPS 2022, eq. 4 and 5"
+    per_sample: ClassVar[bool] = True
     lends: ClassVar[bool] = True
 
     beta: float = option(1.0, "weight of the distillation", source="FedSOL's code", at_least=0.0)

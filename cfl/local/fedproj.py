@@ -31,6 +31,7 @@ class FedProj(FedDF):
     """Local gradients projected against the ensemble's memory, and ensemble distillation (FedProj, 2025)."""
 
     source: ClassVar[str] = "FedProj (2025), Algorithm 1, eq. 5 to 13"
+    per_sample: ClassVar[bool] = True
 
     memory: int | None = option(None, "public samples in a round's memory; none: all", source="ours", at_least=2)
     memory_batch: int = option(256, "memory samples a local step", source="official code", at_least=1)
@@ -53,7 +54,7 @@ class FedProj(FedDF):
     def refuses(self, run: Mapping[str, Any]) -> str | None:
         if self.stop is not None and self.stop <= self.start:
             return f"with start={self.start} and stop={self.stop} it never projects; raise stop, or use feddf"
-        return None
+        return super().refuses(run)
 
     def provide(self, own: Tree, info: RoundInfo) -> Tree:
         """The memory: places in the public data (m,), ensemble logits (m, classes), who projects (clients,)."""

@@ -21,6 +21,7 @@ class FedProx(LocalRegularizer):
     """Proximal term that keeps local weights near the global model (Li et al., 2020)."""
 
     source: ClassVar[str] = "Li et al., MLSys 2020, eq. 2"
+    per_sample: ClassVar[bool] = True
     lends: ClassVar[bool] = True
 
     mu: float = option(0.01, "weight of the proximal term", source="eq. 2", at_least=0.0)

@@ -25,6 +25,7 @@ class KL(LocalRegularizer):
     """Keeps what a client's model says near what the global model says (FedSOL, Table 1)."""
 
     source: ClassVar[str] = "FedSOL (Lee et al., CVPR 2024), Table 1"
+    per_sample: ClassVar[bool] = True
     lends: ClassVar[bool] = True
 
     beta: float = option(1.0, "weight of the divergence", source="unstated; ours", at_least=0.0)

@@ -27,6 +27,7 @@ class Moon(LocalRegularizer):
     """Model-contrastive learning of features (Li et al., 2021)."""
 
     source: ClassVar[str] = "Li et al., CVPR 2021, eq. 3"
+    per_sample: ClassVar[bool] = True
     lends: ClassVar[bool] = True
 
     mu: float = option(0.1, "weight of the contrastive loss", source="FedSOL's code; the paper has 1 to 10", at_least=0)

@@ -24,6 +24,8 @@ class Scaffold(LocalRegularizer):
     """Control variates of server and clients against client drift (Karimireddy et al., 2020)."""
 
     source: ClassVar[str] = "Karimireddy et al., ICML 2020, Algorithm 1, option II"
+    sends: ClassVar[str] = "the change of its control variate, every round"
+    per_sample: ClassVar[bool] = True
     gathers: ClassVar[Gathers] = "sum"
     lends: ClassVar[bool] = True
 

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from cfl import plugins
@@ -47,3 +48,12 @@ def build(name: str, input_shape: Sequence[int], outputs: int, options: Mapping[
     except (TypeError, ValueError, RuntimeError) as error:
         shape = tuple(input_shape)
         raise ConfigError(f"model '{name}' cannot be built for inputs of shape {shape}: {error}") from error
+
+
+def sample(name: str, options: Mapping[str, Any]) -> nn.Module | None:
+    """A module of that name without any weights, to look at its layers; None where it does not take colour images."""
+    try:
+        with torch.device("meta"):
+            return build(name, (3, 32, 32), 2, options)
+    except ConfigError:  # the run, which knows the shape of its inputs, says what is wrong
+        return None

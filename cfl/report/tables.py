@@ -92,6 +92,16 @@ def listing(rows: Sequence[tuple[str, str, str]], title: str) -> Table:
     return table
 
 
+def answers(rows: Sequence[tuple[str, str]], title: str) -> Table:
+    """Questions and their answers."""
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def hyper_parameters(rows: Sequence[Mapping[str, Any]], prefix: str) -> Table:
     """Hyper-parameters as `--set` takes them: name, default, valid values, meaning, source."""
     table = Table()

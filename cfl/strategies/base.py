@@ -22,7 +22,8 @@ from cfl.types import Client, Ctx, Parts, Phase, RoundInfo, Server
 def with_consolidation(task: int, tasks: int, rounds: int) -> list[Phase]:
     """Training; then, but for the last task, a round in which all clients that hold data store what they need."""
     train = Phase("train", rounds)
-    return [train] if task == tasks - 1 else [train, Phase("consolidate", cohort="available", train=False, work=True)]
+    store = Phase("consolidate", cohort="available", train=False, work=True, stores=True)
+    return [train] if task == tasks - 1 else [train, store]
 
 
 @plugins.strategies.register("fedavg")
@@ -31,6 +32,8 @@ class Strategy(LocalRegularizer):
     """Federated averaging without a continual mechanism: the lower bound (McMahan et al., 2017)."""
 
     source: ClassVar[str] = "McMahan et al., AISTATS 2017, Algorithm 1"
+    sends: ClassVar[str] = "its update w_global - w_local, every round"
+    per_sample: ClassVar[bool] = True
     sequential: ClassVar[bool] = True
     """False where tasks are not learned one after another by one model: forgetting is then not defined."""
 
@@ -41,6 +44,10 @@ class Strategy(LocalRegularizer):
     def init_server(self, params: Tree, model: Model) -> Server:
         """Trees that the server keeps beside "params"."""
         return {}
+
+    def begin_task(self, server: Server, task: int, model: Model) -> Server:
+        """The server's trees as a task after the first begins, whatever became of the rounds before."""
+        return server
 
     def sees(self, task: int, tasks: int) -> tuple[int, ...]:
         """Tasks whose data the clients train on in this task."""

@@ -13,6 +13,8 @@ affine parameters freeze after the first task. The model that clients sketch is 
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,6 +27,7 @@ from cfl.models.handle import Layer, Model
 from cfl.options import option
 from cfl.strategies.base import Strategy
 from cfl.subspace import basis as bases
+from cfl.subspace import private
 from cfl.subspace.layer_inputs import stream
 from cfl.subspace.projection import covered, input_vectors, project_step, width
 from cfl.subspace.sketch import Direct, Energies, Gram, some_patches, unpack
@@ -40,6 +43,12 @@ class FOT(Strategy):
     """Federated Orthogonal Training: keep the aggregate off earlier tasks' layer inputs (Bakman et al., 2024)."""
 
     source: ClassVar[str] = "Bakman et al., ICLR 2024, Algorithm 1"
+    sends: ClassVar[str] = (
+        "its update w_global - w_local, every round; after each task but the last, of the inputs of each layer a "
+        "sketch and two energies; with strategy.project_at=server no energies, with strategy.freeze_first=true nothing "
+        "of the first layer's inputs, which are the data"
+    )
+    per_sample: ClassVar[bool] = True
 
     threshold: float = option(0.9, "share of input energy to protect", source="Table 9", above=0.0, at_most=1.0)
     threshold_step: float = option(0.0, "added to the threshold after each task", source="Table 9", at_least=0.0)
@@ -54,6 +63,7 @@ class FOT(Strategy):
     s_mult_conv: float = option(
         5.0, "sketch columns of a convolution, times d", source="paper: 5, and 1 for MNIST", above=0.0
     )
+    columns: int = option(0, "sketch columns of every layer, whatever its width (0: s_mult times d)", at_least=0)
     distribution: str = option("normal", "entries of G", source="eq. 9", choices=("normal", "uniform"))
     draw: str = option(
         "client", "key G by client (fast), or by sample: then the sum is the same however samples are dealt",
@@ -81,6 +91,14 @@ class FOT(Strategy):
             )
         if self.model == "local" and self.participants == "all":
             raise ConfigError("strategy.model=local sketches the last cohort: use strategy.participants=sampled")
+
+    def refuses(self, run: Mapping[str, Any]) -> str | None:
+        level, summed = run["dp"]["level"], self.sketch == "gram" and self.project_at == "server"
+        if level != "none" and self.criterion != "energy":
+            return f"strategy.criterion={self.criterion} takes ratios of norms, which have no bound; set it to energy"
+        if level == "example" and not summed:
+            return "only sums over samples bound each one's part: set strategy.sketch=gram, strategy.project_at=server"
+        return None
 
     def plan(self, task: int, tasks: int, rounds: int) -> list[Phase]:
         if task == tasks - 1 and not self.after_last_task:
@@ -132,14 +150,18 @@ class FOT(Strategy):
 
         def see(layer: Layer, inputs: Tensor, batch: Batch) -> None:
             inputs = some_patches(inputs, batch.ids, self.max_patches, rng.key(info.key, "patches", layer.name))
-            sums[layer.name].add(input_vectors(inputs, layer, self._augment), batch.ids)
+            vectors = input_vectors(inputs, layer, self._augment)
+            sums[layer.name].add(private.unit_energy(vectors) if info.privacy else vectors, batch.ids)
 
         watched = [layer for layer in self._projected(info.model) if layer.name in sums]
         stream(info.model, params, info.task, client.batches(64), watched, see)
         up: Tree = {}
         for layer in watched:
-            energies = sums[layer.name].energies
-            if (released := sums[layer.name].release()) is not None:
+            energies, released = sums[layer.name].energies, sums[layer.name].release()
+            if info.privacy:
+                parts = len(watched) * (2 if at_client else 1)
+                released, energies = private.scaled(sums[layer.name], info.privacy, len(client), parts)
+            if released is not None:
                 up[f"sketch/{layer.name}"] = released.to(params[layer.weight].dtype)
             if diagnostic or at_client and self.criterion == "energy":
                 up[f"energy/{layer.name}"] = energies  # |X|^2, |X*|^2
@@ -157,7 +179,11 @@ class FOT(Strategy):
             pairs = {name.removeprefix("energy/"): pair for name, pair in mean["work"].items()}
             new["coverage"] = {name: 1 - pair[1] / pair[0].clamp(min=1e-300) for name, pair in pairs.items()}
         elif info.phase.work:
-            new["basis"] = {layer.name: self._extended(layer, server, mean["work"], info.task) for layer in layers}
+            new["basis"] = {layer.name: self._extended(layer, server, mean["work"], info) for layer in layers}
+            if info.privacy and not any(
+                new["basis"][name].shape[1] > old.shape[1] for name, old in server["basis"].items()
+            ):
+                warnings.warn(f"the noise hides all directions ({info.place}): nothing more is protected", stacklevel=2)
         return new
 
     def notes(self, model: Model) -> list[str]:
@@ -168,25 +194,30 @@ class FOT(Strategy):
         coverage = {name: float(share) for name, share in server.get("coverage", {}).items()}
         return {"subspace_use": use, "coverage": coverage}
 
-    def _extended(self, layer: Layer, server: Server, sums: Tree, task: int) -> Tensor:
+    def _extended(self, layer: Layer, server: Server, sums: Tree, info: RoundInfo) -> Tensor:
         """GPSE at the server: the leading directions of the summed sketch join the basis (eq. 11-12)."""
         basis, a = server["basis"][layer.name], sums.get(f"sketch/{layer.name}")
         if a is None:
             return basis
         gram = self.sketch == "gram"
         a = unpack(a, basis.shape[0]) if gram else a
-        vectors, squared, remaining = bases.residual_spectrum(a, basis, gram=gram)
-        if f"energy/{layer.name}" in sums:
+        noise = info.privacy.noise if info.privacy else 0.0
+        vectors, squared, remaining = bases.residual_spectrum(a, basis, gram=gram, noise=noise)
+        if info.privacy and f"energy/{layer.name}" in sums:
+            clients = info.expected if info.phase.cohort == "sampled" else len(info.clients)
+            whole = clients * private.share(info.privacy, len(sums))  # of each client's samples the energy is 1
+            remaining = min(1.0, max(0.0, float(sums[f"energy/{layer.name}"]) / whole))
+        elif f"energy/{layer.name}" in sums:
             full, residual = sums[f"energy/{layer.name}"].tolist()
             remaining = residual / full if full > 0 else 0.0
         covered = 1 - remaining if self.criterion == "energy" else remaining
-        threshold = min(1.0, self.threshold + task * self.threshold_step)
+        threshold = min(1.0, self.threshold + info.task * self.threshold_step)
         rank = bases.choose_rank(squared, covered, threshold, self.criterion, self.min_rank)
         return bases.expand(basis, vectors[:, :rank])
 
     def _accumulator(self, layer: Layer, known: Tensor, client: Client, info: RoundInfo) -> Gram | Direct:
         mult = self.s_mult if isinstance(layer.module, nn.Linear) else self.s_mult_conv
-        columns = max(1, round(mult * known.shape[0]))
+        columns = self.columns or max(1, round(mult * known.shape[0]))
         by_sample = self.draw == "sample"
         key = rng.key(info.key, "sketch", layer.name, *(() if by_sample else (client.id,)))
         few = isinstance(layer.module, nn.Linear) and len(client) < known.shape[0]  # fewer vectors than dimensions

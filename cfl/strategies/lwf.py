@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from cfl import plugins
+from cfl import plugins, tree
 from cfl.losses import masked_mean
 from cfl.models.handle import Model
 from cfl.options import option
@@ -30,10 +30,14 @@ class LwF(Strategy):
     """Learning without forgetting: old heads keep their outputs on the new data (Li and Hoiem, 2016)."""
 
     source: ClassVar[str] = "Li and Hoiem, ECCV 2016, eq. 2"
+    per_sample: ClassVar[bool] = True
 
     strength: float = option(1.0, "lambda, weight of the distillation", source="section 3", at_least=0.0)
     temperature: float = option(2.0, "T", source="section 3", above=0.0)
     train_old_heads: bool = option(False, "let the distillation train the old heads", source="paper: yes")
+
+    def begin_task(self, server: Server, task: int, model: Model) -> Server:
+        return {**server, "teacher": tree.select(server["params"], model.trainable(task - 1, tuple(range(task))))}
 
     def heads(self, task: int, tasks: int) -> tuple[int, ...]:
         return tuple(range(task + 1))
@@ -56,10 +60,3 @@ class LwF(Strategy):
         outputs = ctx.forward(params, ctx.batch, old) / self.temperature
         entropies = -(targets.softmax(dim=2) * outputs.log_softmax(dim=2)).sum(dim=(1, 2))  # eq. 2
         return self.strength * masked_mean(entropies, ctx.batch.mask)
-
-    def absorb(self, server: Server, mean: Parts, info: RoundInfo, lr: float) -> Server:
-        new = super().absorb(server, mean, info, lr)
-        if info.phase.train and info.round == info.phase.rounds - 1:
-            names = info.model.trainable(info.task, info.heads)
-            new["teacher"] = {name: new["params"][name] for name in names}
-        return new

@@ -20,23 +20,20 @@ class SingleTask(Strategy):
     """A separate model for each task, trained by FedAvg in the task's own rounds."""
 
     source: ClassVar[str] = "FOT, Table 11"
+    per_sample: ClassVar[bool] = True
     sequential: ClassVar[bool] = False
 
     def init_server(self, params: Tree, model: Model) -> Server:
         return {"initial": dict(params), "models": {}}
 
-    def broadcast(self, server: Server, info: RoundInfo) -> Parts:
-        return super().broadcast(self._begun(server, info), info)
+    def begin_task(self, server: Server, task: int, model: Model) -> Server:
+        return {**server, "params": dict(server["initial"])}
 
     def absorb(self, server: Server, mean: Parts, info: RoundInfo, lr: float) -> Server:
-        new = super().absorb(self._begun(server, info), mean, info, lr)
+        new = super().absorb(server, mean, info, lr)
         own = {f"{info.task}/{name}": new["params"][name] for name in info.names}
         return {**new, "models": {**server["models"], **own}}
 
     def serve(self, server: Server, task: int) -> Tree:
         own = {name.partition("/")[2]: leaf for name, leaf in server["models"].items() if name.startswith(f"{task}/")}
         return {**server["params"], **own}
-
-    def _begun(self, server: Server, info: RoundInfo) -> Server:
-        """The server as it enters a round: with the initial weights in the first of a task."""
-        return {**server, "params": dict(server["initial"])} if info.round == 0 else server

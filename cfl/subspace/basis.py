@@ -8,6 +8,8 @@ import warnings
 import torch
 from torch import Tensor
 
+TAIL = 3.0  # standard deviations beyond the largest singular value that is expected of noise: exp(-9/2) is 1.1 %
+
 
 def empty(size: int, device: torch.device | str = "cpu") -> Tensor:
     """The basis of the zero subspace: (size, 0)."""
@@ -34,8 +36,15 @@ def spectrum(a: Tensor, *, gram: bool = False) -> tuple[Tensor, Tensor]:
     return residual_spectrum(a, empty(a.shape[0], a.device), gram=gram)[:2]
 
 
-def residual_spectrum(a: Tensor, basis: Tensor, *, gram: bool = False) -> tuple[Tensor, Tensor, float]:
+def residual_spectrum(
+    a: Tensor, basis: Tensor, *, gram: bool = False, noise: float = 0.0
+) -> tuple[Tensor, Tensor, float]:
     """`spectrum` of what remains of `a` beside the basis, and the share of its energy that remains, in [0, 1].
+
+    noise: standard deviation of normal noise in each entry of `a` (on and above the diagonal of a Gram matrix). What
+    it adds comes off: of a singular value what noise exceeds once in a hundred draws, std (sqrt(d) + sqrt(s) + 3)
+    (Davidson and Szarek, 2001, theorem 2.13), or std (2 sqrt(d) + 3 sqrt(2)) of an eigenvalue of a Gram matrix; of
+    energies its mean, std^2 d s. Values that do not stand out become zero.
 
     By the eigen-decomposition of A A^T in float64: d^3 operations where an SVD takes s d^2. The numerical rank is
     measured against the whole of `a`, whose rounding errors are what remains where the basis covers it.
@@ -49,7 +58,15 @@ def residual_spectrum(a: Tensor, basis: Tensor, *, gram: bool = False) -> tuple[
     relative = max(a.shape) * torch.finfo(a.dtype).eps
     tolerance = relative if gram else max(relative**2, max(a.shape) * torch.finfo(torch.float64).eps)
     squared = torch.where(values > tolerance * largest, values, torch.zeros_like(values))
-    share = float(rest.trace() / whole.trace()) if bool(whole.trace() > 0) else 0.0
+    free, added = a.shape[0] - basis.shape[1], 0.0 if gram else noise**2 * a.shape[1]
+    if noise and gram:
+        squared = (squared - noise * (2 * free**0.5 + TAIL * 2**0.5)).clamp(min=0)
+    elif noise:
+        squared = (squared.sqrt() - noise * (free**0.5 + a.shape[1] ** 0.5 + TAIL)).clamp(min=0).square()
+    remains, full = float(rest.trace()) - added * free, float(whole.trace()) - added * a.shape[0]
+    share = (
+        remains / full if full > 0 else float(noise > 0)
+    )  # where the noise hides all, nothing is known to be covered
     return vectors.flip(1), squared.flip(0), min(1.0, max(0.0, share))
 
 

@@ -19,7 +19,19 @@ from cfl.types import Client
 
 CLIENT_HOOKS = ("init_client", "augment", "penalty", "around", "adjust", "finish", "send")
 REGULARIZER_HOOKS = (*CLIENT_HOOKS, "init_shared", "provide", "server_step")
-SERVER_HOOKS = ("plan", "init_server", "sees", "heads", "frozen", "broadcast", "loss", "work", "absorb", "serve")
+SERVER_HOOKS = (
+    "plan",
+    "init_server",
+    "begin_task",
+    "sees",
+    "heads",
+    "frozen",
+    "broadcast",
+    "loss",
+    "work",
+    "absorb",
+    "serve",
+)
 
 
 class Faults:

@@ -163,7 +163,9 @@ class Storing(Strategy):
 @pytest.mark.parametrize("bad", [[1, 12], [1, -1], [2, 0], [-1, 0], [0, 0]], ids=str)  # task 0 is over
 def test_a_memory_outside_of_the_clients_data_of_the_round_is_an_error(bad):
     engine = engine_of(Storing([[1, 0], bad]))
-    with pytest.raises(UpdateError, match=r"client 3 stores samples that it does not hold \(task 1, phase store\)"):
+    with pytest.raises(
+        UpdateError, match=r"client 3 stores samples that it does not hold \(task 1, phase store, round 0\)"
+    ):
         play(engine, {3: {}}, [client()], STORE)
 
 
@@ -177,7 +179,7 @@ def test_a_memory_inside_of_the_clients_data_is_kept_as_places(good):
 
 
 def test_in_a_run_the_first_client_with_a_wrong_memory_is_named():
-    with pytest.raises(UpdateError, match=r"client 0 stores .*\(task 0, phase store\)"):
+    with pytest.raises(UpdateError, match=r"client 0 stores .*\(task 0, phase store, round 0\)"):
         cfl.run(toy.config(method="fedavg"), stream=toy.stream(), strategy=Storing([[1, 0]]))  # a task still to come
 
 

@@ -53,6 +53,8 @@ def test_two_tasks_by_hand():
     expected = [(0, 0, (0.5, -1.0), (0.5, 3.0)), (1, 0, (1.0, 1.0), (0.0, 1.0)), (1, 1, (0.0, 2.0), (0.0, -1.0))]
     came_down = []
     for task, number, moved, after in expected:
+        if number == 0 and task:
+            server = rule.begin_task(server, task, model)
         info = RoundInfo(task, 2, phase, number, (0,), ("weight",), frozenset(), (task,), 1, 0.1, model, 0)
         came_down.append(rule.broadcast(server, info)["params"]["weight"].flatten().tolist())
         server = rule.absorb(server, {"strategy": {"weight": torch.tensor([moved])}}, info, 1.0)

@@ -123,6 +123,95 @@ def test_residual_share_at_its_ends():
     assert bases.residual_spectrum(basis @ _random(3, 4), basis)[2] < 1e-28
 
 
+# --- residual_spectrum of what has noise on it -----------------------------------------------------------------------
+
+
+def _noisy(a, std, seed, gram):
+    """A sketch, or a Gram matrix whose entries on and above the diagonal get noise (what is below is the same)."""
+    z = std * _random(*a.shape, seed=10_000 + seed)
+    return a + (z.triu() + z.triu(1).T if gram else z)
+
+
+def test_without_noise_nothing_changes_by_a_bit():
+    for shape, rank, seed in (((9, 30), 3, 0), ((9, 4), 0, 1), ((6, 6), 2, 2)):
+        a, basis = _random(*shape, seed=seed), _orthonormal(shape[0], rank, seed=seed + 5) if rank else bases.empty(9)
+        for x, gram in ((a, False), (a @ a.T, True)):
+            whole = x if gram else x @ x.T
+            rest = bases.remove(bases.remove(whole, basis).T, basis)
+            values, vectors = torch.linalg.eigh(rest)  # the definition, as it stood before there was any noise
+            found, squared, share = bases.residual_spectrum(x, basis, gram=gram, noise=0.0)
+            assert torch.equal(found, vectors.flip(1))
+            kept = squared > 0
+            assert torch.equal(squared[kept], values.flip(0)[kept]) and int(kept.sum()) == min(
+                shape[0] - rank, shape[1]
+            )
+            assert share == min(1.0, float(rest.trace() / whole.trace()))
+
+
+@pytest.mark.parametrize("known", [0, 4])
+@pytest.mark.parametrize("gram", [False, True])
+def test_noise_alone_is_seldom_taken_for_a_direction(gram, known):
+    """Its largest singular value is near std (sqrt(d) + sqrt(s)), and above it in at most 17 % of draws.
+
+    That is the chance of a positive Tracy-Widom variable, the limit for large d. In 200 draws 17 % are 34, give or take
+    5: at most 50. What does stand out does so by little: the edge of noise half as large again hides all of it.
+    """
+    d, seeds, basis = 20, 200, _orthonormal(20, known) if known else bases.empty(20)
+    zero, found, largest = torch.zeros(d, d if gram else 5 * d, dtype=torch.float64), 0, 0.0
+    for seed in range(seeds):
+        a = _noisy(zero, 0.3, seed, gram)
+        squared = bases.residual_spectrum(a, basis, gram=gram, noise=0.3)[1]
+        found += bool((squared > 0).any())
+        largest = max(largest, float(squared[0]))
+        assert not bases.residual_spectrum(a, basis, gram=gram, noise=0.3 * 1.5)[1].any()
+    assert found <= 50
+    assert largest < 0.25 * (2 * 0.3 * d**0.5 if gram else (0.3 * (d**0.5 + (5 * d) ** 0.5)) ** 2)
+
+
+@pytest.mark.parametrize("gram", [False, True])
+def test_a_strong_signal_is_found_through_the_noise(gram):
+    d, s, rank = 20, 100, 3
+    span = _orthonormal(d, rank, seed=3)
+    x = span @ _random(rank, s, seed=4)  # singular values near sqrt(s) = 10, of the Gram matrix near 100
+    std = 2.0 if gram else 0.1  # the edge: 2 std sqrt(d) = 18, and std (sqrt(d) + sqrt(s)) = 1.4
+    for seed in range(30):
+        a = _noisy(x @ x.T if gram else x, std, seed, gram)
+        vectors, squared, share = bases.residual_spectrum(a, bases.empty(d), gram=gram, noise=std)
+        assert 3 <= int((squared > 0).sum()) <= 4
+        found = vectors[:, :rank]
+        # angles to the span: noise over signal, std sqrt(d) / 10 = 0.04 or std sqrt(d) / 60 = 0.15, squared and doubled
+        assert torch.linalg.svdvals(found.T @ span).min() > 1 - 2 * (0.15 if gram else 0.04) ** 2
+        assert squared[rank] < 0.1 * squared[rank - 1]
+        assert share == 1.0
+
+
+@pytest.mark.parametrize("gram", [False, True])
+def test_the_share_that_remains_is_right_on_average(gram):
+    """A known direction holds 70 % of the energy; with that of the noise, 63 % would remain in place of 30."""
+    d, s, std = 20, 100, 1.0
+    basis = torch.eye(d, dtype=torch.float64)[:, :1]
+    x = torch.zeros(d, s, dtype=torch.float64)
+    x[0, 0], x[1, 0] = math.sqrt(1400), math.sqrt(600)  # energy 2000; that of noise on a sketch is d s std^2 = 2000
+    whole = x @ x.T if gram else x
+    shares = [
+        bases.residual_spectrum(_noisy(whole, std, seed, gram), basis, gram=gram, noise=std)[2] for seed in range(300)
+    ]
+    spread = float(np.std(shares)) / math.sqrt(len(shares))
+    assert np.mean(shares) == pytest.approx(0.3, abs=4 * spread + 0.002)  # a ratio has a small bias of its own
+    assert spread < 0.005
+    if not gram:
+        naive = bases.residual_spectrum(_noisy(whole, std, 0, gram), basis)[2]
+        assert naive == pytest.approx((600 + 19 * 100) / 4000, abs=0.05)
+
+
+@pytest.mark.parametrize("gram", [False, True])
+def test_where_noise_hides_all_nothing_is_known_to_be_covered(gram):
+    basis, zero = _orthonormal(9, 3), torch.zeros(9, 9, dtype=torch.float64)
+    _, squared, share = bases.residual_spectrum(zero, basis, gram=gram, noise=1.0)
+    assert not squared.any() and share == 1.0
+    assert bases.residual_spectrum(zero, basis, gram=gram)[2] == 0.0
+
+
 # --- choose_rank ----------------------------------------------------------------------------------------------------
 
 # Ranks for squared singular values exp(-j / 10), j = 0..99, threshold 0.9, by the rules' formulas (own check below).

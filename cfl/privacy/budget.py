@@ -1,0 +1,135 @@
+"""What a run spends of each client's privacy, over rounds, phases and tasks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from cfl import schedule
+from cfl.privacy import accounting
+from cfl.privacy.accounting import Releases
+
+if TYPE_CHECKING:
+    from cfl.config import RunConfig
+    from cfl.population import Population
+    from cfl.schedule import Schedule
+
+Plan = tuple[Releases, ...]
+
+
+class Budget:
+    """The releases that the rounds of a schedule make of each client's data, and the noise that they need.
+
+    It follows from the configuration alone: a round that is aborted, or a client that drops out, counts as if it had
+    sent. sees: task to the tasks whose data clients train on.
+    multiplier: standard deviation of the noise over dp.clip; 0 without differential privacy.
+    Raises ConfigError where no noise keeps to dp.target_epsilon.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        rounds: Schedule,
+        population: Population,
+        sees: Callable[[int], tuple[int, ...]],
+    ) -> None:
+        self.config, self.dp, self.population, self.sees = config, config.dp, population, sees
+        self.rounds = [] if self.dp.level == "none" else rounds
+        self._known: dict[Plan, float] = {}
+        self.multiplier = self.dp.noise_multiplier or 0.0
+        if self.dp.target_epsilon is not None:
+            self.multiplier = self._solved(self.dp.target_epsilon)
+
+    def plans(self, rounds: int | None = None) -> dict[int, Plan]:
+        """Client to its releases in the first `rounds` rounds, or in all; only clients that have some."""
+        spent: dict[int, Counter[float]] = {}
+        together: dict[tuple[int, ...], Counter[float]] = {}  # by the tasks seen: what all that hold their data release
+        for task, phase, number in self.rounds[:rounds]:
+            if phase.diagnostic or phase.stores:
+                continue
+            tasks = self.sees(task)
+            owners, expected = self.population.owners(tasks), self.population.expected(phase, tasks)
+            trains = phase.train and self.dp.protect == "all"
+            if self.dp.level == "client" and (trains or phase.work):
+                if self.dp.amplify:  # whoever might have been drawn spends, at the rate of the draw
+                    together.setdefault(tasks, Counter())[expected / len(owners)] += 1
+                    continue
+            key = schedule.key(self.config.seed, task, phase.name, number)
+            for id in self.population.cohort(phase, tasks, key):
+                own = spent.setdefault(id, Counter())
+                own.update(self._local(id, task, tasks) if trains and self.dp.level == "example" else {})
+                own.update({1.0: 1} if phase.work or trains and self.dp.level == "client" else {})
+        for tasks, releases in together.items():
+            for id in self.population.owners(tasks):
+                spent.setdefault(id, Counter()).update(releases)
+        return {
+            id: tuple(Releases(rate, count) for rate, count in sorted(own.items()))
+            for id, own in sorted(spent.items())
+            if own
+        }
+
+    def epsilon(self, rounds: int | None = None) -> dict[int, float]:
+        """Client to its epsilon at dp.delta after the first `rounds` rounds, or after all."""
+        return {id: self._epsilon(plan) for id, plan in self.plans(rounds).items()}
+
+    def largest(self, rounds: int | None = None) -> float:
+        """The largest epsilon of a client, 0 where nothing is released."""
+        return max(self.epsilon(rounds).values(), default=0.0)
+
+    def _solved(self, target: float) -> float:
+        """The multiplier at which no client spends more than the target."""
+        plans, dp = set(self.plans().values()), self.dp
+        if not plans:
+            return 0.0
+        heaviest = max(plans, key=lambda plan: accounting.epsilon(plan, 1.0, dp.delta, "rdp"))
+        self.multiplier = accounting.noise_multiplier(heaviest, target, dp.delta, dp.accountant)
+        while max(map(self._epsilon, plans)) > target:  # plans of other rates may cross at this noise
+            self.multiplier *= 1.001
+            self._known.clear()
+        return self.multiplier
+
+    def _epsilon(self, plan: Plan) -> float:
+        if plan not in self._known:
+            self._known[plan] = accounting.epsilon(plan, self.multiplier, self.dp.delta, self.dp.accountant)
+        return self._known[plan]
+
+    def _local(self, id: int, task: int, tasks: tuple[int, ...]) -> dict[float, int]:
+        """Releases of a client's local training in a round: a step's rate, and how many steps."""
+        client, size = self.population.client(id, task, tasks), self.config.local.batch_size
+        return {min(1.0, size / len(client)): self.config.local.epochs * client.steps(size)}
+
+    def report(self) -> dict[str, Any]:
+        """Figures for metrics.json: the largest epsilon, of each client, delta, and the noise over dp.clip."""
+        if self.dp.level == "none":
+            return {}
+        spent = self.epsilon()
+        return {
+            "epsilon": self.largest(),
+            "epsilon_by_client": {str(id): value for id, value in spent.items()},
+            "delta": self.dp.delta,
+            "epsilon_of": "all uploads" if self.dp.protect == "all" else "uploads of phases of work alone",
+            "noise_multiplier": self.multiplier,
+        }
+
+    def notes(self) -> list[str]:
+        """What the whole run will spend, and on which assumptions."""
+        if self.dp.level == "none":
+            return []
+        spent, level = self.epsilon().values(), self.dp.level
+        low, high = min(spent, default=0.0), self.largest()
+        span = f"{high:.3g}" if high - low < 0.005 * high else f"{low:.3g} to {high:.3g}, by client,"
+        what = (
+            "all that a client sends"
+            if self.dp.protect == "all"
+            else "what phases of work send; updates are NOT protected"
+        )
+        notes = [
+            f"differential privacy ({level} level): epsilon {span} at delta {self.dp.delta:g} per client over the "
+            f"whole run (noise {self.multiplier:.3g} x clip {self.dp.clip:g}), for {what}"
+        ]
+        if level == "client" and self.dp.amplify and self.config.sampling == "poisson":
+            notes.append(
+                "epsilon counts on the secrecy of who took part; against a server that knows, set dp.amplify=false"
+            )
+        return notes

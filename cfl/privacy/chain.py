@@ -1,0 +1,178 @@
+"""How uploads become a sum that hides and protects them: clip, noise, integers, masks; then the way back.
+
+Client: weigh, clip to dp.clip, add a share of the noise, round to integers modulo 2^bits, mask.
+Server: unmask the sum, read it as signed numbers, add the noise (without secure aggregation), divide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cfl import rng, tree
+from cfl.engines.sums import Sum
+from cfl.errors import ConfigError, RoundAborted, UpdateError
+from cfl.local.base import Gathers
+from cfl.privacy.gaussian import clipped, noise
+from cfl.privacy.quantize import FixedPoint
+from cfl.privacy.secagg import SecureSum
+from cfl.types import Parts, RoundInfo
+
+if TYPE_CHECKING:
+    from cfl.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Protection:
+    """What protects the uploads of a run. multiplier: standard deviation of the noise over dp.clip.
+
+    Raises ConfigError for integers too coarse for the noise.
+    """
+
+    config: RunConfig
+    multiplier: float
+
+    def __post_init__(self) -> None:
+        bits, std = self.config.secure.fraction_bits, self.config.dp.clip * self.multiplier
+        least = std / math.sqrt(self.config.partition.clients)  # of a client's share
+        if self.config.secagg != "none" and 0 < least < 4 * 2.0**-bits:
+            raise ConfigError(f"secure.fraction_bits={bits} rounds away noise as small as {least:.2g}; raise it")
+
+    def sum(self, info: RoundInfo, gathers: Mapping[str, Gathers]) -> Sum:
+        """The sum of a round's uploads; a diagnostic of the simulator and what is only stored need no protection."""
+        if info.phase.diagnostic or info.phase.stores or (self.config.secagg, self.config.dp.level) == ("none", "none"):
+            return Sum(info, gathers)
+        return ProtectedSum(self, info, gathers)
+
+
+class ProtectedSum(Sum):
+    """A sum of one vector a client: its floating-point uploads end to end, those of `work` last.
+
+    Counters of normalisation layers, the only integers, stay on the clients.
+    """
+
+    def __init__(self, protection: Protection, info: RoundInfo, gathers: Mapping[str, Gathers]) -> None:
+        super().__init__(info, gathers)
+        config, self._dp = protection.config, protection.config.dp
+        self._weighted, self._std = config.agg.weights == "samples", self._dp.clip * protection.multiplier
+        self._clients, self._vector = 0, torch.zeros(0, dtype=torch.float64)
+        self._secure: SecureSum | None = None
+        if config.secagg != "none":
+            self._fixed = FixedPoint(config.secure.bits, config.secure.fraction_bits, max(1, len(info.clients)))
+            self._secure = SecureSum(
+                info.clients,
+                bits=config.secure.bits,
+                threshold=config.secure.quorum,
+                neighbours=config.secure.neighbours,
+                dropped=info.dropped,
+                drop_rate=config.drop_rate,
+                key=rng.key(info.key, "graph"),
+                masked=config.secagg == "full",
+            )
+
+    def open(self) -> None:
+        if self._secure is not None:
+            self._secure.setup()
+
+    def traffic(self) -> tuple[int, int]:
+        return super().traffic() if self._secure is None else (self._secure.bytes_up, self._secure.bytes_down)
+
+    def add(self, client: int, uploads: Parts, weight: float) -> bool:
+        if self._secure is None and client in self.info.uploading:
+            self._bytes_up += sum(map(tree.nbytes, uploads.values()))
+        if not self._usable(client, uploads):
+            return False
+        vector = self._flat(uploads, weight)
+        if client not in self.info.uploading:  # nobody is: this one shows the shape of the noise
+            self._vector = torch.zeros_like(vector)
+            return True
+        self._clients += 1
+        if self._dp.level == "client":
+            self._clip(vector[self._start :])
+            if self._secure is not None:  # so many shares as must be there give the noise
+                self._share(vector[self._start :], client, self._secure.needed)
+        elif self._dp.level == "example":  # samples are protected from the server too: each client adds it all
+            self._share(vector[self._work :], client, 1)
+        if self._secure is None:
+            self._vector = self._vector + vector if self._clients > 1 else vector
+        else:
+            integers, beyond = self._fixed.encode(vector)
+            self.clipped += beyond
+            self._secure.add(client, integers)
+        return True
+
+    def close(self) -> Parts:
+        if not self._like:
+            raise RoundAborted("no client of the cohort has answered")
+        total = self._vector if self._secure is None else self._fixed.decode(self._secure.close())
+        if self._dp.level == "client":
+            if self._secure is None:
+                total[self._start :] += noise(total[self._start :], self._std, rng.key(self.info.key, "noise"))
+            self.noise = self._std * (1 if self._secure is None else (self._clients / self._secure.needed) ** 0.5)
+        elif self._dp.level == "example":
+            self.noise = self._std * self._clients**0.5
+        fixed = self._dp.level == "client" and self._dp.protect == "all"  # the number of clients is protected too
+        divisor = float(total[0]) if self._weighted else self.info.expected if fixed else self._clients
+        return self._parts(total[int(self._weighted) :], divisor or 1.0)
+
+    @property
+    def _work(self) -> int:
+        """Where in the vector the uploads of `work` begin."""
+        return int(self._weighted) + sum(leaf.numel() for owner, _, leaf in self._places if owner != "work")
+
+    @property
+    def _start(self) -> int:
+        """Where in the vector begins what differential privacy protects; no weight is sent where it protects all."""
+        return 0 if self._dp.protect == "all" else self._work
+
+    def _clip(self, part: Tensor) -> None:
+        """Clip the part of a vector to dp.clip, in place; what rounding to integers may add is taken off before."""
+        rounding = 0.0 if self._secure is None else len(part) ** 0.5 * 2.0 ** -(self._fixed.fraction_bits + 1)
+        if self._dp.clip <= rounding:
+            raise ConfigError(
+                f"secure.fraction_bits={self._fixed.fraction_bits} rounds uploads of {len(part)} entries by more than "
+                f"dp.clip={self._dp.clip:g}; raise it"
+            )
+        short = clipped(part, self._dp.clip - rounding)
+        self.shortened += short is not part
+        part.copy_(short)
+
+    def _share(self, part: Tensor, client: int, shares: int) -> None:
+        """Add to the part of a vector, in place, a client's share of the noise."""
+        part += noise(part, self._std / shares**0.5, rng.key(self.info.key, "noise", client))
+
+    @property
+    def _places(self) -> list[tuple[str, str, Tensor]]:
+        """Owner, name and leaf, as the first client sent it, of all that is summed: those of `work` last."""
+        every = [(owner, name, leaf) for owner, leaves in self._like.items() for name, leaf in leaves.items()]
+        for owner, name, leaf in every:
+            if not leaf.is_floating_point() and name not in self.info.model.buffers(self.info.task):
+                raise UpdateError(
+                    f"'{owner}' sends '{name}' as {leaf.dtype}; a secure or private sum takes floats only"
+                )
+        return sorted((place for place in every if place[2].is_floating_point()), key=lambda place: place[0] == "work")
+
+    def _flat(self, uploads: Parts, weight: float) -> Tensor:
+        """All of a client's uploads as a vector (n,) in float64, its weight first where clients have one."""
+        leaves = [
+            uploads[owner][name].double().flatten().cpu() * (weight if self.gathers[owner] == "mean" else 1.0)
+            for owner, name, _ in self._places
+        ]
+        first = [torch.tensor([weight], dtype=torch.float64)] if self._weighted else []
+        return torch.cat([*first, *leaves, torch.zeros(0, dtype=torch.float64)])
+
+    def _parts(self, vector: Tensor, divisor: float) -> Parts:
+        """The inverse of `_flat` for a sum; means are divided."""
+        parts: Parts = {owner: tree.map(torch.zeros_like, leaves) for owner, leaves in self._like.items()}
+        places = self._places
+        for (owner, name, leaf), values in zip(
+            places, vector.split([leaf.numel() for *_, leaf in places]), strict=True
+        ):
+            divided = values / divisor if self.gathers[owner] == "mean" else values
+            parts[owner][name] = divided.reshape(leaf.shape).to(leaf)
+        return parts
