@@ -4,7 +4,7 @@ Only the names in the tree are touched: parameters of unused heads get neither w
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -65,3 +65,8 @@ def _decayed(grads: Tree, params: Tree, weight_decay: float) -> Tree:
     if not weight_decay:
         return grads
     return tree.map(lambda grad, param: torch.add(grad, param, alpha=weight_decay), grads, params)
+
+
+def build(name: Literal["sgd", "adam"], momentum: float, weight_decay: float) -> Optimizer:
+    """The optimiser of that name; Adam has no momentum to set."""
+    return adam(weight_decay=weight_decay) if name == "adam" else sgd(momentum, weight_decay)

@@ -30,7 +30,6 @@ from cfl.population import Population
 from cfl.privacy import rules
 from cfl.privacy.budget import Budget
 from cfl.privacy.chain import Protection
-from cfl.privacy.gaussian import SampleNoise
 from cfl.record import NullSink, RunFolder, Sink
 from cfl.state import RunState
 from cfl.strategies.base import Strategy
@@ -140,17 +139,18 @@ class Session:
         self.rates = schedule.rates(self.schedule, config.local)
         self.trained = schedule.trained(self.schedule)
         self.budget = Budget(config, self.schedule, self.population, self._sees)
+        protection = Protection(config, self.budget.multiplier)
         self.engine = ENGINES[config.engine](
             model=self.model,
             strategy=self.strategy,
             chain=self.chain,
-            optimizer=_optimizer(config),
+            optimizer=optim.build(config.local.optimizer, config.local.momentum, config.local.weight_decay),
             epochs=config.local.epochs,
             batch_size=config.local.batch_size,
             weights=config.agg.weights,
             on_bad_update=config.on_bad_update,
-            sums=Protection(config, self.budget.multiplier).sum,
-            noise=_sample_noise(config, self.budget.multiplier),
+            sums=protection.sum,
+            noise=protection.samples,
         )
         server = {"params": self.model.params, **self.strategy.init_server(self.model.params, self.model)}
         self.state = RunState(server, len(stream))
@@ -215,19 +215,11 @@ class Session:
             "task": task,
             "phase": phase.name,
             "round": number,
-            "clients": len(outcome.states),
-            "excluded": outcome.excluded,
+            **outcome.figures(),
             "dropped": info.dropped,
-            "aborted": outcome.aborted,
-            "clipped": outcome.clipped,
-            "shortened": outcome.shortened,
-            "loss": outcome.loss,
             "accuracy": state.acc[task, task] if task_done else self._accuracy(task) if due else None,
             "lr": info.lr,
-            "bytes_up": 0 if phase.diagnostic else outcome.bytes_up,
-            "bytes_down": 0
-            if phase.diagnostic
-            else len(info.clients) * sum(map(tree.nbytes, shared.values())) + outcome.bytes_down,
+            **self._traffic(info, shared, outcome),
             "seconds": client_seconds + server_seconds,
             **({"local": seen.figures} if seen and seen.figures else {}),
         }
@@ -321,6 +313,12 @@ class Session:
         except (RuntimeError, ValueError) as error:
             raise UpdateError(f"the server's step failed ({info.place}): {error}") from error
 
+    def _traffic(self, info: RoundInfo, shared: Parts, outcome: Outcome) -> dict[str, int]:
+        """Bytes of a round, of all clients."""
+        broadcast = len(info.clients) * sum(map(tree.nbytes, shared.values()))
+        counts = {"bytes_up": outcome.bytes_up, "bytes_down": broadcast + outcome.bytes_down}
+        return dict.fromkeys(counts, 0) if info.phase.diagnostic else counts
+
     def _sees(self, task: int) -> tuple[int, ...]:
         return self.strategy.sees(task, len(self.stream))
 
@@ -406,20 +404,6 @@ def _stream(config: RunConfig, data_root: Path | None, download: bool, public: b
 
 def _need_public(members: Iterable[LocalRegularizer]) -> bool:
     return any(member.needs_public for member in members)
-
-
-def _optimizer(config: RunConfig) -> optim.Optimizer:
-    local = config.local
-    if local.optimizer == "adam":
-        return optim.adam(weight_decay=local.weight_decay)
-    return optim.sgd(local.momentum, local.weight_decay)
-
-
-def _sample_noise(config: RunConfig, multiplier: float) -> SampleNoise | None:
-    """What protects single samples in local training, if that is asked for."""
-    if (config.dp.level, config.dp.protect) != ("example", "all"):
-        return None
-    return SampleNoise(config.dp.clip, multiplier, config.local.batch_size)
 
 
 def _row(values: np.ndarray) -> list[float | None]:

@@ -126,9 +126,9 @@ def test_command_page_lists_each_option_with_its_default():
         inner = getattr(field.annotation, "model_fields", None)
         found = {f"{name}.{key}": item.default for key, item in inner.items()} if inner else {name: field.default}
         expected.update({key: "null" if default is None else str(default) for key, default in found.items()})
-    # flags, groups with free keys, and what has one value only are described in the text of the page
+    # flags and groups with free keys are described in the text of the page
     aside = {"benchmark", "method", "regularizers", "seed", "engine", "strategy", "regularizer", "model.options"}
-    assert table == {name: default for name, default in expected.items() if name not in aside | {"secagg", "dp.level"}}
+    assert table == {name: default for name, default in expected.items() if name not in aside}
 
 
 def test_readme_names_what_is_there():
@@ -212,6 +212,59 @@ def test_what_the_regularizers_page_says_of_the_results_holds():
             assert runs["fot+fedsol"]["fgt"]["mean"] < runs["fot"]["fgt"]["mean"]
 
 
+@pytest.mark.parametrize("stored", sorted((ROOT / "benchmarks/results/privacy").glob("*.json")), ids=lambda p: p.stem)
+def test_results_of_the_privacy_page_are_the_stored_ones(stored):
+    page, found = ROOT / "docs/privacy.md", json.loads(stored.read_text())
+    assert f"{found['command']}\n" in page.read_text(encoding="utf-8")
+    table = rows(page, after=f"### {stored.stem}")
+    assert [cells[0].strip("`") for cells in table] == list(found["methods"])
+    for name, *cells in table:
+        run = found["methods"][name.strip("`")]
+        scores = [f"{100 * run[score]['mean']:.1f} ± {100 * run[score]['std']:.1f}" for score in ("acc", "fgt")]
+        spent = f"{run['epsilon']['mean']:.2f}" if "epsilon" in run else "none"
+        assert cells == [*scores, spent, *(f"{run[field]['mean'] / 1e6:.1f}" for field in ("bytes_up", "bytes_down"))]
+
+
+def test_what_the_privacy_page_says_of_the_results_holds():
+    folder = ROOT / "benchmarks/results/privacy"
+    runs = {
+        path.stem: {
+            name: (run["acc"]["mean"], run["fgt"]["mean"])
+            for name, run in json.loads(path.read_text())["methods"].items()
+        }
+        for path in folder.glob("*.json")
+    }
+    plain, frozen, noisy = (runs[f"split-cifar100-{name}"]["fot"] for name in ("plain", "frozen", "sketches"))
+    assert plain[0] - noisy[0] > plain[0] - frozen[0] and noisy[1] > plain[1]  # noise costs, freezing hardly
+    for name in ("clients-1400", "clients-1400-private"):
+        assert runs[name]["fot"][0] > runs[name]["fedavg"][0] and runs[name]["fot"][1] < runs[name]["fedavg"][1]
+
+
+def test_figures_of_the_sketch_probe_are_the_stored_ones():
+    found = json.loads((ROOT / "benchmarks/results/sketch-probe/probe.json").read_text())
+    figures = ("range_error", "auc", "blind_auc", "noise_auc")
+    assert rows(ROOT / "docs/privacy.md", after="## What a sketch gives away") == [
+        [clients, f"{mean(run['range_recovered']):.0%}", *(f"{mean(run[name]):.2f}" for name in figures)]
+        for clients, run in found["sum"].items()
+    ]
+
+
+def test_figures_of_the_secure_sum_are_the_stored_ones():
+    found = json.loads((ROOT / "benchmarks/results/secagg/secagg.json").read_text())["rows"]
+    table = rows(ROOT / "docs/privacy.md", after="### What it costs")
+    assert table == [
+        [
+            str(row["clients"]),
+            f"{row['parameters']:,}",
+            str(row["neighbours"]),
+            f"{row['client_seconds']:.3f}",
+            f"{row['server_seconds']:.2f}",
+            f"{row['up_over_plain']:.4f}",
+        ]
+        for row in found
+    ]
+
+
 def test_bytes_of_the_fot_page_follow_from_the_formulas():
     """Sketches of 5 d columns, or the upper triangle of a Gram matrix; two float64 energies a layer."""
     widths = [64 + 1, 128 + 1, 128 + 1]
@@ -227,7 +280,8 @@ def test_bytes_of_the_fot_page_follow_from_the_formulas():
 
 
 def test_command_page_names_the_fields_of_the_files(tmp_path):
-    config = resolve("permuted-digits", method="fot", overrides=["tasks=2", "rounds=1", "eval_local=1"])
+    private = ("dp.noise_multiplier=1", "agg.weights=uniform", "sampling=poisson")
+    config = resolve("permuted-digits", method="fot", overrides=["tasks=2", "rounds=1", "eval_local=1", *private])
     cfl.run(config, output=tmp_path)
     page = ROOT / "docs/command-line.md"
     for title, found in (

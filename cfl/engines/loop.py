@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -48,6 +48,11 @@ class Outcome:
     clipped: int = 0
     shortened: int = 0
     loss: float | None = None
+
+    def figures(self) -> dict[str, Any]:
+        """What a run records of it."""
+        names = ("excluded", "aborted", "clipped", "shortened", "loss")
+        return {"clients": len(self.states), **{name: getattr(self, name) for name in names}}
 
     def faults(self, info: RoundInfo) -> Iterator[str]:
         """What went wrong that a run can go on with."""

@@ -18,7 +18,7 @@ from cfl import rng, tree
 from cfl.engines.sums import Sum
 from cfl.errors import ConfigError, RoundAborted, UpdateError
 from cfl.local.base import Gathers
-from cfl.privacy.gaussian import clipped, noise
+from cfl.privacy.gaussian import SampleNoise, clipped, noise
 from cfl.privacy.quantize import FixedPoint
 from cfl.privacy.secagg import SecureSum
 from cfl.types import Parts, RoundInfo
@@ -42,6 +42,13 @@ class Protection:
         least = std / math.sqrt(self.config.partition.clients)  # of a client's share
         if self.config.secagg != "none" and 0 < least < 4 * 2.0**-bits:
             raise ConfigError(f"secure.fraction_bits={bits} rounds away noise as small as {least:.2g}; raise it")
+
+    @property
+    def samples(self) -> SampleNoise | None:
+        """What protects single samples in local training, if that is asked for."""
+        dp = self.config.dp
+        protected = (dp.level, dp.protect) == ("example", "all")
+        return SampleNoise(dp.clip, self.multiplier, self.config.local.batch_size) if protected else None
 
     def sum(self, info: RoundInfo, gathers: Mapping[str, Gathers]) -> Sum:
         """The sum of a round's uploads; a diagnostic of the simulator and what is only stored need no protection."""

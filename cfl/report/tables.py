@@ -45,11 +45,11 @@ def summary(runs: Sequence[Metrics]) -> dict[str, Any]:
     """Mean and population standard deviation over runs of one method.
 
     acc, fgt (fractions, NaN where not defined), bytes_up, bytes_down (of all clients), client_bytes (stored on a client
-    between rounds, mean), seconds, client_seconds (of all clients, one after another), server_seconds: each a dict with
-    mean and std; seeds: the seeds.
+    between rounds, mean), seconds, client_seconds (of all clients, one by one), server_seconds, and epsilon where
+    there is privacy: each a dict with mean and std; seeds: the seeds.
     """
     out: dict[str, Any] = {"seeds": [run["seed"] for run in runs]}
-    for name in ("acc", "fgt", *_COSTS, "seconds"):
+    for name in ("acc", "fgt", *_COSTS, "seconds", *(["epsilon"] if "epsilon" in runs[0] else [])):
         values = np.array([run[name] for run in runs], dtype=float)  # None becomes NaN
         out[name] = {"mean": float(values.mean()), "std": float(values.std())}
     return out
