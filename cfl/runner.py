@@ -138,6 +138,8 @@ class Session:
         self.schedule = schedule.planned(self.strategy, self.method, len(stream), config.rounds)
         self.rates = schedule.rates(self.schedule, config.local)
         self.trained = schedule.trained(self.schedule)
+        owners = {task: len(self.population.owners(self._sees(task))) for task in range(len(stream))}
+        rules.check_schedule((phase for _, phase, _ in self.schedule), owners, config)
         self.budget = Budget(config, self.schedule, self.population, self._sees)
         protection = Protection(config, self.budget.multiplier)
         self.engine = ENGINES[config.engine](
@@ -178,7 +180,7 @@ class Session:
         info = self._info(*self.schedule[position], self.rates[position], self.trained[position])
         shared, stored, last = self.chain.broadcast(self.state.server, info), self.state.clients, self.state.last_task
         ids = info.uploading
-        if not ids and self.config.dp.level == "client":  # the noise of an empty cohort takes the shape of an upload
+        if not ids and info.privacy and info.privacy.hidden:  # the noise of an empty cohort has the shape of an upload
             ids = self.population.owners(self._sees(info.task))[:1]
         clients = [self.population.client(id, info.task, self._sees(info.task)) for id in ids]
         states = {
@@ -233,7 +235,7 @@ class Session:
             self.folder.append_round(row)
         self.sink.round({**row, "rounds_done": position + 1, "rounds_total": len(self.schedule)})
         if task_done:
-            spent = {"epsilon": self.budget.largest(position + 1)} if self.budget.rounds else {}
+            spent = {"epsilon": self.budget.so_far(position + 1)} if self.budget.rounds else {}
             name = self.stream.tasks[task].name
             self.sink.task({"task": task, "name": name, "accuracy": _row(state.acc[task]), **spent})
         if task_done or (position + 1) % self.config.checkpoint_every == 0:
@@ -273,7 +275,7 @@ class Session:
 
     def _info(self, task: int, phase: Phase, number: int, lr: float, trained: int) -> RoundInfo:
         key = schedule.key(self.config.seed, task, phase.name, number)
-        sees, heads, dp = self._sees(task), self.strategy.heads(task, len(self.stream)), self.config.dp
+        sees, heads = self._sees(task), self.strategy.heads(task, len(self.stream))
         cohort = self.population.cohort(phase, sees, key)
         return RoundInfo(
             task=task,
@@ -294,18 +296,27 @@ class Session:
             trained=trained,
             expected=self.population.expected(phase, sees),
             dropped=self.population.dropped(cohort, key),
-            privacy=None if dp.level == "none" or phase.diagnostic else Privacy(dp.level, dp.clip),
+            privacy=self._privacy(phase, sees),
         )
+
+    def _privacy(self, phase: Phase, tasks: tuple[int, ...]) -> Privacy | None:
+        """The differential privacy of a phase's rounds; tasks: those whose data clients train on."""
+        dp = self.config.dp
+        if dp.level == "none" or phase.diagnostic:
+            return None
+        drawn = self.population.expected(phase, tasks) < len(self.population.owners(tasks))
+        hidden = dp.level == "client" and dp.amplify and drawn and bool(rules.releases([phase], self.config))
+        return Privacy(dp.level, dp.clip, hidden)
 
     def _absorb(self, info: RoundInfo, shared: Parts, outcome: Outcome) -> None:
         """The server's step, from the sum of the clients that are in it."""
         ids = tuple(outcome.states)
         privacy = info.privacy._replace(noise=outcome.noise) if info.privacy else None
-        if self.config.dp.level == "client":  # how many took part is protected too
-            fraction = info.expected / info.owners
+        if privacy and privacy.hidden:
+            expected, fraction = info.expected, info.expected / info.owners
         else:
-            fraction = self.population.fraction(ids, self._sees(info.task))
-        survivors = replace(info, clients=ids, fraction=fraction, privacy=privacy)
+            expected, fraction = float(len(ids)), self.population.fraction(ids, self._sees(info.task))
+        survivors = replace(info, clients=ids, fraction=fraction, expected=expected, privacy=privacy)
         try:
             self.state.server = self.chain.absorb(
                 self.state.server, shared, outcome.mean, survivors, self.config.server.lr

@@ -130,11 +130,13 @@ class Privacy(NamedTuple):
     """The differential privacy of what `work` sends, so that a strategy can scale for it and allow for the noise.
 
     level: "client" clips a client's whole upload of a round to the norm `clip`; under "example" the strategy itself
-    keeps each sample's part in what `work` sends to that norm; noise: its standard deviation in each entry of the sum.
+    keeps each sample's part in what `work` sends to that norm; hidden: who takes part, and how many, is protected too;
+    noise: its standard deviation in each entry of the sum.
     """
 
     level: str
     clip: float
+    hidden: bool = False
     noise: float = 0.0
 
 
@@ -148,7 +150,8 @@ class RoundInfo:
     key: integer for this round's draws, the same for all clients; public: inputs that everybody may see, if any.
     owners: number of clients that hold data to train on; fraction: the share of those clients, or with
     agg.weights=samples of their samples, that `clients` make up; trained: rounds of training in this task so far.
-    expected: clients that the sampling draws on average; dropped: ids that drop out of the round, with the stage;
+    expected: clients that a sum is divided by, where how many there are is protected: as many as the sampling draws on
+    average; in `absorb` else the number of `clients`; dropped: ids that drop out of the round, with the stage;
     privacy: None without differential privacy.
     """
 

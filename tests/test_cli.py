@@ -6,7 +6,7 @@ import pytest
 
 from cfl import cli, plugins, runner
 from cfl.overrides import read_yaml
-from cfl.privacy import rules
+from cfl.privacy import accounting, rules
 from cfl.record import RunFolder
 from cfl.report import plots, tables
 
@@ -93,6 +93,29 @@ def test_compare_tabulates_and_skips_what_is_finished(tmp_path, capsys, monkeypa
     assert invoke(*args, "--output", str(tmp_path), "--set", "local.lr=0.5") == 2  # another configuration
 
 
+def test_compare_shows_what_methods_spent(tmp_path, capsys):
+    private = ("dp.noise_multiplier=1", "agg.weights=uniform", "cohort=4", "dp.accountant=rdp")
+    settings = [text for one in private for text in ("--set", one)]
+    args = ("compare", "permuted-digits", "--methods", "fedavg,single_task", "--seeds", "0", *SMALL, *settings)
+    assert invoke(*args, "--quiet", "--no-plot", "--output", str(tmp_path)) == 0
+    title, *rows = cells(capsys.readouterr().out)
+    spent = title.index("epsilon")
+    assert spent == title.index("FGT %") + 1
+    # 2 tasks of a round in which all 4 clients take part: two releases in full
+    epsilon = accounting.epsilon([accounting.Releases(1.0, 2)], 1.0, 1e-5, "rdp")
+    written = json.loads((tmp_path / "compare.json").read_text())["methods"]
+    assert [row[0] for row in rows] == list(written) == ["fedavg", "single_task"]
+    for row in rows:
+        assert row[spent] == f"{epsilon:.2f}"
+        assert written[row[0]]["epsilon"] == {"mean": pytest.approx(epsilon), "std": 0.0}
+
+
+def cells(shown):
+    """The text in the cells of a table, by row, its titles first."""
+    lines = [line.replace("┃", "│") for line in shown.splitlines() if line.startswith(("┃", "│"))]
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
+
+
 def test_compare_goes_on_after_a_run_that_fails(tmp_path, capsys):
     args = ("compare", "permuted-digits", "--methods", "fedavg,ewc", "--seeds", "0", *SMALL, "--quiet", "--no-plot")
     # lambda x lr x Fisher far above 2: steps on the penalty grow without end
@@ -151,6 +174,13 @@ def test_the_summary_is_mean_and_population_deviation():
     row = tables.summary(runs)
     assert row["acc"] == {"mean": pytest.approx(0.3), "std": pytest.approx(0.1)}
     assert row["bytes_up"] == {"mean": 2.0, "std": 0.0} and row["seeds"] == [0, 1]
+    assert "epsilon" not in row
+    assert "epsilon" not in [column.header for column in tables.compared({"fot": row}, "").columns]
+
+    row = tables.summary([{**run, "epsilon": 1.0 + 2 * run["seed"]} for run in runs])
+    assert row["epsilon"] == {"mean": pytest.approx(2.0), "std": pytest.approx(1.0)}  # of 1 and 3
+    (shown,) = [column for column in tables.compared({"fot": row}, "").columns if column.header == "epsilon"]
+    assert list(shown.cells) == ["2.00"]
 
 
 def test_the_mean_matrix_keeps_unseen_tasks_empty():

@@ -56,6 +56,28 @@ def test_one_step_of_sgd_by_hand():
     assert params["w"].item() == pytest.approx(1.51) and state["w"].item() == pytest.approx(4.9)
 
 
+BUILT = {
+    "sgd": (("sgd", 0.9, 1e-2), optim.sgd(0.9, 1e-2)),
+    "sgd, plain": (("sgd", 0.0, 0.0), optim.sgd()),
+    "adam": (("adam", 0.0, 1e-2), optim.adam(weight_decay=1e-2)),
+    "adam, whatever the momentum": (("adam", 0.9, 0.0), optim.adam()),
+}
+
+
+@pytest.mark.parametrize("case", BUILT)
+def test_what_is_built_by_name_is_what_the_constructor_gives(case):
+    args, direct = BUILT[case]
+    built = optim.build(*args)
+    assert built.momentum == direct.momentum == (0.9 if case == "sgd" else 0.0)
+    ours, theirs = ((drawn(0, torch.float32), optimizer.init(drawn(0, torch.float32))) for optimizer in (built, direct))
+    for step in range(3):
+        grads = drawn(step + 1, torch.float32)
+        ours = built.update(grads, ours[1], ours[0], 0.05, step)
+        theirs = direct.update(grads, theirs[1], theirs[0], 0.05, step)
+        for a, b in zip(ours, theirs, strict=True):
+            assert set(a) == set(b) and all(torch.equal(a[name], leaf) for name, leaf in b.items())
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_writes_to_nothing_that_it_is_given(case):
     ours, _, options, _ = CASES[case]

@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -13,10 +14,11 @@ from torch import nn
 import cfl
 from cfl import cli, plugins, rng, tree
 from cfl import members as membership
+from cfl.errors import ConfigError, UpdateError
 from cfl.population import Population
 from cfl.privacy.accounting import Releases, epsilon
 from cfl.runner import Session
-from cfl.strategies import FOT
+from cfl.strategies import FOT, SingleTask
 from cfl.types import STAGES, Phase
 from tests import toy
 from tests.test_resume import Killed, finished
@@ -24,6 +26,7 @@ from tests.test_resume import Killed, finished
 SCHEDULE = ("tasks=2", "rounds=2")
 # rdp is quick, and an upper bound like the other
 CLIENT = ("dp.noise_multiplier=1", "dp.accountant=rdp", "agg.weights=uniform", "sampling=poisson", "dp.amplify=false")
+HIDDEN = (*CLIENT[:4], "dp.amplify=true")  # who takes part is protected too
 EXAMPLE = ("dp.level=example", *CLIENT[:3])
 GRAM = ("strategy.sketch=gram", "strategy.project_at=server")
 ALONE = ("cohort=1", "sampling=poisson")  # of 4 clients: nobody is drawn in (3/4)^4 = 32 % of the rounds
@@ -79,10 +82,11 @@ def timeless(row):
     return {name: value for name, value in row.items() if name != "seconds"}
 
 
-def session_of(*options, method="fedavg", module=None):
+def session_of(*options, method="fedavg", module=None, strategy=None):
     """A run to be gone through round by round, and its log."""
     config, log = toy.config(*SCHEDULE, *options, method=method), Log()
-    session = Session(config, toy.stream(config.tasks), membership.build(config), module, None, log)
+    members = {**membership.build(config), **({"strategy": strategy} if strategy else {})}
+    session = Session(config, toy.stream(config.tasks), members, module, None, log)
     session.start(False)
     return session, log
 
@@ -110,9 +114,9 @@ def farthest(one, other):
 RUNS = {
     "scaffold": (("partition.name=lda", "partition.alpha=0.5", "local.batch_size=3"), "scaffold"),
     "drop-outs": (("cohort=6", "partition.clients=8", "drop_rate=0.3"), "fot+scaffold"),
-    "client": ((*CLIENT, "partition.clients=8", "cohort=5"), "fot"),
+    "client": ((*CLIENT, "partition.clients=8", "cohort=5", "rounds=1"), "fot"),
     "client, work": ((*CLIENT[:2], CLIENT[3], "partition.clients=8", "cohort=6", "dp.protect=work"), "fot"),
-    "example": ((*EXAMPLE, *GRAM), "fot"),
+    "example": ((*EXAMPLE, *GRAM, "rounds=1"), "fot"),
     "32 bits": (("secure.bits=32", "secure.fraction_bits=16"), "fednova"),
 }
 
@@ -153,7 +157,9 @@ def test_every_method_runs_under_secure_aggregation(method):
     hundred. FedDF and FedProj distil with Adam, which makes steps of its rate of any gradient, and come less near."""
     options = PUBLIC if method in DISTILLING else ()
     near = 1e-3 if options else 1e-5
-    runs = (run("rounds=1", *options, f"secagg={mode}", method=method) for mode in ("none", "full"))
+    runs = (
+        run("rounds=1", "local.batch_size=12", *options, f"secagg={mode}", method=method) for mode in ("none", "full")
+    )
     (plain, _), (secure, log) = runs
     assert log.warnings == [] and not any(row["aborted"] or row["clipped"] for row in log.rows)
     assert farthest(plain.params, secure.params) < near
@@ -196,7 +202,7 @@ def test_running_statistics_are_averaged_and_counters_stay():
 @pytest.mark.parametrize("secagg", ["none", "full"])
 def test_clients_that_drop_out_leave_no_state(secagg):
     options = ("partition.clients=12", "cohort=10", "drop_rate=0.4", "secure.quorum=0.2", f"secagg={secagg}")
-    session, log = session_of("tasks=1", "rounds=10", *options, method="scaffold")
+    session, log = session_of("tasks=1", "rounds=6", *options, method="scaffold")
     stages = Counter()
     for position in range(len(session.schedule)):
         before, info = copied(session.state.clients), session.prepare(position).info
@@ -218,7 +224,7 @@ def test_clients_that_drop_out_leave_no_state(secagg):
 def test_the_sum_is_over_the_clients_that_have_sent(secagg):
     """FedAvg, equal shares: the new model is the mean of the survivors' models, those lost at "unmask" among them."""
     module = toy.mlp(8, 6, 2)
-    options = ("rounds=6", "partition.clients=8", "cohort=8", "drop_rate=0.4", "secure.quorum=0.2", f"secagg={secagg}")
+    options = ("rounds=3", "partition.clients=8", "cohort=8", "drop_rate=0.4", "secure.quorum=0.2", f"secagg={secagg}")
     session, _ = session_of(*options, module=module)
     lost = 0
     for position in range(len(session.schedule)):
@@ -234,7 +240,7 @@ def test_the_sum_is_over_the_clients_that_have_sent(secagg):
 
 @pytest.mark.parametrize("secagg", ["none", "sum", "full"])
 def test_an_aborted_round_changes_nothing_and_the_run_goes_on(secagg):
-    options = ("tasks=1", "rounds=16", "drop_rate=0.75", "cohort=4", "eval_every=1", f"secagg={secagg}")
+    options = ("tasks=1", "rounds=10", "drop_rate=0.75", "cohort=4", "eval_every=1", f"secagg={secagg}")
     session, log = session_of(*options, method="scaffold")
     reasons = ["no client of the cohort has answered", *(["clients are left after stage"] if secagg != "none" else [])]
     aborted = 0
@@ -269,10 +275,25 @@ def test_an_aborted_round_changes_nothing_and_the_run_goes_on(secagg):
 def test_every_method_survives_a_task_of_aborted_rounds(method):
     """With nine drop-outs in ten hardly a round has a sum, and no method may count on one."""
     public = PUBLIC if method in DISTILLING else ()
-    result, log = run("rounds=1", "drop_rate=0.97", "secagg=sum", *public, method=method)
+    result, log = run("rounds=1", "local.batch_size=12", "drop_rate=0.97", "secagg=sum", *public, method=method)
     rows = [row for row in log.rows if row["task"] == 0 and row["phase"] != "coverage"]
     assert any(row["aborted"] for row in rows) and len(log.tasks) == 2
     assert all(bool(leaf.isfinite().all()) for leaf in result.params.values())
+
+
+def test_a_task_without_a_single_round_is_served_by_the_initial_model():
+    """The second task starts from there too, and what it learns is its own."""
+    session, log = session_of(strategy=SingleTask(), module=toy.mlp(8, 6, 2))
+    initial = copied({"": session.state.server["params"]})
+    keep, session.population.dropped = session.population.dropped, lambda ids, key: dict.fromkeys(ids, "upload")
+    for position in range(len(session.schedule)):
+        if session.schedule[position][0] == 1:
+            session.population.dropped = keep
+        session.round(position)
+    assert [row["aborted"] is None for row in log.rows] == [False, False, True, True]
+    first, second = ({"": session.strategy.serve(session.state.server, task)} for task in (0, 1))
+    assert same(first, initial) and same(second, {"": session.state.server["params"]})
+    assert farthest(first[""], second[""]) > 0.01
 
 
 def test_excluded_clients_and_drop_outs_are_told_apart():
@@ -355,11 +376,11 @@ def test_who_is_drawn_does_not_tell_who_drops_out():
         assert abs(both / count - rate) < 5 * math.sqrt(2 * rate / count)
 
 
-@pytest.mark.parametrize("options", [(), EXAMPLE], ids="+".join)
+@pytest.mark.parametrize("options", [(), EXAMPLE, CLIENT], ids="+".join)
 def test_an_empty_cohort_is_aborted_where_clients_are_no_secret(options):
-    result, log = run("rounds=8", *ALONE, *options)
+    result, log = run("rounds=4", *ALONE, *options)
     empty = [row for row in log.rows if not row["clients"]]
-    assert 0 < len(empty) < len(log.rows) == 16
+    assert 0 < len(empty) < len(log.rows) == 8
     assert all(row["aborted"] == "no client of the cohort has answered" for row in empty)
     assert all(row["bytes_up"] == row["bytes_down"] == 0 and row["loss"] is None for row in empty)
     assert len(log.warnings) == len(empty)
@@ -368,7 +389,7 @@ def test_an_empty_cohort_is_aborted_where_clients_are_no_secret(options):
 
 def test_an_empty_cohort_releases_noise_where_clients_are_a_secret():
     """The step is the noise over the one expected client: of 110 entries the deviation is within 5 / sqrt(220)."""
-    session, log = session_of("rounds=8", *ALONE, *CLIENT, "dp.clip=0.5")
+    session, log = session_of("rounds=4", *ALONE, *HIDDEN, "dp.clip=0.5")
     empty = 0
     for position in range(len(session.schedule)):
         before, info = tree.clone(session.state.server["params"]), session.prepare(position).info
@@ -388,11 +409,58 @@ def test_an_empty_cohort_releases_noise_where_clients_are_a_secret():
 def test_who_only_shows_the_shape_of_the_noise_is_not_looked_at():
     """The local models that a run looks at are those of clients that were drawn."""
     seen = []
-    options = ("tasks=1", "rounds=4", *ALONE, *CLIENT, "eval_local=1")
+    options = ("tasks=1", "rounds=4", *ALONE, *HIDDEN, "eval_local=1")
     _, log = run(*options, observe=lambda info, client, params: seen.append((client, info.clients)))
     assert all(client in drawn for client, drawn in seen)
     assert [len(row.get("local", {"client": ()})["client"]) for row in log.rows] == [row["clients"] for row in log.rows]
     assert 0 in [row["clients"] for row in log.rows]
+
+
+def test_it_does_not_matter_that_the_shape_of_the_noise_comes_of_a_nan():
+    """Client 0, of whom the shape is taken, sends NaN; the run is told of it only in rounds that it is drawn to."""
+
+    class Breaks(cfl.Strategy):
+        def finish(self, params, ctx, steps):
+            upload, state = super().finish(params, ctx, steps)
+            return tree.scale(upload, torch.where(ctx.client == 0, float("nan"), 1.0)), state
+
+    session, log = session_of("rounds=6", *ALONE, *HIDDEN, strategy=Breaks())
+    empty = alone = 0
+    for position in range(len(session.schedule)):
+        ids = session.prepare(position).info.clients
+        if 0 in ids:  # that is `on_bad_update`
+            with pytest.raises(UpdateError, match="client 0 sent an update with NaN"):
+                session.round(position)
+            alone += 1
+            continue
+        session.round(position)
+        empty += not ids
+        assert log.rows[-1]["aborted"] is None and log.rows[-1]["excluded"] == []
+    assert empty > 0 and alone > 0 and log.warnings == []
+    assert all(bool(leaf.isfinite().all()) for leaf in session.state.server["params"].values())
+
+
+@pytest.mark.parametrize("protection", [CLIENT, HIDDEN], ids="+".join)
+def test_the_share_that_a_regularizer_is_told_is_that_which_the_sum_is_divided_by(protection):
+    """FedDyn's server adds alpha / N times the sum of what its clients have moved, and knows the sum from the mean,
+    over the 2 of N = 4 that are expected or over those that were drawn. A clip that shortens nobody and noise of
+    1e-9 leave the sum as it is."""
+    options = ("tasks=1", "rounds=6", "cohort=2", *protection, "dp.clip=100", "dp.noise_multiplier=1e-11")
+    session, log = session_of(*options, method="feddyn", module=toy.mlp(8, 6, 2))
+    alpha, h, drawn = session.chain.regularizers["feddyn"].alpha, {}, set()
+    for position in range(len(session.schedule)):
+        before, models = tree.clone(session.state.server["params"]), []
+        session.round(position, lambda _, client, params, into=models: into.append(tree.clone(params)))
+        if log.rows[-1]["aborted"]:
+            continue
+        drawn.add(len(models))
+        new, divisor = tree.clone(session.state.server["local/feddyn"]), 2 if protection is HIDDEN else len(models)
+        for name, leaf in session.state.server["params"].items():
+            moved = sum((model[name] - before[name] for model in models), torch.zeros_like(before[name]))
+            assert torch.allclose(new[name] - h.get(name, 0), -alpha / 4 * moved, atol=1e-8, rtol=0)
+            assert torch.allclose(leaf, before[name] + moved / divisor - new[name] / alpha, atol=1e-8, rtol=0)
+        h = new
+    assert drawn >= {1, 2, 3} and all(float(leaf.abs().max()) > 1e-3 for leaf in h.values())
 
 
 @pytest.mark.parametrize("options", [("secagg=full",), ("secagg=sum", *CLIENT)], ids="+".join)
@@ -406,31 +474,69 @@ def test_small_cohorts_are_aborted_under_secure_aggregation(options):
     assert all(bool(leaf.isfinite().all()) for leaf in result.params.values())
 
 
-def test_an_empty_cohort_leaves_the_model_alone_where_only_work_is_protected():
-    session, log = session_of("rounds=8", *ALONE, *CLIENT, "dp.protect=work", method="fot")
+@pytest.mark.parametrize("protection", [CLIENT, HIDDEN], ids="+".join)
+@pytest.mark.parametrize("method", ["fot", "fot+feddf"])
+def test_an_empty_cohort_is_aborted_where_only_work_is_protected(method, protection):
+    """Rounds of training release nothing, so that nothing is to be hidden; the teacher of FedDF would be 0 / 0."""
+    options = ("rounds=8", *ALONE, *protection, "dp.protect=work", *(PUBLIC if "feddf" in method else ()))
+    session, log = session_of(*options, method=method)
     empty = 0
     for position in range(len(session.schedule)):
         before, info = copied({"": session.state.server["params"]}), session.prepare(position).info
         session.round(position)
         if not info.clients:
             empty += 1
+            assert log.rows[-1]["aborted"] == "no client of the cohort has answered" and info.phase.name == "train"
             assert same(before, {"": session.state.server["params"]}), info.place
-    assert empty > 0
+    assert empty == len(log.warnings) > 0
+    assert all(bool(leaf.isfinite().all()) for leaf in session.state.server["params"].values())
 
 
 def test_an_empty_cohort_may_meet_the_sketches():
     """With seed 3 nobody is drawn to sketch the inputs of the first task: the server gets noise alone."""
-    options = ("rounds=1", "seed=3", *ALONE, *CLIENT, "strategy.participants=sampled")
+    options = ("rounds=1", "seed=3", *ALONE, *HIDDEN, "strategy.participants=sampled")
     result, log = run(*options, method="fot")
     assert [row["clients"] for row in log.rows if row["phase"] == "gpse"] == [0]
     assert all(bool(leaf.isfinite().all()) for leaf in result.params.values())
 
 
+class Later(FOT):
+    """Has all clients sketch in the first task, and a draw of them from then on."""
+
+    def plan(self, task, tasks, rounds):
+        phases = super().plan(task, tasks, rounds)
+        return [replace(phase, cohort="sampled") if phase.name == "gpse" and task else phase for phase in phases]
+
+
+def test_the_rules_of_sampling_hold_for_tasks_to_come():
+    """Of three tasks the first two are sketched; of two only the first."""
+    options, fixed = ("tasks=3", "dp.protect=work"), (*CLIENT[:3], "sampling=fixed", "dp.amplify=true")
+    with pytest.raises(ConfigError, match="^sampling=fixed has no bound in the accountants.*; set sampling=poisson"):
+        session_of(*options, *fixed, method="fot", strategy=Later())
+    for more in (HIDDEN, (*fixed, "dp.amplify=false"), (*fixed, "tasks=2")):
+        session, _ = session_of(*options, *more, method="fot", strategy=Later())
+        infos = [session.prepare(position).info for position in range(len(session.schedule))]
+        hidden = [(info.task, info.phase.name) for info in infos if info.privacy and info.privacy.hidden]
+        assert hidden == ([(1, "gpse")] if more is HIDDEN else [])
+
+
+@pytest.mark.parametrize("secagg", ["sum", "full"])
+def test_a_task_that_one_client_holds_has_no_secure_sum(secagg):
+    """A quarter of 4 clients is one."""
+    with pytest.raises(ConfigError, match="only one holds data of task 0: raise partition.task_share or set secagg"):
+        session_of("partition.task_share=0.25", f"secagg={secagg}")
+    session_of("partition.task_share=0.25")
+    session_of("partition.task_share=0.5", f"secagg={secagg}")
+
+
 # --- killed and resumed ----------------------------------------------------------------------------------------------
 
 RESUMED = {
-    "drop-outs": (("partition.clients=8", "cohort=6", "drop_rate=0.3", "secagg=full"), "fot+scaffold"),
-    "client": ((*CLIENT, "local.momentum=0.9"), "fot+scaffold"),
+    "drop-outs": (
+        ("partition.clients=8", "cohort=6", "local.batch_size=6", "drop_rate=0.3", "secagg=full"),
+        "fot+scaffold",
+    ),
+    "client": ((*CLIENT, "local.momentum=0.9", "local.batch_size=6"), "fot+scaffold"),
     "example": ((*EXAMPLE, *GRAM, "model.dropout=[0.2,0.2]"), "fot"),
 }
 ROUNDS = 2 + 1 + 1 + 2  # two tasks of two rounds, the first with gpse and coverage after them
@@ -469,7 +575,8 @@ def test_metrics_tell_what_was_spent(tmp_path):
     assert [row["epsilon"] for row in log.tasks] == [
         pytest.approx(epsilon([Releases(0.75, releases)], 1.0, 1e-4, "rdp")) for releases in (2, 4)
     ]
-    assert f"epsilon {spent:.3g} at delta 0.0001 per client over the whole run (noise 1 x clip 1)" in log.notes[-2]
+    assert f"epsilon {spent:.3g} at delta 0.0001 per client over the whole run (noise 1 x clip 1)" in log.notes[-3]
+    assert "the noise follows from the seed, so that runs repeat: keep it secret" in log.notes[-2]
     assert "epsilon counts on the secrecy of who took part" in log.notes[-1]
 
 
@@ -534,7 +641,7 @@ def test_a_budget_on_the_command_line(tmp_path, capsys):
     assert invoke(*args) == 0
     metrics, shown = json.loads((tmp_path / "metrics.json").read_text()), capsys.readouterr().out
     assert metrics.keys() >= FIGURES and 4.95 <= metrics["epsilon"] <= 5 and metrics["delta"] == 1e-5
-    assert "differential privacy (client level): epsilon 5 at delta 1e-05 per client" in " ".join(shown.split())
+    assert "differential privacy of a client: epsilon 5 at delta 1e-05 per client" in " ".join(shown.split())
     assert "so far" in shown
     rows = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
     assert len(rows) == 2 and all({"dropped", "aborted", "clipped", "shortened"} <= row.keys() for row in rows)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from cfl import rng
 from cfl.engines.step import LocalStep
-from cfl.engines.sums import Sum
 from cfl.errors import RoundAborted, UpdateError
 from cfl.local.base import Gathers
 from cfl.local.chain import STRATEGY, Chain, own_state
@@ -21,6 +20,7 @@ from cfl.models.handle import Model
 from cfl.optim import Optimizer
 from cfl.privacy.gaussian import SampleNoise
 from cfl.strategies.base import Strategy
+from cfl.sums import Sum
 from cfl.tree import Tree
 from cfl.types import MEMORY, Batch, Client, Parts, RoundInfo
 

@@ -25,7 +25,6 @@ class FedET(Distillation):
     """Weighted consensus distillation with a diversity term (Cho et al., 2022)."""
 
     source: ClassVar[str] = "Cho et al., IJCAI 2022, section 3"
-    per_sample: ClassVar[bool] = True
     gathers: ClassVar[Gathers] = "stack"
 
     temperature: float = option(1.0, "temperature of the diversity term", source="section 3", above=0.0)

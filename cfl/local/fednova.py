@@ -34,7 +34,6 @@ class FedNova(LocalRegularizer):
 
     source: ClassVar[str] = "Wang et al., NeurIPS 2020, section 4"
     sends: ClassVar[str] = "the number of its local steps, every round"
-    per_sample: ClassVar[bool] = True
     decides: ClassVar[str] = "the length of the server's step"
 
     def refuses(self, run: Mapping[str, Any]) -> str | None:

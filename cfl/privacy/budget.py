@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cfl import schedule
@@ -39,7 +39,7 @@ class Budget:
         self._known: dict[Plan, float] = {}
         self.multiplier = self.dp.noise_multiplier or 0.0
         if self.dp.target_epsilon is not None:
-            self.multiplier = self._solved(self.dp.target_epsilon)
+            self._solve(self.dp.target_epsilon)
 
     def plans(self, rounds: int | None = None) -> dict[int, Plan]:
         """Client to its releases in the first `rounds` rounds, or in all; only clients that have some."""
@@ -69,25 +69,24 @@ class Budget:
             if own
         }
 
-    def epsilon(self, rounds: int | None = None) -> dict[int, float]:
-        """Client to its epsilon at dp.delta after the first `rounds` rounds, or after all."""
-        return {id: self._epsilon(plan) for id, plan in self.plans(rounds).items()}
+    def epsilon(self) -> dict[int, float]:
+        """Client to its epsilon at dp.delta after all rounds."""
+        return {id: self._epsilon(plan) for id, plan in self.plans().items()}
 
-    def largest(self, rounds: int | None = None) -> float:
-        """The largest epsilon of a client, 0 where nothing is released."""
-        return max(self.epsilon(rounds).values(), default=0.0)
+    def so_far(self, rounds: int) -> float:
+        """Epsilon after the first `rounds` rounds of the client that has released most; 0 where nobody has."""
+        plans = set(self.plans(rounds).values())
+        return self._epsilon(max(plans, key=_weight)) if plans else 0.0
 
-    def _solved(self, target: float) -> float:
-        """The multiplier at which no client spends more than the target."""
+    def _solve(self, target: float) -> None:
+        """Set the multiplier at which no client spends more than the target."""
         plans, dp = set(self.plans().values()), self.dp
         if not plans:
-            return 0.0
-        heaviest = max(plans, key=lambda plan: accounting.epsilon(plan, 1.0, dp.delta, "rdp"))
-        self.multiplier = accounting.noise_multiplier(heaviest, target, dp.delta, dp.accountant)
-        while max(map(self._epsilon, plans)) > target:  # plans of other rates may cross at this noise
+            return
+        self.multiplier = accounting.noise_multiplier(max(plans, key=_weight), target, dp.delta, dp.accountant)
+        while max(map(self._epsilon, plans)) > target:  # `_weight` is a rule of thumb
             self.multiplier *= 1.001
             self._known.clear()
-        return self.multiplier
 
     def _epsilon(self, plan: Plan) -> float:
         if plan not in self._known:
@@ -105,7 +104,7 @@ class Budget:
             return {}
         spent = self.epsilon()
         return {
-            "epsilon": self.largest(),
+            "epsilon": max(spent.values(), default=0.0),
             "epsilon_by_client": {str(id): value for id, value in spent.items()},
             "delta": self.dp.delta,
             "epsilon_of": "all uploads" if self.dp.protect == "all" else "uploads of phases of work alone",
@@ -117,19 +116,25 @@ class Budget:
         if self.dp.level == "none":
             return []
         spent, level = self.epsilon().values(), self.dp.level
-        low, high = min(spent, default=0.0), self.largest()
-        span = f"{high:.3g}" if high - low < 0.005 * high else f"{low:.3g} to {high:.3g}, by client,"
+        low, high = min(spent, default=0.0), max(spent, default=0.0)
+        span = f"{high:.3g}" if high - low <= 0.005 * high else f"{low:.3g} to {high:.3g}, by client,"
         what = (
             "all that a client sends"
             if self.dp.protect == "all"
             else "what phases of work send; updates are NOT protected"
         )
+        unit = "client" if level == "client" else "sample in each task of a client"
         notes = [
-            f"differential privacy ({level} level): epsilon {span} at delta {self.dp.delta:g} per client over the "
-            f"whole run (noise {self.multiplier:.3g} x clip {self.dp.clip:g}), for {what}"
+            f"differential privacy of a {unit}: epsilon {span} at delta {self.dp.delta:g} per client over the whole "
+            f"run (noise {self.multiplier:.3g} x clip {self.dp.clip:g}), for {what}",
+            "the noise follows from the seed, so that runs repeat: keep it secret, give away one run of a seed only; "
+            "losses, accuracies and other figures of the simulation are not protected",
         ]
-        if level == "client" and self.dp.amplify and self.config.sampling == "poisson":
-            notes.append(
-                "epsilon counts on the secrecy of who took part; against a server that knows, set dp.amplify=false"
-            )
+        if level == "client" and any(rate < 1 for plan in self.plans().values() for rate, _ in plan):
+            notes.append("epsilon counts on the secrecy of who took part; against who knows, set dp.amplify=false")
         return notes
+
+
+def _weight(plan: Sequence[Releases]) -> float:
+    """What orders plans by their epsilon as a rule: the sum of squared rates (Abadi et al., 2016, theorem 1)."""
+    return sum(count * rate**2 for rate, count in plan)

@@ -9,18 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from cfl import rng, tree
-from cfl.engines.sums import Sum
 from cfl.errors import ConfigError, RoundAborted, UpdateError
 from cfl.local.base import Gathers
 from cfl.privacy.gaussian import SampleNoise, clipped, noise
 from cfl.privacy.quantize import FixedPoint
 from cfl.privacy.secagg import SecureSum
+from cfl.sums import Sum
 from cfl.types import Parts, RoundInfo
 
 if TYPE_CHECKING:
@@ -38,8 +39,9 @@ class Protection:
     multiplier: float
 
     def __post_init__(self) -> None:
-        bits, std = self.config.secure.fraction_bits, self.config.dp.clip * self.multiplier
-        least = std / math.sqrt(self.config.partition.clients)  # of a client's share
+        bits, dp = self.config.secure.fraction_bits, self.config.dp
+        shares = self.config.partition.clients if dp.level == "client" else 1
+        least = dp.clip * self.multiplier / math.sqrt(shares)  # of what one client adds
         if self.config.secagg != "none" and 0 < least < 4 * 2.0**-bits:
             raise ConfigError(f"secure.fraction_bits={bits} rounds away noise as small as {least:.2g}; raise it")
 
@@ -92,17 +94,18 @@ class ProtectedSum(Sum):
     def add(self, client: int, uploads: Parts, weight: float) -> bool:
         if self._secure is None and client in self.info.uploading:
             self._bytes_up += sum(map(tree.nbytes, uploads.values()))
+        if client not in self.info.uploading:  # nobody is: this one shows the shape of the noise
+            self._like = uploads
+            self._vector = torch.zeros_like(self._flat(uploads, weight))
+            return True
         if not self._usable(client, uploads):
             return False
         vector = self._flat(uploads, weight)
-        if client not in self.info.uploading:  # nobody is: this one shows the shape of the noise
-            self._vector = torch.zeros_like(vector)
-            return True
         self._clients += 1
         if self._dp.level == "client":
             self._clip(vector[self._start :])
-            if self._secure is not None:  # so many shares as must be there give the noise
-                self._share(vector[self._start :], client, self._secure.needed)
+            if self._secure is not None:  # as many shares as honest clients must be there give the noise
+                self._share(vector[self._start :], client, self._secure.honest)
         elif self._dp.level == "example":  # samples are protected from the server too: each client adds it all
             self._share(vector[self._work :], client, 1)
         if self._secure is None:
@@ -120,19 +123,19 @@ class ProtectedSum(Sum):
         if self._dp.level == "client":
             if self._secure is None:
                 total[self._start :] += noise(total[self._start :], self._std, rng.key(self.info.key, "noise"))
-            self.noise = self._std * (1 if self._secure is None else (self._clients / self._secure.needed) ** 0.5)
+            self.noise = self._std * (1 if self._secure is None else (self._clients / self._secure.honest) ** 0.5)
         elif self._dp.level == "example":
             self.noise = self._std * self._clients**0.5
-        fixed = self._dp.level == "client" and self._dp.protect == "all"  # the number of clients is protected too
-        divisor = float(total[0]) if self._weighted else self.info.expected if fixed else self._clients
+        hidden = self.info.privacy is not None and self.info.privacy.hidden
+        divisor = float(total[0]) if self._weighted else self.info.expected if hidden else self._clients
         return self._parts(total[int(self._weighted) :], divisor or 1.0)
 
-    @property
+    @cached_property
     def _work(self) -> int:
         """Where in the vector the uploads of `work` begin."""
         return int(self._weighted) + sum(leaf.numel() for owner, _, leaf in self._places if owner != "work")
 
-    @property
+    @cached_property
     def _start(self) -> int:
         """Where in the vector begins what differential privacy protects; no weight is sent where it protects all."""
         return 0 if self._dp.protect == "all" else self._work
@@ -153,7 +156,7 @@ class ProtectedSum(Sum):
         """Add to the part of a vector, in place, a client's share of the noise."""
         part += noise(part, self._std / shares**0.5, rng.key(self.info.key, "noise", client))
 
-    @property
+    @cached_property
     def _places(self) -> list[tuple[str, str, Tensor]]:
         """Owner, name and leaf, as the first client sent it, of all that is summed: those of `work` last."""
         every = [(owner, name, leaf) for owner, leaves in self._like.items() for name, leaf in leaves.items()]

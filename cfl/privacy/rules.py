@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from cfl.errors import ConfigError
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from cfl.config import RunConfig
+    from cfl.types import Phase
 
 
 PROTECTIONS: dict[str, list[str]] = {
@@ -52,7 +53,9 @@ def check_model(module: nn.Module, config: RunConfig) -> None:
     """Raise ConfigError for a model with batch statistics under differential privacy."""
     from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-    for name, layer in module.named_modules() if config.dp.level != "none" and config.dp.protect == "all" else ():
+    if config.dp.level == "none" or (config.dp.level == "client" and config.dp.protect == "work"):
+        return
+    for name, layer in module.named_modules():
         if isinstance(layer, _BatchNorm) or (isinstance(layer, _NormBase) and layer.track_running_stats):
             kind = type(layer).__name__.rstrip("123d")
             raise ConfigError(
@@ -83,37 +86,72 @@ def _budget(config: RunConfig) -> Iterator[str]:
     if config.dp.level == "none":
         yield from (f"dp.{name} is set, but dp.level is none; set dp.level to client or example" for name in given)
     elif len(given) != 1:
-        found = "both" if given else "none"
-        yield f"dp.level={config.dp.level} needs one of dp.target_epsilon and dp.noise_multiplier, not {found}"
+        what = "takes only one of dp.target_epsilon and" if given else "needs dp.target_epsilon or"
+        yield f"dp.level={config.dp.level} {what} dp.noise_multiplier"
 
 
 def _assumptions(members: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
     """What the accountants assume of sampling and weights."""
     dp, strategy = config.dp, members["strategy"]
-    phases = [phase for phase in strategy.plan(0, 2, 2) if not (phase.diagnostic or phase.stores)]
-    released = [phase for phase in phases if phase.work or (phase.train and dp.protect == "all")]
+    released = releases(strategy.plan(0, 2, 2), config)  # of later tasks `check_schedule` knows more
     if not released:
         yield f"dp.protect=work protects nothing: '{config.method}' sends updates only; set dp.protect=all"
     if dp.protect == "all" and config.agg.weights != "uniform":
         yield "agg.weights=samples gives sums no fixed divisor, and tells what clients hold; set agg.weights=uniform"
-    drawn = any(phase.cohort == "sampled" for phase in released) and config.cohort < config.partition.clients
-    if dp.level == "client" and drawn and config.sampling == "fixed" and dp.amplify:
-        yield (
-            "sampling=fixed has no bound in the accountants, which amplify by Poisson sampling; set sampling=poisson, "
-            "or dp.amplify=false to count each round in which a client takes part in full"
-        )
-    elif dp.level == "client" and drawn and config.secagg != "none" and dp.amplify:
+    yield from sampling(released, config)
+
+
+def sampling(released: Iterable[Phase], config: RunConfig) -> Iterator[str]:
+    """What the accountants hold against the sampling of phases in which something private is released."""
+    drawn = [phase for phase in released if phase.cohort == "sampled" and config.cohort < config.partition.clients]
+    if config.dp.level != "client" or not drawn or not config.dp.amplify:
+        return
+    if config.secagg != "none":
         yield (
             f"with secagg={config.secagg} the server is not trusted, and it knows who takes part, so that no sampling "
             "amplifies; set dp.amplify=false"
         )
+    elif config.sampling == "fixed":
+        yield (
+            "sampling=fixed has no bound in the accountants, which amplify by Poisson sampling; set sampling=poisson, "
+            "or dp.amplify=false to count each round in which a client takes part in full"
+        )
+    elif config.dp.protect == "work" and any(phase.train for phase in drawn):
+        yield (
+            "updates that dp.protect=work leaves bare show who takes part in the same round, so that no sampling "
+            "amplifies; set dp.amplify=false"
+        )
+
+
+def check_schedule(phases: Iterable[Phase], owners: Mapping[int, int], config: RunConfig) -> None:
+    """Raise ConfigError for rounds that the accountants do not cover, and sums of too few clients.
+
+    phases: of the whole run; owners: task to the number of clients that hold data of it.
+    """
+    for fault in sampling(releases(phases, config), config) if config.dp.level != "none" else ():
+        raise ConfigError(fault)
+    for task, count in owners.items() if config.secagg != "none" else ():
+        if count < 2:
+            raise ConfigError(
+                f"a secure sum of one client is its upload, and only one holds data of task {task}: raise "
+                "partition.task_share or set secagg=none"
+            )
+
+
+def releases(phases: Iterable[Phase], config: RunConfig) -> list[Phase]:
+    """Those of the phases in which something goes up that differential privacy protects."""
+    return [
+        phase
+        for phase in phases
+        if not (phase.diagnostic or phase.stores) and (phase.work or (phase.train and config.dp.protect == "all"))
+    ]
 
 
 def _members(members: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
     for owner, member in members.items():
         name = config.method if owner == "strategy" else owner
-        if member.gathers == "stack" and (config.secagg, config.dp.level) == ("none", "client"):
-            yield f"'{name}' shows what each client sends, and dp.level=client protects sums only"
+        if member.gathers == "stack" and config.secagg == "none":
+            yield f"'{name}' shows what each client sends, and dp.level={config.dp.level} protects sums only"
         # Not inherited: a subclass that looks at data in another way must say for itself that it is safe.
         safe = vars(type(member)).get("per_sample", False)
         if config.dp.level == "example" and not safe and (config.dp.protect == "all" or owner == "strategy"):

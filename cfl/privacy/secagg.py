@@ -38,6 +38,7 @@ MASK, SELF = "mask", "self"  # the two secrets of a client: the seed of its mask
 ID, KIND, PUBLIC, SEED, NONCE, TAG, COMMITMENT = 4, 1, 32, 16, 12, 16, 32
 CIPHERTEXT = NONCE + 2 * SEED + TAG
 PLACES = {MASK: slice(SEED), SELF: slice(SEED, 2 * SEED)}  # of the shares in a ciphertext
+CORRUPT = 0.1  # share of the clients that may work with the server
 CHUNK = 2**18  # of a mask: a vector's part and the mask's stay in the cache
 
 
@@ -47,7 +48,7 @@ def needed(threshold: float, clients: int) -> int:
 
 
 @cache
-def degree(clients: int, *, threshold: float, dropped: float = 0.1, corrupt: float = 0.1) -> int:
+def degree(clients: int, *, threshold: float, dropped: float = 0.1, corrupt: float = CORRUPT) -> int:
     """The fewest neighbours that keep a round safe and alive; those of the complete graph where no fewer do.
 
     dropped, corrupt: fractions of the clients. A client's t share holders are out of its neighbours and itself.
@@ -185,8 +186,9 @@ class SecureSum:
     neighbours: of each client in the graph; None asks `degree`, with `drop_rate` as the fraction that drops out.
     dropped: client -> the stage from which on it is silent. key: of the graph.
     masked: False leaves out all cryptography; sums, byte counts and aborts are the same.
-    Attributes: uploading, the clients that are to upload, ascending; needed, how many clients must stay; bytes_up,
-    bytes_down, all clients' messages so far, also after a RoundAborted.
+    Attributes: uploading, the clients that are to upload, ascending; needed, how many clients must stay; honest, how
+    many of these do not work with the server, at least; bytes_up, bytes_down, all clients' messages so far, also after
+    a RoundAborted.
     """
 
     def __init__(
@@ -207,6 +209,7 @@ class SecureSum:
         self.ids = tuple(sorted(self.graph))
         self.dtype, self.masked = np.dtype(f"<u{bits // 8}"), masked
         self.needed = needed(threshold, len(self.ids))
+        self.honest = max(1, self.needed - math.ceil(CORRUPT * len(self.ids) - 1e-9))
         self.holders_needed = needed(threshold, 1 + max(map(len, self.graph.values()), default=0))
         self.uploading: tuple[int, ...] = ()
         self.bytes_up = self.bytes_down = 0

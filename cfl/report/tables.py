@@ -73,10 +73,12 @@ def compared(summaries: Mapping[str, Mapping[str, Any]], title: str) -> Table:
     """
     table = Table(title=title, title_justify="left")
     table.add_column("method")
-    for name in ("ACC %", "FGT %", *(title for title, _ in _COSTS.values()), "seeds"):
+    spent = ["epsilon"] if any("epsilon" in row for row in summaries.values()) else []
+    for name in ("ACC %", "FGT %", *spent, *(title for title, _ in _COSTS.values()), "seeds"):
         table.add_column(name, justify="right")
     for method, row in summaries.items():
         scores = [spread(row[name], len(row["seeds"])) for name in ("acc", "fgt")]
+        scores += [f"{row[name]['mean']:.2f}" for name in spent]
         costs = [f"{row[name]['mean'] / unit:.1f}" for name, (_, unit) in _COSTS.items()]
         table.add_row(method, *scores, *costs, str(len(row["seeds"])))
     return table

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -148,13 +149,22 @@ class FOT(Strategy):
             elif known.shape[1] < known.shape[0]:  # a full basis has nothing to learn
                 sums[layer.name] = self._accumulator(layer, known, client, info)
 
+        calls: Counter[str] = Counter()
+
         def see(layer: Layer, inputs: Tensor, batch: Batch) -> None:
+            calls[layer.name] += 1
             inputs = some_patches(inputs, batch.ids, self.max_patches, rng.key(info.key, "patches", layer.name))
             vectors = input_vectors(inputs, layer, self._augment)
             sums[layer.name].add(private.unit_energy(vectors) if info.privacy else vectors, batch.ids)
 
         watched = [layer for layer in self._projected(info.model) if layer.name in sums]
         stream(info.model, params, info.task, client.batches(64), watched, see)
+        for name, times in calls.items():
+            if info.privacy and info.privacy.level == "example" and times > client.steps(64):
+                raise ConfigError(
+                    f"layer '{name}' runs several times a pass, so that no sample's part in it is bounded; "
+                    "set dp.level=client"
+                )
         up: Tree = {}
         for layer in watched:
             energies, released = sums[layer.name].energies, sums[layer.name].release()
@@ -204,8 +214,7 @@ class FOT(Strategy):
         noise = info.privacy.noise if info.privacy else 0.0
         vectors, squared, remaining = bases.residual_spectrum(a, basis, gram=gram, noise=noise)
         if info.privacy and f"energy/{layer.name}" in sums:
-            clients = info.expected if info.phase.cohort == "sampled" else len(info.clients)
-            whole = clients * private.share(info.privacy, len(sums))  # of each client's samples the energy is 1
+            whole = info.expected * private.share(info.privacy, len(sums))  # of each client's samples the energy is 1
             remaining = min(1.0, max(0.0, float(sums[f"energy/{layer.name}"]) / whole))
         elif f"energy/{layer.name}" in sums:
             full, residual = sums[f"energy/{layer.name}"].tolist()

@@ -36,4 +36,4 @@ class SingleTask(Strategy):
 
     def serve(self, server: Server, task: int) -> Tree:
         own = {name.partition("/")[2]: leaf for name, leaf in server["models"].items() if name.startswith(f"{task}/")}
-        return {**server["params"], **own}
+        return {**server["params" if own else "initial"], **own}  # where all rounds were aborted there is none

@@ -1,7 +1,7 @@
 """What protection excludes is refused when a configuration is read, with the reason; and what can be protected runs."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -14,9 +14,10 @@ from cfl.errors import ConfigError
 from cfl.local import FedProx, LocalRegularizer
 from cfl.models import sample
 from cfl.privacy.quantize import FixedPoint
-from cfl.privacy.rules import PROTECTIONS, check_model, refused
+from cfl.privacy.rules import PROTECTIONS, check_model, check_schedule, refused, releases
 from cfl.strategies import FOT
 from cfl.strategies.base import Strategy
+from cfl.types import Phase
 from tests import toy
 
 UNIFORM, NOISE, TARGET = "agg.weights=uniform", "dp.noise_multiplier=1.0", "dp.target_epsilon=2.0"
@@ -44,11 +45,23 @@ REFUSED = {
         ["dp.level=client", NOISE, UNIFORM],
         r"sampling=fixed has no bound.*set sampling=poisson, or dp\.amplify=false",
     ),
+    "a draw that a server knows, of fixed size": (
+        ["dp.level=client", NOISE, UNIFORM, "secagg=full"],
+        r"^with secagg=full the server is not trusted, and it knows who takes part.*; set dp\.amplify=false$",
+    ),
+    "a draw that a server knows": (
+        [*CLIENT, "secagg=sum"],
+        r"^with secagg=sum the server is not trusted.*, so that no sampling amplifies; set dp\.amplify=false$",
+    ),
     # the budget
-    "no budget": (["dp.level=client"], r"dp\.level=client needs one of dp\.target_epsilon and .*, not none"),
-    "no budget, example": (["dp.level=example"], r"dp\.level=example needs one of .*, not none"),
-    "two budgets": ([*CLIENT, TARGET], r"dp\.level=client needs one of .*, not both"),
-    "two budgets alone": ([NOISE, TARGET, UNIFORM, "sampling=poisson"], r"needs one of .*, not both"),
+    "no budget": (["dp.level=client"], r"dp\.level=client needs dp\.target_epsilon or dp\.noise_multiplier"),
+    "no budget, example": (["dp.level=example"], r"dp\.level=example needs dp\.target_epsilon or dp\.noise_multip"),
+    "two budgets": ([*CLIENT, TARGET], r"dp\.level=client takes only one of dp\.target_epsilon and dp\.noise_multip"),
+    "two budgets, example": ([*EXAMPLE, TARGET], r"dp\.level=example takes only one of dp\.target_epsilon and dp\.no"),
+    "two budgets alone": (
+        [NOISE, TARGET, UNIFORM, "sampling=poisson"],
+        r"dp\.level=client takes only one of dp\.target_epsilon and dp\.noise_multiplier",
+    ),
     "a budget for nobody": (["dp.level=none", TARGET], r"dp\.target_epsilon is set, but dp\.level is none; set dp"),
     "noise for nobody": (["dp.level=none", NOISE], r"dp\.noise_multiplier is set, but dp\.level is none"),
     # secure sums
@@ -75,6 +88,19 @@ def test_what_cannot_be_protected_is_refused_with_the_reason(case):
 METHODS_REFUSED = {
     "uploads one by one, hidden": ("fedavg", ["fedet"], ["secagg=full"], "'fedet' shows what each client sends"),
     "uploads one by one, summed": ("fedavg", ["fedet"], ["secagg=sum"], "'fedet' shows .* set secagg=none"),
+    "uploads one by one, samples": (
+        "fedavg",
+        ["fedet"],
+        EXAMPLE,
+        "'fedet' shows .* dp.level=example protects sums only",
+    ),
+    "uploads one by one beside sketches": (
+        "fot",
+        ["fedet"],
+        [*EXAMPLE, *SUMS, "dp.protect=work"],
+        "'fedet' shows .* dp.level=example protects sums only",
+    ),
+    "a count of steps, which tells that of samples": ("fedavg", ["fednova"], EXAMPLE, "'fednova' uses samples beyond"),
     "a count of steps in the clip": ("fedavg", ["fednova"], CLIENT, "'fednova' .* clips and blurs its count of steps"),
     "a count of clients in the clip": ("fedavg", ["feddf"], CLIENT, "'feddf' .* clips and blurs its count of clients"),
     "the same of its relative": ("fedavg", ["fedproj"], CLIENT, "'fedproj' .* clips and blurs its count of clients"),
@@ -106,9 +132,9 @@ def test_faults_are_reported_together():
     for part in (
         "a secure sum of one client",
         "leaves no room",
-        "needs one of dp.target_epsilon",
+        "needs dp.target_epsilon or dp.noise_multiplier",
         "agg.weights",
-        "sampling=fixed",
+        "no sampling amplifies",
     ):
         assert part in text
     assert text.count("; ") >= 4 and "\n" not in text
@@ -131,6 +157,12 @@ TAKEN = {
         "fedavg",
         ["dp.level=client", NOISE, UNIFORM, "dp.amplify=false"],
     ),
+    "a draw that a server knows, in full": (
+        "fedavg",
+        ["dp.level=client", NOISE, UNIFORM, "secagg=full", "dp.amplify=false"],
+    ),
+    "all clients, hidden": ("fedavg", [*CLIENT, "secagg=full", "cohort=20"]),
+    "a draw that a server knows, single samples": ("fedavg", [*EXAMPLE, "secagg=full"]),
     "all clients in a draw of fixed size": ("fedavg", ["dp.level=client", NOISE, UNIFORM, "cohort=20"]),
     "more asked for than there are": ("fedavg", ["dp.level=client", NOISE, UNIFORM, "cohort=99"]),
     "sketches of all, updates as they are": ("fot", ["dp.level=client", NOISE, "dp.protect=work"]),
@@ -156,6 +188,74 @@ def test_sketches_that_a_sample_of_the_clients_sends_need_its_sampling_to_be_poi
     with pytest.raises(ConfigError, match="sampling=fixed has no bound"):
         read(*options, method="fot")
     assert read(*options, "sampling=poisson", method="fot").sampling == "poisson"
+
+
+# --- the schedule ---------------------------------------------------------------------------------------------------
+
+DRAWN, ALL = Phase("train"), Phase("all", cohort="available")
+SKETCHES = Phase("sketches", cohort="available", train=False, work=True)
+SOME = replace(SKETCHES, cohort="sampled")  # of the clients
+PRIVATE = ["dp.level=client", NOISE, "dp.protect=work"]  # FOT's own sketches are of all clients: reading takes this
+
+
+@pytest.mark.parametrize(
+    ("overrides", "phases", "message"),
+    [
+        (PRIVATE, [SKETCHES, SOME], "^sampling=fixed has no bound"),
+        ([*PRIVATE, "secagg=sum"], [SKETCHES, SOME], "^with secagg=sum the server is not trusted"),
+        ([*PRIVATE, "secagg=full", "sampling=poisson"], [SOME], "^with secagg=full the server is not trusted"),
+        ([*PRIVATE, "sampling=poisson"], [SKETCHES, SOME], None),
+        ([*PRIVATE, "secagg=full", "dp.amplify=false"], [SKETCHES, SOME], None),
+        ([*PRIVATE, "cohort=20"], [SKETCHES, SOME], None),
+        (PRIVATE, [DRAWN, SKETCHES], None),  # the updates of a draw go up as they are
+        (PRIVATE, [SKETCHES, replace(SOME, diagnostic=True), replace(SOME, stores=True)], None),
+        ([*EXAMPLE, *SUMS, "secagg=full"], [DRAWN, SOME], None),
+        ([], [DRAWN, SOME], None),
+    ],
+    ids=str,
+)
+def test_a_draw_that_the_accountants_do_not_cover_is_refused_in_any_task(overrides, phases, message):
+    config = read(*overrides, method="fot")
+    if message is None:
+        check_schedule(phases, {}, config)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            check_schedule(phases, {}, config)
+
+
+def test_updates_are_released_where_all_is_protected():
+    phases = [DRAWN, ALL, SKETCHES, SOME, replace(SOME, diagnostic=True), replace(ALL, stores=True)]
+    assert releases(phases, read(*CLIENT)) == releases(phases, read(*EXAMPLE)) == phases[:4]
+    assert releases(phases, read(*WORK, method="fot")) == [SKETCHES, SOME]
+
+
+@pytest.mark.filterwarnings("ignore:the noise hides all")
+def test_a_strategy_that_draws_in_later_tasks_only_is_refused_before_anything_runs():
+    config = toy.config(*PRIVATE, "dp.accountant=rdp", "rounds=1", method="fot")
+    seen = toy.Rows()
+    with pytest.raises(ConfigError, match="sampling=fixed has no bound"):
+        cfl.run(config, stream=toy.stream(), strategy=Late(), sink=seen)
+    assert not seen.rows
+    full = config.model_copy(update={"dp": config.dp.model_copy(update={"amplify": False})})
+    assert cfl.run(full, stream=toy.stream(), strategy=Late()).metrics["epsilon"] > 0
+
+
+@pytest.mark.parametrize("secagg", ["full", "sum"])
+def test_a_task_that_one_client_holds_has_no_secure_sum(secagg):
+    protected = read(f"secagg={secagg}")
+    check_schedule([DRAWN], {0: 2, 1: 20}, protected)
+    check_schedule([DRAWN], {0: 20, 1: 1}, read())
+    with pytest.raises(ConfigError, match="is its upload, and only one holds data of task 1: raise partition.task_sh"):
+        check_schedule([DRAWN], {0: 20, 1: 1}, protected)
+
+    # a quarter of 4 clients is one, half of them are two
+    quarter, half = (
+        toy.config(f"secagg={secagg}", f"partition.task_share={share}", "tasks=1", "rounds=1", method="fedavg")
+        for share in (0.25, 0.5)
+    )
+    with pytest.raises(ConfigError, match="only one holds data of task 0"):
+        cfl.run(quarter, stream=toy.stream(1))
+    assert cfl.run(half, stream=toy.stream(1)).metrics["bytes_up"] > 0
 
 
 @pytest.mark.parametrize("budget", [NOISE, TARGET])
@@ -210,6 +310,17 @@ def test_modules_with_batch_statistics_are_refused_by_a_run(protection, stats):
         cfl.run(config, stream=toy.stream(), model=with_norm(nn.BatchNorm1d(6)))
 
 
+@pytest.mark.parametrize("stats", ["per_task", "running", "batch"])
+def test_batch_statistics_are_refused_for_single_samples_whatever_is_protected(stats):
+    """A layer's inputs then hang on the other samples of a batch, so that no sample's part in a sketch is bounded."""
+    norm = f"model.norm_stats={stats}"
+    config = toy.config(*EXAMPLE, *SUMS, "dp.protect=work", norm, method="fot")
+    with pytest.raises(ConfigError, match="dp.level=example cannot run with the BatchNorm layer '1'"):
+        cfl.run(config, stream=toy.stream(), model=with_norm(nn.BatchNorm1d(6)))
+    # a client is clipped as a whole
+    check_model(with_norm(nn.BatchNorm1d(6)), toy.config(*WORK, norm, method="fot"))
+
+
 def test_other_norms_and_updates_without_protection_are_taken():
     norms = [nn.LayerNorm(6), nn.GroupNorm(2, 6)]
     for config in (read(*CLIENT), read(*EXAMPLE)):
@@ -238,8 +349,8 @@ SINGLE = {  # (can be protected at dp.level=example, why)
     "fedasam": (False, "moves by the gradient of the batch before it takes the one that counts: two uses a step"),
     "feddf": (True, "logits of the trained model on public data: made of protected gradients alone"),
     "feddyn": (True, "a term of the weights, and a state made of earlier protected updates"),
-    "fedet": (True, "logits of the trained model on public data"),
-    "fednova": (True, "divides the update by a number of steps"),
+    "fedet": (False, "shows each client's logits, and weighs them by its number of samples"),
+    "fednova": (False, "sends the number of its steps, which tells that of its samples"),
     "fedntd": (True, "a mean of single divergences from the global model"),
     "fedproj": (True, "projects the protected gradient, by public data"),
     "fedprox": (True, "a term of the weights"),
@@ -305,6 +416,15 @@ class Examined(Strategy):
 
 
 @dataclass(frozen=True)
+class Late(FOT):
+    """Sketches all clients after the first task, and a draw of them after the second."""
+
+    def plan(self, task, tasks, rounds):
+        phases = super().plan(task, tasks, rounds)
+        return [replace(phase, cohort="sampled") if task and phase.work else phase for phase in phases]
+
+
+@dataclass(frozen=True)
 class NearHeir(FedProx):
     pass
 
@@ -348,16 +468,15 @@ def test_under_work_alone_regularizers_may_do_what_they_like_and_the_strategy_no
         (["secagg=full"], "'shows' shows what each client sends, and secagg=full hides it"),
         (["secagg=sum"], "secagg=sum hides it"),
         (CLIENT, "'shows' shows what each client sends, and dp.level=client protects sums only"),
+        (EXAMPLE, "'shows' shows what each client sends, and dp.level=example protects sums only"),
+        (["secagg=full", *EXAMPLE], "'shows' shows what each client sends, and secagg=full hides it"),
     ],
-    ids=["full", "sum", "client"],
+    ids=["full", "sum", "client", "example", "full and example"],
 )
 def test_uploads_that_are_shown_one_by_one_are_refused(protection, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         run(*protection, regularizers={"shows": Shows()})
-
-
-def test_uploads_may_be_shown_where_single_samples_are_protected():
-    assert run(*EXAMPLE, regularizers={"shows": Shows()})["epsilon"] > 0
+    assert str(caught.value).count("shows what each client sends") == 1  # once is enough
 
 
 def test_faults_of_several_members_are_reported_together():
@@ -365,3 +484,12 @@ def test_faults_of_several_members_are_reported_together():
         run(*EXAMPLE, "secagg=full", regularizers={"near": NearHeir(), "shows": Shows()}, strategy=Heir())
     for part in ("'shows' shows what each client sends", "'near' uses samples", "'fedavg' uses samples"):
         assert part in str(caught.value)
+
+
+def test_bare_updates_of_the_same_round_undo_the_secrecy_of_a_draw():
+    """GPSE on the last training round, by the sampled clients: their updates go out without noise beside it."""
+    ride = [*WORK, "strategy.participants=sampled", "strategy.model=local"]
+    with pytest.raises(ConfigError, match=r"updates that dp\.protect=work leaves bare .*; set dp\.amplify=false"):
+        read(*ride, method="fot")
+    assert read(*ride, "dp.amplify=false", method="fot").dp.protect == "work"
+    assert read(*ride, "strategy.model=global", method="fot").dp.amplify  # a round of its own, and a draw of its own

@@ -356,6 +356,15 @@ def test_a_threshold_is_a_fraction_and_not_its_nearest_float():
         assert secagg.needed(percent / 100, n) == max(2, -(-percent * n // 100))
 
 
+@pytest.mark.parametrize("threshold", [0.02, 0.3, 0.5, 0.55, 0.9])
+def test_of_the_quorum_all_but_a_tenth_of_the_clients_are_honest(threshold):
+    """At least one is: where all that are left may work with the server, there is nobody to protect."""
+    for n in range(2, 60):
+        colluding = math.ceil(Fraction(n, 10))
+        secure = _round(range(n), threshold=threshold, neighbours=4, masked=False)
+        assert secure.honest == max(1, _fewest(threshold, n) - colluding), n
+
+
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_vector_that_does_not_fit_is_refused(masked):
     secure = _round(range(4), {3: "upload"}, bits=32, masked=masked)

@@ -10,6 +10,7 @@ from torch import nn
 import cfl
 from cfl import rng, tree
 from cfl.engines.evaluate import accuracy
+from cfl.engines.loop import LoopEngine, Outcome
 from cfl.models.handle import Model
 from cfl.strategies.single_task import SingleTask
 from cfl.types import Phase, RoundInfo
@@ -136,6 +137,24 @@ def test_serve_gives_the_model_of_each_task_as_its_last_round_left_it(norm_stats
         assert accuracy(result.model, served, test, task, 1024) == result.acc[2, task]
     weights = [rule.serve(server, task)["0.weight"] for task in range(3)]
     assert not torch.equal(weights[0], weights[1]) and not torch.equal(weights[1], weights[2])
+
+
+@pytest.mark.parametrize("multi_head", [False, True])
+def test_a_task_whose_rounds_were_all_aborted_is_served_by_the_initial_weights(multi_head, monkeypatch):
+    def aborting(self, info, *args):
+        return Outcome(aborted="too few") if info.task == 1 else original(self, info, *args)
+
+    original = LoopEngine.round
+    monkeypatch.setattr(LoopEngine, "round", aborting)
+    with pytest.warns(UserWarning, match="round aborted"):
+        result, server, rule = run(stream=toy.stream(multi_head=multi_head))
+    assert equal(rule.serve(server, 1), result.model.params)
+    for task in (0, 2):
+        assert not equal(rule.serve(server, task), result.model.params)
+    test = toy.stream(multi_head=multi_head).tasks[1].test
+    untrained = accuracy(result.model, result.model.params, test, 1, 1024)
+    assert result.acc[1, 1] == result.acc[2, 1] == untrained  # not those of the task before or after
+    assert result.acc[2, 0] == result.acc[0, 0]
 
 
 def test_every_task_starts_from_the_initial_weights_and_goes_on_from_its_own():

@@ -12,6 +12,7 @@ from torch import nn
 
 import cfl
 from cfl import rng
+from cfl.errors import ConfigError
 from cfl.strategies.fot import FOT
 from cfl.subspace import basis as bases
 from cfl.subspace import private
@@ -211,6 +212,44 @@ def test_a_full_basis_leaves_its_share_to_the_others():
     names = [layer.name for layer in model.layers[1:]]
     assert set(up) == {f"{kind}/{name}" for kind in ("sketch", "energy") for name in names}
     assert all(up[f"energy/{name}"] == pytest.approx(0.5) for name in names)  # energy 1 x 1 / sqrt(4)
+
+
+class Twice(nn.Sequential):
+    """A layer that runs twice a pass, and one that runs once."""
+
+    def forward(self, x):
+        x = x.to(self[0].weight)
+        return self[1](torch.relu(self[0](torch.relu(self[0](x)))))
+
+
+def test_a_layer_that_runs_several_times_a_pass_is_refused_for_single_samples():
+    """Each of its runs is scaled to energy 1, so that a sample would move the sum by the clip as often as it runs."""
+    model = handle(toy.net(nn.Linear(5, 5), nn.Linear(5, 3)), (5,))
+    twice = handle(Twice(*model.module), (5,))
+    strategy, x = FOT(sketch="gram", project_at="server"), torch.randn(130, 5, generator=rng.generator(0))
+    for samples in (1, 130):  # in batches of 64: one, and three
+        assert released(strategy, model, x[:samples], Privacy("example", 1.0))
+        with pytest.raises(ConfigError, match="layer '0' runs several times a pass"):
+            released(strategy, twice, x[:samples], Privacy("example", 1.0))
+    # clients are clipped as a whole, and without privacy nothing needs a bound
+    assert set(released(strategy, twice, x, Privacy("client", 1.0))) == {"sketch/0", "sketch/1"}
+    assert set(released(strategy, twice, x, None)) == {"sketch/0", "sketch/1"}
+
+
+def test_the_groups_of_a_convolution_run_once():
+    """Each group of channels has a basis of its own, and none of them is a second run of the layer."""
+    grouped = toy.net(nn.Conv2d(2, 4, 3, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+    model = handle(grouped, (2, 4, 4))
+    x = torch.randn(70, 2, 4, 4, generator=rng.generator(0))
+    up = released(FOT(sketch="gram", project_at="server"), model, x, Privacy("example", 1.0))
+    assert len(model.layers) == 3 and set(up) == {f"sketch/{layer.name}" for layer in model.layers}
+
+
+def test_a_run_refuses_such_a_layer_by_name():
+    options = ["dp.level=example", "dp.noise_multiplier=1", "agg.weights=uniform", "dp.accountant=rdp", "tasks=2"]
+    config = toy.config(*options, "rounds=1", "strategy.sketch=gram", "strategy.project_at=server")
+    with pytest.raises(ConfigError, match="layer '0' runs several times a pass"):
+        cfl.run(config, stream=toy.stream(2), model=Twice(nn.Linear(8, 8), nn.Linear(8, 2)))
 
 
 # --- what the server learns -----------------------------------------------------------------------------------------
