@@ -101,7 +101,7 @@ def test_a_benchmark_without_preset_gets_the_defaults():
         ("local.lr=.inf", r"local\.lr must be a number in \(0, inf\), not inf"),
         ("rounds=0", r"rounds must be a whole number in \[1, 2147483648\] or a list"),
         ("secagg=masks", r"unknown value of secagg 'masks'; known: full, none, sum"),
-        ("dp.level=client", r"dp\.level=client needs one of dp\.target_epsilon and dp\.noise_multiplier, not none"),
+        ("dp.level=client", r"dp\.level=client needs dp\.target_epsilon or dp\.noise_multiplier"),
         ("dp.level=sample", r"unknown value of dp\.level 'sample'; did you mean 'example'"),
         ("dp.delta=1", r"dp\.delta must be a number in \(0, 1\), not 1"),
         ("dp.clip=0", r"dp\.clip must be a number in \(0, inf\), not 0"),

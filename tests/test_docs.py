@@ -250,7 +250,11 @@ def test_figures_of_the_sketch_probe_are_the_stored_ones():
 
 
 def test_figures_of_the_secure_sum_are_the_stored_ones():
-    found = json.loads((ROOT / "benchmarks/results/secagg/secagg.json").read_text())["rows"]
+    stored = json.loads((ROOT / "benchmarks/results/secagg/secagg.json").read_text())
+    found, graphs = stored["rows"], stored["comparison"]
+    sparse, complete = (f"{graphs[name][-1]['total_seconds']:.1f} s" for name in ("sparse", "complete"))
+    text = " ".join((ROOT / "docs/privacy.md").read_text(encoding="utf-8").split())
+    assert f"a round takes {sparse} on the sparse graph and {complete} on the complete one" in text
     table = rows(ROOT / "docs/privacy.md", after="### What it costs")
     assert table == [
         [

@@ -247,4 +247,4 @@ def test_those_that_drop_out_after_their_upload_have_sent_it():
 
 def test_a_round_has_no_privacy_unless_it_is_given():
     assert round_of().privacy is None
-    assert Privacy("client", 2.0) == ("client", 2.0, 0.0)
+    assert Privacy("client", 2.0) == ("client", 2.0, False, 0.0)
