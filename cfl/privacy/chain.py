@@ -111,6 +111,12 @@ class ProtectedSum(Sum):
         if self._secure is None:
             self._vector = self._vector + vector if self._clients > 1 else vector
         else:
+            if self._weighted and weight > self._fixed.largest:  # a clipped weight would spoil the whole mean
+                raise ConfigError(
+                    f"client {client} weighs {weight:g}, and secure.bits={self._fixed.bits} with secure.fraction_bits="
+                    f"{self._fixed.fraction_bits} reach {self._fixed.largest:.3g}; lower the second or set "
+                    "agg.weights=uniform"
+                )
             integers, beyond = self._fixed.encode(vector)
             self.clipped += beyond
             self._secure.add(client, integers)

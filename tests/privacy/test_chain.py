@@ -583,3 +583,14 @@ def test_what_clients_hold_is_not_written_to(options):
     before = {id: mapped(torch.clone, parts) for id, parts in uploads.items()}
     summed(protection(*options, multiplier=1.0), info_of(ids), uploads)
     assert all(same(parts, uploads[id]) for id, parts in before.items())
+
+
+def test_a_weight_beyond_the_range_is_refused_for_it_would_spoil_the_mean():
+    """Two clients and 8 of 16 bits behind the point: each may send up to 16383 / 256 = 63.996."""
+    options = ("secagg=sum", "secure.bits=16", "secure.fraction_bits=8", "agg.weights=samples")
+    uploads = constant((0, 1), size=3)
+    assert summed(protection(*options), info_of((0, 1)), uploads, {0: 63.0, 1: 1.0})[1].clipped == 0
+    with pytest.raises(
+        ConfigError, match=r"client 1 weighs 70, and secure\.bits=16 .* reach 64; .*agg\.weights=uniform"
+    ):
+        summed(protection(*options), info_of((0, 1)), uploads, {0: 1.0, 1: 70.0})
