@@ -534,13 +534,6 @@ def test_entries_beyond_the_range_are_clipped_and_counted(bits):
     assert summed(protection(*options), info_of((0, 1)), uploads)[1].clipped == 0
 
 
-def test_a_weight_beyond_the_range_is_not_silent():
-    """32 bits of which 24 behind the point leave 63.99 for each of two clients; a weight of 100 does not fit."""
-    options = ("secagg=sum", "secure.bits=32")
-    uploads = {id: {"strategy": {"v": torch.zeros(2)}} for id in (0, 1)}
-    assert summed(protection(*options), info_of((0, 1)), uploads, {0: 100.0, 1: 10.0})[1].clipped == 1
-
-
 def test_noise_beyond_the_range_is_not_silent():
     options = (*CLIENT, "secagg=sum", "secure.bits=16", "secure.fraction_bits=8")
     _, total = summed(protection(*options, multiplier=50.0), info_of((0, 1)), constant((0, 1), size=1000))
