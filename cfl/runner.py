@@ -34,7 +34,7 @@ from cfl.record import NullSink, RunFolder, Sink
 from cfl.state import RunState
 from cfl.strategies.base import Strategy
 from cfl.streams import Stream
-from cfl.types import MEMORY, Client, Parts, Phase, Privacy, RoundInfo
+from cfl.types import MEMORY, Client, Parts, Phase, RoundInfo
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class Session:
             "dropped": info.dropped,
             "accuracy": state.acc[task, task] if task_done else self._accuracy(task) if due else None,
             "lr": info.lr,
-            **self._traffic(info, shared, outcome),
+            **outcome.traffic(info, shared),
             "seconds": client_seconds + server_seconds,
             **({"local": seen.figures} if seen and seen.figures else {}),
         }
@@ -276,6 +276,7 @@ class Session:
     def _info(self, task: int, phase: Phase, number: int, lr: float, trained: int) -> RoundInfo:
         key = schedule.key(self.config.seed, task, phase.name, number)
         sees, heads = self._sees(task), self.strategy.heads(task, len(self.stream))
+        owners, expected = self.population.owners(sees), self.population.expected(phase, sees)
         cohort = self.population.cohort(phase, sees, key)
         return RoundInfo(
             task=task,
@@ -287,26 +288,17 @@ class Session:
             frozen=self.strategy.frozen(task, self.model),
             heads=heads,
             population=self.config.partition.clients,
-            owners=len(self.population.owners(sees)),
+            owners=len(owners),
             fraction=self.population.fraction(cohort, sees),
             lr=lr,
             model=self.model,
             key=key,
             public=self.public,
             trained=trained,
-            expected=self.population.expected(phase, sees),
+            expected=expected,
             dropped=self.population.dropped(cohort, key),
-            privacy=self._privacy(phase, sees),
+            privacy=rules.privacy(phase, expected < len(owners), self.config),
         )
-
-    def _privacy(self, phase: Phase, tasks: tuple[int, ...]) -> Privacy | None:
-        """The differential privacy of a phase's rounds; tasks: those whose data clients train on."""
-        dp = self.config.dp
-        if dp.level == "none" or phase.diagnostic:
-            return None
-        drawn = self.population.expected(phase, tasks) < len(self.population.owners(tasks))
-        hidden = dp.level == "client" and dp.amplify and drawn and bool(rules.releases([phase], self.config))
-        return Privacy(dp.level, dp.clip, hidden)
 
     def _absorb(self, info: RoundInfo, shared: Parts, outcome: Outcome) -> None:
         """The server's step, from the sum of the clients that are in it."""
@@ -323,12 +315,6 @@ class Session:
             )
         except (RuntimeError, ValueError) as error:
             raise UpdateError(f"the server's step failed ({info.place}): {error}") from error
-
-    def _traffic(self, info: RoundInfo, shared: Parts, outcome: Outcome) -> dict[str, int]:
-        """Bytes of a round, of all clients."""
-        broadcast = len(info.clients) * sum(map(tree.nbytes, shared.values()))
-        counts = {"bytes_up": outcome.bytes_up, "bytes_down": broadcast + outcome.bytes_down}
-        return dict.fromkeys(counts, 0) if info.phase.diagnostic else counts
 
     def _sees(self, task: int) -> tuple[int, ...]:
         return self.strategy.sees(task, len(self.stream))

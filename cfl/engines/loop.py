@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from cfl import rng
+from cfl import rng, tree
 from cfl.engines.step import LocalStep
 from cfl.errors import RoundAborted, UpdateError
 from cfl.local.base import Gathers
@@ -53,6 +53,12 @@ class Outcome:
         """What a run records of it."""
         names = ("excluded", "aborted", "clipped", "shortened", "loss")
         return {"clients": len(self.states), **{name: getattr(self, name) for name in names}}
+
+    def traffic(self, info: RoundInfo, shared: Parts) -> dict[str, int]:
+        """Bytes of a round of all clients, with the broadcast `shared` to each; none for what is only a measurement."""
+        broadcast = len(info.clients) * sum(map(tree.nbytes, shared.values()))
+        counts = {"bytes_up": self.bytes_up, "bytes_down": broadcast + self.bytes_down}
+        return dict.fromkeys(counts, 0) if info.phase.diagnostic else counts
 
     def faults(self, info: RoundInfo) -> Iterator[str]:
         """What went wrong that a run can go on with."""

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from cfl.errors import ConfigError
+from cfl.types import Phase, Privacy
 
 if TYPE_CHECKING:
     from torch import nn
 
     from cfl.config import RunConfig
-    from cfl.types import Phase
 
 
 PROTECTIONS: dict[str, list[str]] = {
@@ -145,6 +145,14 @@ def releases(phases: Iterable[Phase], config: RunConfig) -> list[Phase]:
         for phase in phases
         if not (phase.diagnostic or phase.stores) and (phase.work or (phase.train and config.dp.protect == "all"))
     ]
+
+
+def privacy(phase: Phase, drawn: bool, config: RunConfig) -> Privacy | None:
+    """The differential privacy of a phase's rounds. drawn: whether not all clients that might take part do."""
+    if config.dp.level == "none" or phase.diagnostic:
+        return None
+    hidden = config.dp.level == "client" and config.dp.amplify and drawn and bool(releases([phase], config))
+    return Privacy(config.dp.level, config.dp.clip, hidden)
 
 
 def _members(members: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
