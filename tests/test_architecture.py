@@ -143,7 +143,17 @@ def test_only_rng_seeds():
 
 
 def test_import_is_light():
-    heavy = ["avalanche", "torchvision", "matplotlib", "sklearn", "tensorboard", "opacus", "flwr"]
+    heavy = [
+        "avalanche",
+        "torchvision",
+        "matplotlib",
+        "sklearn",
+        "tensorboard",
+        "opacus",
+        "flwr",
+        "scipy",
+        "cryptography",
+    ]
     code = f"import cfl, sys; print([name for name in {heavy} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr

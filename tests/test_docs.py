@@ -180,16 +180,20 @@ def test_figures_of_the_pilot_study_are_the_stored_ones():
         assert cells == [f"{100 * mean(values):.1f} ± {100 * pstdev(values):.1f}" for values in found]
 
 
+def stored_rows(page: Path, stored: Path) -> list[tuple[dict, list[str]]]:
+    """What a comparison has stored of each method, and the cells that the page shows of it, with the command."""
+    found = json.loads(stored.read_text())
+    assert f"{found['command']}\n" in page.read_text(encoding="utf-8")
+    table = rows(page, after=f"### {stored.stem}")
+    assert [cells[0].strip("`") for cells in table] == list(found["methods"])
+    return [(found["methods"][name.strip("`")], cells) for name, *cells in table]
+
+
 @pytest.mark.parametrize(
     "stored", sorted((ROOT / "benchmarks/results/regularizers").glob("*.json")), ids=lambda p: p.stem
 )
 def test_results_of_the_regularizers_page_are_the_stored_ones(stored):
-    page, found = ROOT / "docs/regularizers.md", json.loads(stored.read_text())
-    assert f"{found['command']}\n" in page.read_text(encoding="utf-8")
-    table = rows(page, after=f"### {stored.stem}")
-    assert [cells[0].strip("`") for cells in table] == list(found["methods"])
-    for name, *cells in table:
-        run = found["methods"][name.strip("`")]
+    for run, cells in stored_rows(ROOT / "docs/regularizers.md", stored):
         scores = [run[score] for score in ("acc", "fgt") if run[score]["mean"] is not None]
         costs = [run[field]["mean"] / 1e6 for field in ("bytes_up", "bytes_down")]
         expected = [f"{100 * score['mean']:.1f} ± {100 * score['std']:.1f}" for score in scores]
@@ -214,12 +218,7 @@ def test_what_the_regularizers_page_says_of_the_results_holds():
 
 @pytest.mark.parametrize("stored", sorted((ROOT / "benchmarks/results/privacy").glob("*.json")), ids=lambda p: p.stem)
 def test_results_of_the_privacy_page_are_the_stored_ones(stored):
-    page, found = ROOT / "docs/privacy.md", json.loads(stored.read_text())
-    assert f"{found['command']}\n" in page.read_text(encoding="utf-8")
-    table = rows(page, after=f"### {stored.stem}")
-    assert [cells[0].strip("`") for cells in table] == list(found["methods"])
-    for name, *cells in table:
-        run = found["methods"][name.strip("`")]
+    for run, cells in stored_rows(ROOT / "docs/privacy.md", stored):
         scores = [f"{100 * run[score]['mean']:.1f} ± {100 * run[score]['std']:.1f}" for score in ("acc", "fgt")]
         spent = f"{run['epsilon']['mean']:.2f}" if "epsilon" in run else "none"
         assert cells == [*scores, spent, *(f"{run[field]['mean'] / 1e6:.1f}" for field in ("bytes_up", "bytes_down"))]

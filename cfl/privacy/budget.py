@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cfl import schedule
-from cfl.privacy import accounting
+from cfl.privacy import accounting, rules
 from cfl.privacy.accounting import Releases
 
 if TYPE_CHECKING:
@@ -46,20 +46,20 @@ class Budget:
         spent: dict[int, Counter[float]] = {}
         together: dict[tuple[int, ...], Counter[float]] = {}  # by the tasks seen: what all that hold their data release
         for task, phase, number in self.rounds[:rounds]:
-            if phase.diagnostic or phase.stores:
+            if not rules.releases([phase], self.config):
                 continue
             tasks = self.sees(task)
             owners, expected = self.population.owners(tasks), self.population.expected(phase, tasks)
-            trains = phase.train and self.dp.protect == "all"
-            if self.dp.level == "client" and (trains or phase.work):
-                if self.dp.amplify:  # whoever might have been drawn spends, at the rate of the draw
-                    together.setdefault(tasks, Counter())[expected / len(owners)] += 1
-                    continue
+            if self.dp.level == "client" and self.dp.amplify:  # who might have been drawn spends, at the draw's rate
+                together.setdefault(tasks, Counter())[expected / len(owners)] += 1
+                continue
             key = schedule.key(self.config.seed, task, phase.name, number)
             for id in self.population.cohort(phase, tasks, key):
                 own = spent.setdefault(id, Counter())
-                own.update(self._local(id, task, tasks) if trains and self.dp.level == "example" else {})
-                own.update({1.0: 1} if phase.work or trains and self.dp.level == "client" else {})
+                if self.dp.level == "example" and phase.train and self.dp.protect == "all":
+                    own.update(self._local(id, task, tasks))
+                if self.dp.level == "client" or phase.work:
+                    own[1.0] += 1
         for tasks, releases in together.items():
             for id in self.population.owners(tasks):
                 spent.setdefault(id, Counter()).update(releases)

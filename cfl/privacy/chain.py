@@ -20,12 +20,12 @@ from cfl.errors import ConfigError, RoundAborted, UpdateError
 from cfl.local.base import Gathers
 from cfl.privacy.gaussian import SampleNoise, clipped, noise
 from cfl.privacy.quantize import FixedPoint
-from cfl.privacy.secagg import SecureSum
 from cfl.sums import Sum
 from cfl.types import Parts, RoundInfo
 
 if TYPE_CHECKING:
     from cfl.config import RunConfig
+    from cfl.privacy.secagg import SecureSum
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,8 @@ class ProtectedSum(Sum):
         self._clients, self._vector = 0, torch.zeros(0, dtype=torch.float64)
         self._secure: SecureSum | None = None
         if config.secagg != "none":
+            from cfl.privacy.secagg import SecureSum  # brings scipy.stats and cryptography, which other runs do without
+
             self._fixed = FixedPoint(config.secure.bits, config.secure.fraction_bits, max(1, len(info.clients)))
             self._secure = SecureSum(
                 info.clients,

@@ -64,9 +64,8 @@ def residual_spectrum(
     elif noise:
         squared = (squared.sqrt() - noise * (free**0.5 + a.shape[1] ** 0.5 + TAIL)).clamp(min=0).square()
     remains, full = float(rest.trace()) - added * free, float(whole.trace()) - added * a.shape[0]
-    share = (
-        remains / full if full > 0 else float(noise > 0)
-    )  # where the noise hides all, nothing is known to be covered
+    hidden = float(noise > 0)  # where the noise hides all, nothing is known to be covered
+    share = remains / full if full > 0 else hidden
     return vectors.flip(1), squared.flip(0), min(1.0, max(0.0, share))
 
 
