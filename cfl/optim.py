@@ -1,4 +1,4 @@
-"""Local optimisers as pure (init, update) pairs over trees, equal to `torch.optim` to the bit.
+"""Local optimisers over trees: (init, update) pairs, equal to `torch.optim` to the bit.
 
 Only the names in the tree are touched: parameters of unused heads get neither weight decay nor momentum.
 """
@@ -13,13 +13,14 @@ from cfl.tree import Tree
 
 
 class Optimizer(NamedTuple):
-    """init(params) -> state; update(grads, state, params, lr, step) -> (new params, new state); step counts from 0.
+    """init(params) -> state; update(grads, state, params, lr, step), which writes to params and state; step from 0.
 
+    All is element by element, so leaves may have a further first dimension for the clients of a block.
     momentum: the heavy-ball factor, 0 where there is none.
     """
 
     init: Callable[[Tree], Tree]
-    update: Callable[[Tree, Tree, Tree, float, int], tuple[Tree, Tree]]
+    update: Callable[[Tree, Tree, Tree, float, int], None]
     momentum: float = 0.0
 
 
@@ -29,11 +30,9 @@ def sgd(momentum: float = 0.0, weight_decay: float = 0.0) -> Optimizer:
     def init(params: Tree) -> Tree:
         return tree.map(torch.zeros_like, params) if momentum else {}
 
-    def update(grads: Tree, state: Tree, params: Tree, lr: float, step: int) -> tuple[Tree, Tree]:
-        grads = _decayed(grads, params, weight_decay)
-        if momentum:
-            grads = state = tree.map(lambda buffer, grad: buffer * momentum + grad, state, grads)
-        return tree.map(lambda param, grad: torch.add(param, grad, alpha=-lr), params, grads), state
+    def update(grads: Tree, state: Tree, params: Tree, lr: float, step: int) -> None:
+        for name, grad in _decayed(grads, params, weight_decay).items():
+            params[name].add_(state[name].mul_(momentum).add_(grad) if momentum else grad, alpha=-lr)
 
     return Optimizer(init, update, momentum)
 
@@ -45,18 +44,13 @@ def adam(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_dec
         first = {f"mean/{name}": torch.zeros_like(param) for name, param in params.items()}
         return first | {f"square/{name}": torch.zeros_like(param) for name, param in params.items()}
 
-    def update(grads: Tree, state: Tree, params: Tree, lr: float, step: int) -> tuple[Tree, Tree]:
-        grads = _decayed(grads, params, weight_decay)
+    def update(grads: Tree, state: Tree, params: Tree, lr: float, step: int) -> None:
         step_size = lr / (1 - beta1 ** (step + 1))
         correction = (1 - beta2 ** (step + 1)) ** 0.5
-        new_params: Tree = {}
-        new_state: Tree = {}
-        for name, grad in grads.items():
-            mean = torch.lerp(state[f"mean/{name}"], grad, 1 - beta1)
-            square = torch.addcmul(state[f"square/{name}"] * beta2, grad, grad, value=1 - beta2)
-            new_params[name] = torch.addcdiv(params[name], mean, square.sqrt() / correction + eps, value=-step_size)
-            new_state |= {f"mean/{name}": mean, f"square/{name}": square}
-        return new_params, new_state
+        for name, grad in _decayed(grads, params, weight_decay).items():
+            mean = state[f"mean/{name}"].lerp_(grad, 1 - beta1)
+            square = state[f"square/{name}"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            params[name].addcdiv_(mean, square.sqrt().div_(correction).add_(eps), value=-step_size)
 
     return Optimizer(init, update)
 

@@ -1,4 +1,4 @@
-"""The one local step, as a pure function: the same code runs a client at a time or under `torch.func.vmap`."""
+"""The one local step: the same code runs a client at a time or under `torch.func.vmap`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 
 from cfl import tree
 from cfl.local.chain import Chain
@@ -32,10 +33,8 @@ class Local(NamedTuple):
 class LocalStep:
     """One local step of a task: gradient of the mean loss and all penalties, then the optimiser.
 
-    frozen: names that do not train; masked: batches may hold padding, and one of padding alone changes nothing;
-    heads: tasks whose heads came down beside the task's own; public: inputs that everybody may see, if any;
-    noise: what bounds each sample's part in the gradient and hides it, if anything does; not with `masked`, for a draw
-    of no sample at all is a step too.
+    frozen: names that do not train; heads: tasks whose heads came down beside the task's own; public: inputs that
+    everybody may see, if any; noise: what bounds each sample's part in the gradient and hides it, if anything does.
     """
 
     model: Model
@@ -43,15 +42,14 @@ class LocalStep:
     frozen: frozenset[str]
     chain: Chain
     optimizer: Optimizer
-    masked: bool = False
     heads: tuple[int, ...] = ()
     public: Samples | None = None
     noise: SampleNoise | None = None
 
     def start(self, params: Tree) -> Local:
-        """The carry before the first step; params: all that came down."""
+        """The carry before the first step, a copy; params: all that came down."""
         names = self.model.trainable(self.task, self.heads)
-        trained = tree.select(params, (name for name in names if name not in self.frozen))
+        trained = tree.clone(tree.select(params, (name for name in names if name not in self.frozen)))
         return Local(trained, tree.select(params, self.model.buffers(self.task)), self.optimizer.init(trained))
 
     def context(
@@ -114,32 +112,41 @@ class LocalStep:
         memory: Batch = EMPTY,
         client: Tensor | None = None,
     ) -> tuple[Local, Tensor]:
-        """The carry after step `index`, and the mean loss () over the batch, penalties aside.
+        """Step `index`: the carry after it, whose leaves are written in place, and the loss that `gradient` gives."""
+        ctx = self.context(shared, state, index, key, batch, memory, local.buffers, lr, client)
+        grads, buffers, loss = self.gradient(local.params, local.buffers, ctx)
+        self.optimizer.update(grads, local.optimizer, local.params, lr, index)
+        return local._replace(buffers=buffers), loss
+
+    def gradient(self, params: Tree, buffers: Tree, ctx: Ctx) -> tuple[Tree, Tree, Tensor]:
+        """What the optimiser gets, the buffers after the step, and the mean loss () over the batch, penalties aside.
 
         The loss is that of the weights as they are, or, if `around` never looked at those, of where it looked first.
         """
-        live = batch.mask.sum() > 0  # before `augment`: replayed samples do not revive a step of padding
         here: list[tuple[Tensor, Tree]] = []
         elsewhere: list[tuple[Tensor, Tree]] = []
 
-        def grad_fn(params: Tree, ctx: Ctx) -> Tree:
-            grads, aux = (self._gradient if self.noise is None else self._private)(params, local.buffers, ctx)
-            (here if params is local.params else elsewhere).append(aux)
+        def grad_fn(at: Tree, seen: Ctx) -> Tree:
+            grads, aux = (self._gradient if self.noise is None else self._private)(at, buffers, seen)
+            (here if at is params else elsewhere).append(aux)
             return grads
 
-        ctx = self.context(shared, state, index, key, batch, memory, local.buffers, lr, client)
-        ctx = ctx._replace(batch=self.chain.augment(batch, ctx))
-        grads = self.chain.around(grad_fn)(local.params, ctx)
-        grads = self.chain.adjust(grads, local.params, ctx)
-        params, moments = self.optimizer.update(grads, local.optimizer, local.params, lr, index)
-        if local.buffers and not here:  # running statistics are of the weights as they are
-            here.append(self._pass(local.params, local.buffers, ctx)[2:])
-        loss, buffers = (here or elsewhere)[0]
-        after = Local(params, buffers, moments)
-        return (_choose(live, after, local) if self.masked else after), loss
+        ctx = ctx._replace(batch=self.chain.augment(ctx.batch, ctx))
+        grads = self.chain.around(grad_fn)(params, ctx)
+        grads = self.chain.adjust(grads, params, ctx)
+        if buffers and not here:  # running statistics are of the weights as they are
+            here.append(self._pass(params, buffers, ctx)[2:])
+        loss, after = (here or elsewhere)[0]
+        return grads, after, loss
 
     def _gradient(self, params: Tree, buffers: Tree, ctx: Ctx) -> tuple[Tree, tuple[Tensor, Tree]]:
-        return torch.func.grad(self._loss, has_aux=True)(params, buffers, ctx)
+        if peek_interpreter_stack() is not None:  # inside `torch.func`: under vmap, or where a hook transforms
+            return torch.func.grad(self._loss, has_aux=True)(params, buffers, ctx)
+        with torch.enable_grad():  # the same kernels with less between them
+            leaves = {name: leaf.detach().requires_grad_() for name, leaf in params.items()}
+            total, (loss, after) = self._loss(leaves, buffers, ctx)
+        grads = torch.autograd.grad(total, tuple(leaves.values()), allow_unused=True, materialize_grads=True)
+        return dict(zip(params, grads, strict=True)), (loss.detach(), tree.map(torch.detach, after))
 
     def _private(self, params: Tree, buffers: Tree, ctx: Ctx) -> tuple[Tree, tuple[Tensor, Tree]]:
         """The gradient with each sample's part in it bounded, and noise; the models here have no buffers."""
@@ -170,6 +177,3 @@ class LocalStep:
             return self.model.logits(leaves, batch.x, self.task)
         return self.model.own_logits(leaves, batch.x, self.task, batch.task)
 
-
-def _choose(live: Tensor, new: Local, old: Local) -> Local:
-    return Local(*(tree.map(lambda a, b: torch.where(live, a, b), a, b) for a, b in zip(new, old, strict=True)))

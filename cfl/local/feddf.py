@@ -87,7 +87,8 @@ class Distillation(LocalRegularizer, ABC):
         """
         public, model = info.public, info.model
         assert public is not None
-        weights = tree.select(student, [name for name in model.trainable(info.task) if name not in info.frozen])
+        names = [name for name in model.trainable(info.task) if name not in info.frozen]
+        weights = tree.clone(tree.select(student, names))
         adam = optim.adam()
         state, step = adam.init(weights), 0
         device = public.index.device
@@ -102,7 +103,7 @@ class Distillation(LocalRegularizer, ABC):
                 draws = rng.generator(rng.key(info.key, "distill", "order", epoch))
                 for rows in _parts(torch.randperm(len(public), generator=draws).to(device), self.server_batch):
                     grads = torch.func.grad(total)(weights, rows)
-                    weights, state = adam.update(grads, state, weights, self.server_lr, step)
+                    adam.update(grads, state, weights, self.server_lr, step)
                     step += 1
         return {**student, **weights}
 

@@ -100,6 +100,7 @@ class Model:
         head = {_join(linear[-1], name) for name, _ in last.named_parameters()} if last and multi_head else set()
         self._parameters = [name for name, _ in self.module.named_parameters()]
         self._buffers = [name for name, _ in self.module.named_buffers()]
+        self._places = _places(self.module)
         self._owned = head | set(self._buffers if norm_stats == "per_task" else ())
         body = [name for name in linear if not (multi_head and name == self.classifier)]
         self.layers = tuple(layer for name in body if not _tied(self.module, name) for layer in _layers(self, name))
@@ -136,12 +137,12 @@ class Model:
         return tuple(self.tree_name(_join(self.classifier, name), task) for name, _ in leaves)
 
     def bind(self, params: Mapping[str, Tensor], task: int) -> Tree:
-        """The tree's leaves of one task under the module's own names, for `torch.func.functional_call`."""
+        """The tree's leaves of one task under the module's own names."""
         return {name: params[self.tree_name(name, task)] for name in (*self._parameters, *self._buffers)}
 
     def logits(self, params: Mapping[str, Tensor], x: Tensor, task: int) -> Tensor:
         """Outputs (batch, classes of the task). In training mode the buffers in `params` are written in place."""
-        return torch.func.functional_call(self.module, self.bind(params, task), (x,))
+        return self._call(self.bind(params, task), x)
 
     def outputs(self, params: Mapping[str, Tensor], x: Tensor, task: int, heads: Sequence[int]) -> Tensor:
         """Outputs of several heads in one pass: (batch, heads, classes of the widest), see `cfl.types.Forward`.
@@ -153,7 +154,7 @@ class Model:
         leaves, sizes = self.bind(params, task), [len(params[self.head(head)[0]]) for head in heads]
         for name, *same in zip(self.head(task), *(self.head(head) for head in heads), strict=True):
             leaves[name.partition("@")[0]] = torch.cat([params[leaf] for leaf in same])
-        parts = torch.func.functional_call(self.module, leaves, (x,)).split(sizes, dim=1)
+        parts = self._call(leaves, x).split(sizes, dim=1)
         return torch.stack([F.pad(part, (0, max(sizes) - part.shape[1]), value=NO_CLASS) for part in parts], dim=1)
 
     def own_logits(self, params: Mapping[str, Tensor], x: Tensor, task: int, own: Tensor) -> Tensor:
@@ -209,6 +210,18 @@ class Model:
             for layer in active:
                 layer.training = True
 
+    def _call(self, leaves: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """The module's outputs with these leaves as its own: `torch.func.functional_call` less its search each pass."""
+        own = [(holder, key, holder[key]) for name in leaves for holder, key in self._places[name]]
+        try:
+            for name, leaf in leaves.items():
+                for holder, key in self._places[name]:
+                    holder[key] = leaf
+            return self.module(x)
+        finally:
+            for holder, key, leaf in own:
+                holder[key] = leaf
+
     def _check_outputs(self, outputs: int, classes: Sequence[int]) -> None:
         if self.multi_head and self.classifier is None:
             raise ConfigError(
@@ -234,6 +247,16 @@ class Model:
                 for name, leaf in head.named_parameters():
                     params[f"{_join(str(self.classifier), name)}@{task}"] = leaf.detach().to(template.weight)
         return params
+
+
+def _places(module: nn.Module) -> dict[str, list[tuple[dict, str]]]:
+    """Where a module keeps each parameter and buffer: name to (dictionary, key), several of them where it is shared."""
+    found: dict[int, list[tuple[dict, str]]] = {}
+    for part in module.modules():
+        for holder in (part._parameters, part._buffers):
+            for key, leaf in holder.items():
+                found.setdefault(id(leaf), []).append((holder, key))
+    return {name: found[id(leaf)] for name, leaf in (*module.named_parameters(), *module.named_buffers())}
 
 
 def _join(path: str, name: str) -> str:
