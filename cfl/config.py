@@ -139,7 +139,14 @@ class RunConfig(Section):
     )
     drop_rate: float = Field(0.0, ge=0, lt=1, description="probability that a client of a cohort drops out of a round")
     class_order: Literal["random", "natural"] = Field("random", description="order in which classes join tasks")
-    engine: Literal["loop"] = Field("loop", description="how the clients of a round are computed")
+    engine: Literal["loop", "vmapped", "pool", "pool+vmapped", "auto"] = Field(
+        "loop",
+        description="clients one by one, in blocks at once, in processes, both, or what is fastest in the first steps",
+    )
+    block: Positive | None = Field(
+        None, description="clients trained at once, or handed to a process; null: measured, or a 16th of the cohort"
+    )
+    workers: int | None = Field(None, ge=1, le=1024, description="processes of a pool; null: one for each core")
     device: str = Field("cpu", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
     partition: PartitionConfig = PartitionConfig()
     local: LocalConfig = LocalConfig()

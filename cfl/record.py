@@ -43,6 +43,11 @@ class RunFolder:
         """Write the resolved configuration (plain data) to `config.yaml`."""
         self._replace(self.path / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False))
 
+    def read_config(self) -> dict[str, Any]:
+        """What `config.yaml` holds; nothing where there is none."""
+        path = self.path / "config.yaml"
+        return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
     def write_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Write `metrics.json`, atomically: it is there whole or not at all; NaN is written as null."""
         self._replace(self._metrics, json.dumps(plain(metrics), indent=2, allow_nan=False) + "\n")

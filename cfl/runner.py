@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +18,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from cfl import checkpoint, machine, metrics, models, optim, options, rng, schedule, streams, tree
+from cfl import checkpoint, engines, machine, metrics, models, optim, options, rng, schedule, streams, tree
 from cfl import config as configuration
 from cfl import members as membership
 from cfl.config import RunConfig
-from cfl.engines import ENGINES, Outcome
+from cfl.engines import Engine, Outcome
+from cfl.engines.choose import choose, undecided
 from cfl.engines.evaluate import LocalModels, Observer, accuracy
 from cfl.errors import ConfigError, UpdateError
 from cfl.local.base import LocalRegularizer
@@ -83,15 +85,20 @@ def run(
             root = Path(data_root) if data_root else None
             stream = _stream(config, root, download, public=_need_public(members.values()))
         folder = RunFolder(output, resume=resume) if output is not None else None
+        if folder is not None and undecided(config.engine, config.block):
+            config = _settled(config, folder.read_config())
         session = Session(config, stream, members, model, folder, sink or NullSink())
-        session.start(resume)
-        with machine.interrupts() as interrupted:
-            for position in range(session.state.position, len(session.schedule)):
-                session.round(position, observe)
-                if interrupted():
-                    session.save()
-                    raise KeyboardInterrupt
-        return session.finish()
+        try:
+            session.start(resume)
+            with machine.interrupts() as interrupted:
+                for position in range(session.state.position, len(session.schedule)):
+                    session.round(position, observe)
+                    if interrupted():
+                        session.save()
+                        raise KeyboardInterrupt
+            return session.finish()
+        finally:
+            session.close()
 
 
 class Prepared(NamedTuple):
@@ -115,6 +122,7 @@ class Session:
         folder: RunFolder | None,
         sink: Sink,
     ) -> None:
+        machine.keep_memory()
         self.config, self.folder, self.sink = config, folder, sink
         own = members != membership.build(config)  # objects of a user's own are known by their classes
         self.method = "+".join(type(member).__name__ for member in members.values()) if own else config.label
@@ -142,7 +150,11 @@ class Session:
         rules.check_schedule((phase for _, phase, _ in self.schedule), owners, config)
         self.budget = Budget(config, self.schedule, self.population, self._sees)
         protection = Protection(config, self.budget.multiplier)
-        self.engine = ENGINES[config.engine](
+        self._build = partial(
+            engines.build,
+            cohort=min(config.cohort, max(owners.values())),
+            workers=config.workers or machine.cores(),
+            known=[self.model, self.public or (), *(task.train for task in self.stream.tasks)],
             model=self.model,
             strategy=self.strategy,
             chain=self.chain,
@@ -161,7 +173,10 @@ class Session:
             "params": {name: list(leaf.shape) for name, leaf in self.model.params.items()},
             "tasks": [(task.name, len(task.train), len(task.test)) for task in self.stream.tasks],
         }
-        self.fingerprint = checkpoint.fingerprint({**configuration.dump(config), "given": given})
+        self._decide()
+        self.engine = self._engine(self.config.engine, self.config.block)
+        decisive = {name: value for name, value in configuration.dump(self.config).items() if name != "workers"}
+        self.fingerprint = checkpoint.fingerprint({**decisive, "given": given})
         self.clock = time.monotonic()
 
     def start(self, resume: bool) -> None:
@@ -174,6 +189,10 @@ class Session:
             self.folder.write_config(configuration.dump(self.config))
             self.folder.truncate_rounds(self.state.position)
         self.sink.start(self.config, self._notes(), len(self.schedule))
+
+    def close(self) -> None:
+        """Give back what the engine holds, such as processes."""
+        self.engine.close()
 
     def prepare(self, position: int) -> Prepared:
         """The broadcast and the cohort of a round, from the state that the run is in."""
@@ -273,6 +292,27 @@ class Session:
         self.sink.finish(result)
         return Result(result, acc, state.server["params"], self.model)
 
+    def _engine(self, name: str, block: int | None) -> Engine:
+        return self._build(name, block=block)
+
+    def _decide(self) -> None:
+        """Settle what the configuration leaves to a measurement."""
+        config = self.config
+        first = next((position for position, (_, phase, _) in enumerate(self.schedule) if phase.train), None)
+        if first is None or not undecided(config.engine, config.block):
+            return
+        info, shared, clients, states = self.prepare(first)
+        choice = choose(
+            config.engine,
+            config.block,
+            config.workers or machine.cores(),
+            self.device,
+            self._engine,
+            (info, shared, clients, states),
+            config.local.batch_size,
+        )
+        self.config = config.model_copy(update=choice._asdict())
+
     def _info(self, task: int, phase: Phase, number: int, lr: float, trained: int) -> RoundInfo:
         key = schedule.key(self.config.seed, task, phase.name, number)
         sees, heads = self._sees(task), self.strategy.heads(task, len(self.stream))
@@ -350,8 +390,7 @@ class Session:
 
     def _lap(self) -> float:
         """Seconds since the last lap, with all that the device was told to do."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        machine.synchronize(self.device)
         before, self.clock = self.clock, time.monotonic()
         return self.clock - before
 
@@ -375,6 +414,12 @@ class Session:
         if self.state.position:
             notes = [*notes, f"resumed after {self.state.position} of {len(self.schedule)} rounds"]
         return notes
+
+
+def _settled(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
+    """The configuration with the engine and the block that the run began with, where it leaves them open."""
+    same = config.engine in ("auto", before.get("engine"))
+    return config.model_copy(update={name: before[name] for name in ("engine", "block")}) if same and before else config
 
 
 def _stream(config: RunConfig, data_root: Path | None, download: bool, public: bool) -> Stream:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-import torch
+from torch import Tensor
 
 from cfl import tree
 from cfl.errors import RoundAborted, UpdateError
@@ -14,10 +15,11 @@ from cfl.types import Parts, RoundInfo
 
 
 class Sum:
-    """The uploads of one round put together, client by client.
+    """The uploads of one round put together, client by client, in any order.
 
     gathers: how the uploads of each regularizer come together; those of the strategy are averaged, those of `work`
     summed. noise, clipped, shortened: see `Outcome`.
+    A sum over some of the clients, never opened nor closed, passes on what it has with `part`, to `merge` in another.
     """
 
     def __init__(self, info: RoundInfo, gathers: Mapping[str, Gathers]) -> None:
@@ -25,7 +27,9 @@ class Sum:
         self.clipped = self.shortened = 0
         self.noise = 0.0
         self._like: Parts = {}
+        self._first = -1  # whose uploads `_like` shows: of those added, the lowest id
         self._total: Parts = {}
+        self._stacks: dict[int, Parts] = {}
         self._weights = 0.0
         self._bytes_up = 0
 
@@ -38,32 +42,61 @@ class Sum:
         Raises UpdateError for other names or shapes than the first client sent.
         """
         self._bytes_up += sum(map(tree.nbytes, uploads.values()))
-        if not self._usable(client, uploads):
+        if not all(map(tree.all_finite, uploads.values())):
             return False
+        self._look(client, uploads)
         self._weights += weight
         for owner, upload in uploads.items():
-            _gather(self._total.setdefault(owner, {}), upload, self.gathers[owner], weight)
+            if self.gathers[owner] == "stack":
+                self._stacks.setdefault(client, {})[owner] = upload
+            else:
+                _gather(self._total.setdefault(owner, {}), upload, weight if self.gathers[owner] == "mean" else 1.0)
         return True
+
+    def part(self) -> dict[str, Any]:
+        """All that has been added, as plain data and tensors."""
+        names = ("clipped", "shortened", "_like", "_first", "_total", "_stacks", "_weights", "_bytes_up")
+        return {name: getattr(self, name) for name in names}
+
+    def merge(self, part: Mapping[str, Any]) -> None:
+        """Take in what another sum of this round has; its tensors are not kept. Raises UpdateError as `add` does."""
+        for name in ("clipped", "shortened", "_weights", "_bytes_up"):
+            setattr(self, name, getattr(self, name) + part[name])
+        if part["_like"]:
+            self._look(part["_first"], part["_like"])
+        for owner, total in part["_total"].items():
+            _gather(self._total.setdefault(owner, {}), total, 1.0)
+        for client, uploads in part["_stacks"].items():
+            self._stacks[client] = {owner: tree.clone(upload) for owner, upload in uploads.items()}
 
     def close(self) -> Parts:
         """What the server gets. Raises RoundAborted where no client has sent anything."""
         if not self._like:
             raise RoundAborted("no client of the cohort has answered")
-        return {
+        parts = {
             owner: tree.scale(total, 1 / self._weights) if self.gathers[owner] == "mean" else total
             for owner, total in self._total.items()
         }
+        for owner, total in parts.items():  # sums of counters mean nothing: they are the first client's
+            total |= {name: leaf for name, leaf in self._like[owner].items() if not leaf.is_floating_point()}
+        ordered = [self._stacks[client] for client in sorted(self._stacks)]
+        return parts | {owner: tree.stack([each[owner] for each in ordered]) for owner in (ordered or [{}])[0]}
 
     def traffic(self) -> tuple[int, int]:
         """Bytes that went up from all clients, and down to them beside the broadcast, also of an aborted round."""
         return self._bytes_up, 0
 
-    def _usable(self, client: int, uploads: Parts) -> bool:
-        if not all(map(tree.all_finite, uploads.values())):
-            return False
-        self._like = self._like or uploads
-        _check_shapes(uploads, self._like, client, self.info)
-        return True
+    def _look(self, client: int, uploads: Parts) -> None:
+        """Remember what uploads look like. Raises UpdateError where these look otherwise."""
+        if self._like:
+            _check_shapes(uploads, self._like, client, self.info)
+        if not self._like or client < self._first:
+            self._like, self._first = {owner: tree.map(_outline, leaves) for owner, leaves in uploads.items()}, client
+
+
+def _outline(leaf: Tensor) -> Tensor:
+    """A leaf that looks the same, and takes no memory but for counters, which keep their values."""
+    return leaf.new_zeros(()).expand(leaf.shape) if leaf.is_floating_point() else leaf.clone()
 
 
 def _check_shapes(uploads: Parts, others: Parts, client: int, info: RoundInfo) -> None:
@@ -80,12 +113,10 @@ def _check_shapes(uploads: Parts, others: Parts, client: int, info: RoundInfo) -
             )
 
 
-def _gather(total: Tree, upload: Tree, how: str, weight: float) -> None:
-    """Put an upload to what others sent, in place; in sums integer leaves (counters) are the first client's."""
+def _gather(total: Tree, upload: Tree, weight: float) -> None:
+    """Add the floating-point leaves of an upload to those of others, in place."""
     for name, leaf in upload.items():
-        if how == "stack":
-            total[name] = torch.cat([total[name], leaf[None]]) if name in total else leaf[None]
+        if leaf.is_floating_point() and name in total:
+            total[name].add_(leaf, alpha=weight)
         elif name not in total:
-            total[name] = leaf * (weight if how == "mean" else 1.0) if leaf.is_floating_point() else leaf
-        elif leaf.is_floating_point():
-            total[name] += leaf * (weight if how == "mean" else 1.0)
+            total[name] = leaf * weight if leaf.is_floating_point() else leaf

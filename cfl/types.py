@@ -190,7 +190,11 @@ class Samples(Protocol):
     """Samples of one task: index (n,) int64 ids, targets (n,) int64, and gather(rows, key) -> x (b, ...), y (b,).
 
     key: of the random changes of training images, where the samples have such; None: the images as they are.
+    augment: the kinds of those changes, empty for none.
     """
+
+    @property
+    def augment(self) -> tuple[str, ...]: ...
 
     @property
     def index(self) -> Tensor: ...
@@ -252,31 +256,33 @@ class Client:
         key: of the random changes of training images; None: the images as they are.
         """
         whole = torch.arange(len(self), device=self.device) if order is None else order
-        return self._gathered(whole.split(size), key)
+        return self.gathered(whole.split(size), key)
 
-    def draws(self, size: int, steps: int, source: torch.Generator, key: int | None = None) -> Iterator[Batch]:
-        """Poisson batches: each sample is in each one independently, and `size` of them on average.
+    def shuffled(self, size: int, source: torch.Generator) -> list[Tensor]:
+        """Positions (b,) for the batches of an epoch: all samples once, in random order."""
+        return list(torch.randperm(len(self), generator=source).to(self.device).split(size))
 
-        One without any sample is a sample of padding; key: as for `batches`.
-        """
+    def draws(self, size: int, steps: int, source: torch.Generator) -> list[Tensor]:
+        """Positions (b,) for Poisson batches: each sample is in each one independently, `size` of them on average."""
         drawn = (torch.rand(steps, len(self), generator=source) < size / len(self)).to(self.device)
-        parts = [row.nonzero().flatten() for row in drawn]
-        filled = [part if len(part) else torch.zeros(1, dtype=torch.int64, device=self.device) for part in parts]
-        for part, batch in zip(parts, self._gathered(filled, key), strict=True):
-            yield batch if len(part) else batch._replace(mask=torch.zeros_like(batch.mask))
+        return [row.nonzero().flatten() for row in drawn]
 
-    def _gathered(self, parts: Iterable[Tensor], key: int | None) -> Iterator[Batch]:
-        """A batch of the samples at each of the positions (b,) in all that it trains on."""
+    def gathered(self, parts: Iterable[Tensor], key: int | None = None) -> Iterator[Batch]:
+        """`batch` for each of several positions (b,), with a key of its own."""
         keys = (None if key is None else rng.key(key, number) for number in itertools.count())
-        if self.now == (self.task,):
-            samples, rows = self.shares[self.task]
-            for part in parts:
-                x, y = samples.gather(rows[part], next(keys))
-                yield Batch(x, y, torch.ones(len(part), dtype=x.dtype, device=x.device), samples.index[rows[part]])
-            return
-        places = torch.cat([self._places(task) for task in self.now])
-        for part in parts:
-            yield self.recall(places[part], next(keys))
+        yield from (self.batch(part, next(keys)) for part in parts)
+
+    def batch(self, positions: Tensor, key: int | None = None) -> Batch:
+        """The samples at positions (b,) in all that it trains on; for none of them a sample of padding."""
+        if not len(positions):
+            padding = self.batch(positions.new_zeros(1), key)
+            return padding._replace(mask=torch.zeros_like(padding.mask))
+        if self.now != (self.task,):
+            return self.recall(torch.cat([self._places(task) for task in self.now])[positions], key)
+        samples, rows = self.shares[self.task]
+        held = rows[positions]
+        x, y = samples.gather(held, key)
+        return Batch(x, y, torch.ones(len(held), dtype=x.dtype, device=x.device), samples.index[held])
 
     def recall(self, places: Tensor, key: int | None = None) -> Batch:
         """The samples at places (m, 2), as in `MEMORY`, with the task of each; key: as for `batches`."""

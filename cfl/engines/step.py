@@ -176,4 +176,3 @@ class LocalStep:
         if batch.task is None:
             return self.model.logits(leaves, batch.x, self.task)
         return self.model.own_logits(leaves, batch.x, self.task, batch.task)
-

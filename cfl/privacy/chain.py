@@ -10,8 +10,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,6 +72,8 @@ class ProtectedSum(Sum):
         self._weighted, self._std = config.agg.weights == "samples", self._dp.clip * protection.multiplier
         self._clients, self._vector = 0, torch.zeros(0, dtype=torch.float64)
         self._secure: SecureSum | None = None
+        self._opened = False
+        self._integers: dict[int, np.ndarray] = {}  # where it was never opened: others have the masks
         if config.secagg != "none":
             from cfl.privacy.secagg import SecureSum  # brings scipy.stats and cryptography, which other runs do without
 
@@ -87,6 +90,7 @@ class ProtectedSum(Sum):
             )
 
     def open(self) -> None:
+        self._opened = True
         if self._secure is not None:
             self._secure.setup()
 
@@ -96,13 +100,14 @@ class ProtectedSum(Sum):
     def add(self, client: int, uploads: Parts, weight: float) -> bool:
         if self._secure is None and client in self.info.uploading:
             self._bytes_up += sum(map(tree.nbytes, uploads.values()))
-        if client not in self.info.uploading:  # nobody is: this one shows the shape of the noise
-            self._like = uploads
-            self._vector = torch.zeros_like(self._flat(uploads, weight))
-            return True
-        if not self._usable(client, uploads):
+        shown = client not in self.info.uploading  # nobody is: this one shows the shape of the noise
+        if not shown and not all(map(tree.all_finite, uploads.values())):
             return False
+        self._look(client, uploads)
         vector = self._flat(uploads, weight)
+        if shown:
+            self._vector = torch.zeros_like(vector)
+            return True
         self._clients += 1
         if self._dp.level == "client":
             self._clip(vector[self._start :])
@@ -111,18 +116,34 @@ class ProtectedSum(Sum):
         elif self._dp.level == "example":  # samples are protected from the server too: each client adds it all
             self._share(vector[self._work :], client, 1)
         if self._secure is None:
-            self._vector = self._vector + vector if self._clients > 1 else vector
-        else:
-            if self._weighted and weight > self._fixed.largest:  # a clipped weight would spoil the whole mean
-                raise ConfigError(
-                    f"client {client} weighs {weight:g}, and secure.bits={self._fixed.bits} with secure.fraction_bits="
-                    f"{self._fixed.fraction_bits} reach {self._fixed.largest:.3g}; lower the second or set "
-                    "agg.weights=uniform"
-                )
-            integers, beyond = self._fixed.encode(vector)
-            self.clipped += beyond
+            self._vector = self._vector + vector if len(self._vector) else vector
+            return True
+        if self._weighted and weight > self._fixed.largest:  # a clipped weight would spoil the whole mean
+            raise ConfigError(
+                f"client {client} weighs {weight:g}, and secure.bits={self._fixed.bits} with secure.fraction_bits="
+                f"{self._fixed.fraction_bits} reach {self._fixed.largest:.3g}; lower the second or set "
+                "agg.weights=uniform"
+            )
+        integers, beyond = self._fixed.encode(vector)
+        self.clipped += beyond
+        if self._opened:
             self._secure.add(client, integers)
+        else:
+            self._integers[client] = integers
         return True
+
+    def part(self) -> dict[str, Any]:
+        names = ("_clients", "_vector", "_integers")
+        return super().part() | {name: getattr(self, name) for name in names}
+
+    def merge(self, part: Mapping[str, Any]) -> None:
+        super().merge(part)
+        self._clients += part["_clients"]
+        if len(part["_vector"]):
+            self._vector = self._vector + part["_vector"] if len(self._vector) else part["_vector"].clone()
+        for client, integers in part["_integers"].items():
+            assert self._secure is not None
+            self._secure.add(client, integers)
 
     def close(self) -> Parts:
         if not self._like:

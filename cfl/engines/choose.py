@@ -1,0 +1,99 @@
+"""`auto`: the engine and the block that compute the first steps of a run the fastest."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from cfl import machine
+from cfl.engines.base import Engine
+from cfl.errors import UpdateError
+from cfl.tree import Tree
+from cfl.types import Client, Parts, RoundInfo, Share
+
+STEPS, CLIENTS, REPEATS = 4, 64, 2  # of a trial: steps of a client, clients, timed rounds after one to warm up
+_BETTER = 0.95  # the share of the best time so far that a more involved choice has to stay below
+_MEMORY = 0.8  # share of what is free that a block may take
+
+
+class Choice(NamedTuple):
+    """An engine, and the clients that are trained, or handed to a worker, at a time."""
+
+    engine: str
+    block: int | None
+
+
+def undecided(engine: str, block: int | None) -> bool:
+    """Whether a measurement has to decide something."""
+    return engine == "auto" or "vmapped" in engine and block is None
+
+
+def choose(
+    engine: str,
+    block: int | None,
+    workers: int,
+    device: torch.device,
+    build: Callable[[str, int | None], Engine],
+    round: tuple[RoundInfo, Parts, Sequence[Client], Mapping[int, Tree]],
+    batch_size: int,
+) -> Choice:
+    """The fastest of the engines that are asked for, from the first steps of a round; nothing of it is kept.
+
+    Blocks double as long as that saves time and memory lasts: so much as the block before took is measured.
+    """
+    info, shared, clients, states = round
+    short = [_shortened(client, batch_size) for client in clients[:CLIENTS]]
+    best, chosen = math.inf, Choice("loop", None)
+    for name in _engines(engine, workers, device):
+        for candidate in [block] if block or "vmapped" not in name else _blocks(len(clients), workers, name):
+            trial = build(name, candidate)
+            try:
+                seconds, taken = _seconds(trial, device, partial(trial.round, info, shared, states, short))
+            except (torch.OutOfMemoryError, UpdateError):  # too much, or a method or a model that vmap does not take
+                break
+            finally:
+                trial.close()
+            if seconds < best * _BETTER:
+                best, chosen = seconds, Choice(name, candidate)
+            elif candidate != chosen.block:
+                break
+            if 2 * taken * (workers if "pool" in name else 1) > _MEMORY * machine.free_bytes(device):
+                break
+    return chosen
+
+
+def _engines(engine: str, workers: int, device: torch.device) -> list[str]:
+    """The simplest first. One device is best kept busy by one process, several cores by several."""
+    if engine != "auto":
+        return [engine]
+    return ["pool", "pool+vmapped"] if workers > 1 and device.type == "cpu" else ["loop", "vmapped"]
+
+
+def _blocks(clients: int, workers: int, name: str) -> Iterator[int]:
+    """2, 4, 8, ... up to a worker's share of the clients."""
+    most = max(2, -(-clients // (workers if "pool" in name else 1)))
+    yield from (2**power for power in range(1, math.ceil(math.log2(most))))
+    yield most
+
+
+def _shortened(client: Client, batch_size: int) -> Client:
+    """The client with data for a few steps."""
+    kept = {task: Share(share.samples, share.rows[: STEPS * batch_size]) for task, share in client.shares.items()}
+    return Client(client.id, kept, client.task, client.now)
+
+
+def _seconds(engine: Engine, device: torch.device, work: Callable[[], object]) -> tuple[float, int]:
+    """The shortest time that the work takes, once it is warm, and how many bytes it made a process grow."""
+    before, times = machine.peak_bytes(device), list[float]()
+    for _ in range(1 + REPEATS):
+        machine.synchronize(device)
+        began = time.perf_counter()
+        work()
+        machine.synchronize(device)
+        times.append(time.perf_counter() - began)
+    return min(times[1:]), max(engine.grown, machine.peak_bytes(device) - before)
