@@ -157,7 +157,9 @@ class FOT(Strategy):
             if plain and isinstance(into, Gram) and slides(layer):
                 into.add_gram(patch_gram(layer, x))
                 return
-            inputs = some_patches(layer.inputs(x), batch.ids, self.max_patches, rng.key(info.key, "patches", layer.name))
+            inputs = some_patches(
+                layer.inputs(x), batch.ids, self.max_patches, rng.key(info.key, "patches", layer.name)
+            )
             vectors = input_vectors(inputs, layer, self._augment)
             into.add(private.unit_energy(vectors) if info.privacy else vectors, batch.ids)
 

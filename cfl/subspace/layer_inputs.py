@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cfl.models.handle import Layer, Model, _margins as margins
+from cfl.models.handle import Layer, Model, _margins
+from cfl.subspace.basis import outer
 from cfl.tree import Tree
 from cfl.types import Batch
 
@@ -69,36 +70,30 @@ def slides(layer: Layer) -> bool:
 def patch_gram(layer: Layer, x: Tensor) -> Tensor:
     """X X^T (d, d), float64, of all patches that the convolution takes from x (batch, channels, height, width).
 
-    Pixel (i, j) of a patch and pixel (i', j') are at the same distance in many pairs of places: what they add up to
-    differs by border rows and columns alone. Of 9 x 9 blocks of a 3 x 3 kernel 13 are multiplied out.
+    Of two rows i and i' of a patch only the distance counts, but for the image's first and last rows: of the 9 pairs of
+    a 3 x 3 kernel's rows 3 are multiplied out, and of patches only one row at a time is unfolded.
     """
     conv = layer.module
     assert isinstance(conv, nn.Conv2d)
-    mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-    channels = layer.size // math.prod(conv.kernel_size)
-    x = F.pad(x, margins(conv), mode=mode)[:, layer.group * channels : (layer.group + 1) * channels]
-    x = x.permute(2, 3, 0, 1).double().contiguous()  # (height, width, batch, channels)
-    (tall, wide), (height, width) = conv.kernel_size, x.shape[:2]
-    down, across = height - tall + 1, width - wide + 1  # positions of the kernel
+    tall, wide = conv.kernel_size
+    channels = layer.size // (tall * wide)
+    x = x[:, layer.group * channels : (layer.group + 1) * channels]
+    x = F.pad(x, _margins(conv), mode="constant" if conv.padding_mode == "zeros" else conv.padding_mode)
+    x = x.permute(2, 0, 3, 1).double().contiguous().unfold(2, wide, 1)  # (height, batch, across, channels, wide)
+    lines = x.transpose(3, 4).reshape(len(x), -1, wide * channels)
+    down, shape = len(lines) - tall + 1, (wide, channels, wide, channels)  # down: positions of the kernel
     gram = x.new_empty(channels, tall, wide, channels, tall, wide)
-    for dy in range(tall):
-        upper, lower = x[: height - dy], x[dy:]
-        for dx in range(1 - wide if dy else 0, wide):
+    for lag in range(tall):
 
-            def products(start: int, stop: int) -> Tensor:
-                """Of columns from start to stop with those dx to their right, for each row: (rows, channels, channels)."""
-                left, right = upper[:, start:stop].flatten(1, 2), lower[:, start + dx : stop + dx].flatten(1, 2)
-                return left.mT @ right
+        def pairs(start: int, stop: int, lag: int = lag) -> Tensor:
+            """The products of the lines from start to stop with those `lag` below them."""
+            upper, lower = (lines[start + by : stop + by].flatten(0, 1) for by in (0, lag))
+            return outer(upper.T) if lag == 0 else upper.T @ lower
 
-            first, last = max(0, -dx), wide - 1 - max(0, dx)
-            rows = products(first, first + across)
-            for j in range(first, last + 1):
-                if j > first:
-                    rows += products(j - 1 + across, j + across) - products(j - 1, j)
-                block = rows[:down].sum(0)
-                for i in range(tall - dy):
-                    if i:
-                        block = block + rows[i - 1 + down] - rows[i - 1]
-                    gram[:, i, j, :, i + dy, j + dx] = block
-                    gram[:, i + dy, j + dx, :, i, j] = block.T
-    return gram.reshape(layer.size, layer.size)
+        block = pairs(0, down)
+        for i in range(tall - lag):
+            if i:
+                block += pairs(i - 1 + down, i + down) - pairs(i - 1, i)
+            gram[:, i, :, :, i + lag] = block.view(shape).permute(1, 0, 3, 2)
+            gram[:, i + lag, :, :, i] = block.T.reshape(shape).permute(1, 0, 3, 2)
+    return gram.view(layer.size, layer.size)

@@ -43,8 +43,8 @@ class Gram(Energies):
     """Running X X^T: memory d^2 however many vectors there are; the residual's is P X X^T P with P = I - O O^T.
 
     columns: None to release the residual's Gram matrix itself, packed; else the sketch's s. A sketch A = X* G with G
-    normal has the law of P L Z, where L L^T = X X^T and Z is normal: each column of either is N(0, X* X*^T). As long as
-    there are fewer vectors than dimensions, L is X itself; later it is (d, d), and Z has d x s numbers in place of n x s.
+    normal has the law of P L Z, where L L^T = X X^T and Z is normal: each column of either is N(0, X* X*^T). While there
+    are fewer vectors than dimensions, L is X itself; later it is (d, d), and Z has d x s numbers in place of n x s.
     """
 
     def __init__(self, basis: Tensor, columns: int | None, key: int) -> None:
@@ -54,6 +54,7 @@ class Gram(Energies):
         self._sum: Tensor | None = None
 
     def add(self, inputs: Tensor, ids: Tensor) -> None:
+        """As in `Energies`: vectors are kept while they are fewer than dimensions."""
         rows = inputs.flatten(0, 1)
         if self.few is not None and len(self.few) + len(rows) < len(self.basis):
             self.few = torch.cat([self.few, rows.to(self.few)])
