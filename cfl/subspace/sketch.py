@@ -42,8 +42,8 @@ class Energies:
 class Gram(Energies):
     """Running X X^T: memory d^2 however many vectors there are; the residual's is P X X^T P with P = I - O O^T.
 
-    columns: None to release the residual's Gram matrix itself, packed; else the sketch's s. A sketch A = X* G with G
-    normal has the law of P L Z, where L L^T = X X^T and Z is normal: each column of either is N(0, X* X*^T). While there
+    columns: None to release the residual's Gram matrix itself, packed; else the sketch's s. A sketch A = X* G with
+    normal G has the law of P L Z, where L L^T = X X^T and Z is normal: all columns are N(0, X* X*^T). While there
     are fewer vectors than dimensions, L is X itself; later it is (d, d), and Z has d x s numbers in place of n x s.
     """
 
