@@ -1,68 +1,253 @@
-"""Time a client's sketch of each layer: from the Gram matrix (what `cfl` does), against drawing all of G.
+"""Time and memory of GPSE: of a client against one epoch of its training, and each part against the plain way.
 
-    python benchmarks/gpse.py [--samples 100] [--repeats 5]
+    python benchmarks/gpse.py [--parts layers client memory server] [--repeats 5] [--json FILE]
 
-One client's random images go through FOT's CIFAR-100 network. Each form takes in the same layer inputs and releases a
-sketch d x 5d; the two alternate, and medians are compared.
+layers: a sketch of each convolution from its Gram matrix (what `cfl` does), against drawing all of G.
+client: the whole of `FOT.work` against a round of local training of that client, one epoch, on the papers' models.
+memory: what `FOT.work` adds to the peak of a pass that sketches nothing, against the number of samples.
+server: leading singular vectors of a float32 sketch d x 5d by the eigenvectors of A A^T, against a full SVD.
+
+Data are random. Two forms alternate, medians are compared, and one thread computes.
 """
 
 import argparse
+import datetime
+import json
+import os
+import platform
+import resource
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from cfl import models, rng
-from cfl.models import Layer, Model
-from cfl.subspace.basis import empty
-from cfl.subspace.layer_inputs import stream
+import cfl
+from cfl import models, optim, rng
+from cfl.engines.loop import LoopEngine
+from cfl.local.chain import Chain
+from cfl.models import Layer
+from cfl.strategies.fot import FOT
+from cfl.subspace.basis import empty, residual_spectrum
+from cfl.subspace.layer_inputs import patch_gram, slides, stream
 from cfl.subspace.sketch import Direct, Gram
-from cfl.types import Batch
+from cfl.types import Client, Phase, RoundInfo, Share
 
-SHAPE, CLASSES, MULTIPLE = (3, 32, 32), 10, 5
+MODELS: dict[str, dict[str, Any]] = {  # as in the presets, and FOT's network for Split Mini-ImageNet
+    "mlp": {
+        "shape": (1, 28, 28),
+        "options": {"hidden": [400, 400, 400], "dropout": [0.2, 0.5, 0.5]},
+        "samples": 480,
+        "batch": 64,
+    },
+    "alexnet_cl": {"shape": (3, 32, 32), "options": {}, "samples": 100, "batch": 16},
+    "resnet18": {
+        "shape": (3, 84, 84),
+        "options": {"width": 32, "stem_stride": 2, "norm": True},
+        "samples": 100,
+        "batch": 16,
+    },
+}
+ALL: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "defaults, s = d": {"s_mult": 1.0, "s_mult_conv": 1.0},
+    "defaults, sketch=gram": {"sketch": "gram"},
+}
+AUTHORS = {"criterion": "norm_ratio", "min_rank": 1, "bias": "free"}
+OPTIONS = {
+    "mlp": {**ALL, "preset": {**AUTHORS, "s_mult": 1.0, "distribution": "uniform"}},
+    "alexnet_cl": {**ALL, "preset": {**AUTHORS, "s_mult_conv": 1.0}},
+    "resnet18": ALL,
+}
+TRAIN, GPSE = Phase("train"), Phase("gpse", cohort="available", train=False, work=True)
+MEMORY_SAMPLES, SERVER_WIDTHS = (100, 1600, 3200, 6400), (288, 576, 1024)
 
 
-def layer_inputs(model: Model, samples: int) -> dict[str, torch.Tensor]:
-    """Inputs (samples, positions, d) of every layer, for random images."""
-    x = torch.randn(samples, *SHAPE, generator=rng.generator(0))
-    batch = Batch(x, torch.zeros(samples), torch.ones(samples), torch.arange(samples))
-    seen: dict[str, torch.Tensor] = {}
-
-    def keep(layer: Layer, inputs: torch.Tensor, batch: Batch) -> None:
-        seen[layer.name] = inputs
-
-    stream(model, model.params, 0, iter([batch]), model.layers, keep)
-    return seen
-
-
-def seconds(make: Callable[[], Gram | Direct], inputs: torch.Tensor) -> float:
-    """Seconds to take in the inputs, 16 samples at a time, and release the sketch."""
+def seconds(run: Callable[[], Any]) -> float:
     began = time.perf_counter()
-    sketch = make()
-    for part in inputs.split(16):
-        sketch.add(part, torch.arange(len(part)))
-    sketch.release()
+    run()
     return time.perf_counter() - began
 
 
+def alternate(repeats: int, **forms: Callable[[], Any]) -> dict[str, Any]:
+    """All seconds of each form, their medians, and the ratio of the first form's to the second's."""
+    times: dict[str, list[float]] = {name: [] for name in forms}
+    for _ in range(repeats):
+        for name, run in forms.items():
+            times[name].append(seconds(run))
+    medians = [statistics.median(samples) for samples in times.values()]
+    return {**dict(zip(forms, medians, strict=True)), "ratio": medians[0] / medians[1], "seconds": times}
+
+
+def client_of(name: str, samples: int = 0) -> tuple[cfl.Model, Client]:
+    """A paper's model, and a client with as many samples as there, or as told."""
+    given = MODELS[name]
+    shape, count = given["shape"], samples or given["samples"]
+    many = name != "mlp"
+    module = models.build(name, shape, 10, given["options"])
+    model = cfl.Model(module, shape, [10, 10], multi_head=many, norm_stats="batch")
+    x, y = torch.randn(count, *shape, generator=rng.generator(0)), torch.arange(count) % 10
+    task = cfl.from_tensors([(x, y, x[:1], y[:1])] * 2, multi_head=many).tasks[0].train
+    return model, Client(0, {0: Share(task, torch.arange(count))}, 0, (0,))
+
+
+def info_of(model: cfl.Model, phase: Phase) -> RoundInfo:
+    names = (*model.trainable(0), *model.buffers(0))
+    return RoundInfo(0, 2, phase, 0, (0,), names, frozenset(), (0,), 1, 0.01, model, key=3)
+
+
+def work(strategy: FOT, model: cfl.Model, client: Client) -> None:
+    strategy.work(model.params, client, {"params": model.params}, {}, info_of(model, GPSE))
+
+
+def layers(repeats: int) -> list[dict[str, Any]]:
+    rows = []
+    print(
+        f"{'model':>10} {'layer':>24} {'d':>5} {'vectors':>8} {'direct (s)':>11} {'gram (s)':>9} {'direct / gram':>14}"
+    )
+    for name in ("alexnet_cl", "resnet18"):
+        model, own = client_of(name)
+        entered: dict[str, torch.Tensor] = {}
+        every = [layer for layer in model.layers if isinstance(layer.module, torch.nn.Conv2d)]
+
+        def keep(layer: Layer, x: torch.Tensor, batch: cfl.Batch, entered: dict = entered) -> None:
+            entered[layer.name] = x
+
+        stream(model, model.params, 0, own.batches(len(own)), every, keep, patches=False)
+        alike = {(layer.size, layer.module.stride, entered[layer.name].shape): layer for layer in reversed(every)}
+        for layer in reversed(alike.values()):  # of layers that cost the same, one
+            parts, d = entered[layer.name].split(16), layer.size
+            vectors = sum(len(layer.inputs(part).flatten(0, 1)) for part in parts)
+
+            def sketch(sums: Gram | Direct, fast: bool, layer: Layer = layer, parts: tuple = parts) -> torch.Tensor:
+                for part in parts:
+                    if fast and slides(layer):
+                        sums.add_gram(patch_gram(layer, part))
+                    else:
+                        sums.add(layer.inputs(part), torch.arange(len(part)))
+                return sums.release()
+
+            row = {"model": name, "layer": layer.name, "d": d, "vectors": vectors} | alternate(
+                repeats,
+                direct=lambda d=d: sketch(Direct(empty(d).float(), 5 * d, 0, by_sample=False), False),
+                gram=lambda d=d: sketch(Gram(empty(d).float(), 5 * d, 0), True),
+            )
+            rows.append(row)
+            print(
+                f"{name:>10} {layer.name:>24} {d:>5} {vectors:>8} {row['direct']:>11.3f} {row['gram']:>9.3f} "
+                f"{row['ratio']:>14.2f}",
+                flush=True,
+            )
+    return rows
+
+
+def client(repeats: int) -> list[dict[str, Any]]:
+    rows = []
+    print(f"\n{'model':>10} {'options':>22} {'GPSE (s)':>9} {'epoch (s)':>10} {'GPSE / epoch':>13}")
+    for name, choices in OPTIONS.items():
+        model, own = client_of(name)
+        for title, options in choices.items():
+            strategy = FOT(**options)
+            engine = LoopEngine(
+                model,
+                strategy,
+                Chain({"strategy": strategy}),
+                optim.sgd(),
+                epochs=1,
+                batch_size=MODELS[name]["batch"],
+                weights="uniform",
+                on_bad_update="raise",
+            )
+
+            def epoch(engine: LoopEngine = engine, model: cfl.Model = model, own: Client = own) -> None:
+                engine.round(info_of(model, TRAIN), {"params": model.params}, {0: {}}, [own])
+
+            def gpse(strategy: FOT = strategy, model: cfl.Model = model, own: Client = own) -> None:
+                work(strategy, model, own)
+
+            epoch()
+            row = {"model": name, "options": title} | alternate(repeats, gpse=gpse, epoch=epoch)
+            rows.append(row)
+            print(f"{name:>10} {title:>22} {row['gpse']:>9.3f} {row['epoch']:>10.3f} {row['ratio']:>13.2f}", flush=True)
+    return rows
+
+
+def added_memory(samples: int) -> float:
+    """MiB that a client's GPSE on alexnet_cl adds to the peak of this process, after a pass that sketches nothing."""
+    model, own = client_of("alexnet_cl", samples)
+    with torch.no_grad(), model.evaluation():
+        for batch in own.batches(64):
+            model.logits(model.params, batch.x, 0)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    work(FOT(), model, own)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+
+
+def memory(repeats: int) -> list[dict[str, Any]]:
+    rows = []
+    print(f"\n{'samples':>8} {'memory of GPSE (MiB)':>21}")
+    for samples in MEMORY_SAMPLES:
+        command = [sys.executable, __file__, "--memory-of", str(samples)]
+        added = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        rows.append({"samples": samples, "mebibytes": added})
+        print(f"{samples:>8} {added:>21.0f}", flush=True)
+    return rows
+
+
+def server(repeats: int) -> list[dict[str, Any]]:
+    rows = []
+    print(f"\n{'d':>5} {'svd (s)':>8} {'eigh (s)':>9} {'svd / eigh':>11}")
+    for d in SERVER_WIDTHS:
+        a = torch.randn(d, 5 * d, generator=rng.generator(d))
+        row = {"d": d} | alternate(
+            repeats,
+            svd=lambda a=a: torch.linalg.svd(a.double(), full_matrices=False),
+            eigh=lambda a=a, d=d: residual_spectrum(a, empty(d)),
+        )
+        rows.append(row)
+        print(f"{d:>5} {row['svd']:>8.3f} {row['eigh']:>9.3f} {row['ratio']:>11.2f}", flush=True)
+    return rows
+
+
+def machine() -> dict[str, Any]:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "processor": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
 def main() -> None:
+    parts = {"layers": layers, "client": client, "memory": memory, "server": server}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=100, help="images of the client")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts), help="what to measure")
     parser.add_argument("--repeats", type=int, default=5, help="alternating runs of each form")
+    parser.add_argument("--json", type=Path, help="where to store the figures")
+    parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    model = Model(models.build("alexnet_cl", SHAPE, CLASSES, {}), SHAPE, [CLASSES], multi_head=True)
-    print(f"{'layer':>6} {'d':>5} {'vectors':>8} {'direct (s)':>11} {'gram (s)':>9} {'direct / gram':>14}")
-    for layer, inputs in zip(model.layers, layer_inputs(model, options.samples).values(), strict=True):
-        d, columns = layer.size, MULTIPLE * layer.size
-        times: dict[str, list[float]] = {"direct": [], "gram": []}
-        for _ in range(options.repeats):
-            times["direct"].append(seconds(lambda d=d, s=columns: Direct(empty(d), s, 0, by_sample=False), inputs))
-            times["gram"].append(seconds(lambda d=d, s=columns: Gram(empty(d), s, 0), inputs))
-        direct, gram = (statistics.median(times[form]) for form in ("direct", "gram"))
-        vectors = inputs.shape[0] * inputs.shape[1]
-        print(f"{layer.name:>6} {d:>5} {vectors:>8} {direct:>11.3f} {gram:>9.3f} {direct / gram:>14.2f}")
+    if options.memory_of:
+        print(added_memory(options.memory_of))
+        return
+    found = {
+        "command": " ".join(["python", *sys.argv]),
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(),
+        "torch_threads": torch.get_num_threads(),
+        **{part: parts[part](options.repeats) for part in options.parts},
+    }
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from cfl.options import option
 from cfl.strategies.base import Strategy
 from cfl.subspace import basis as bases
 from cfl.subspace import private
-from cfl.subspace.layer_inputs import stream
+from cfl.subspace.layer_inputs import patch_gram, slides, stream
 from cfl.subspace.projection import covered, input_vectors, project_step, width
 from cfl.subspace.sketch import Direct, Energies, Gram, some_patches, unpack
 from cfl.tree import Tree
@@ -151,14 +151,20 @@ class FOT(Strategy):
 
         calls: Counter[str] = Counter()
 
-        def see(layer: Layer, inputs: Tensor, batch: Batch) -> None:
+        def see(layer: Layer, x: Tensor, batch: Batch) -> None:
             calls[layer.name] += 1
-            inputs = some_patches(inputs, batch.ids, self.max_patches, rng.key(info.key, "patches", layer.name))
+            into, plain = sums[layer.name], not (self.max_patches or info.privacy or self._width(layer) > layer.size)
+            if plain and isinstance(into, Gram) and slides(layer):
+                into.add_gram(patch_gram(layer, x))
+                return
+            inputs = some_patches(
+                layer.inputs(x), batch.ids, self.max_patches, rng.key(info.key, "patches", layer.name)
+            )
             vectors = input_vectors(inputs, layer, self._augment)
-            sums[layer.name].add(private.unit_energy(vectors) if info.privacy else vectors, batch.ids)
+            into.add(private.unit_energy(vectors) if info.privacy else vectors, batch.ids)
 
         watched = [layer for layer in self._projected(info.model) if layer.name in sums]
-        stream(info.model, params, info.task, client.batches(64), watched, see)
+        stream(info.model, params, info.task, client.batches(64), watched, see, patches=False)
         for name, times in calls.items():
             if info.privacy and info.privacy.level == "example" and times > client.steps(64):
                 raise ConfigError(
@@ -229,8 +235,7 @@ class FOT(Strategy):
         columns = self.columns or max(1, round(mult * known.shape[0]))
         by_sample = self.draw == "sample"
         key = rng.key(info.key, "sketch", layer.name, *(() if by_sample else (client.id,)))
-        few = isinstance(layer.module, nn.Linear) and len(client) < known.shape[0]  # fewer vectors than dimensions
-        if self.sketch == "gram" or not by_sample and self.distribution == "normal" and not few:
+        if self.sketch == "gram" or not by_sample and self.distribution == "normal":
             return Gram(known, None if self.sketch == "gram" else columns, key)
         return Direct(known, columns, key, by_sample=by_sample, distribution=self.distribution)
 

@@ -64,6 +64,14 @@ def test_remove_keeps_the_precision_of_its_input():
     assert (rest.double() @ basis).abs().max() < 27 * 1.2e-7 * float(x.norm())  # d roundings of float32
 
 
+@pytest.mark.parametrize("size", [5, 128, 129, 300])  # blocks of 128 rows: none, one, and a last one that is smaller
+def test_outer_is_the_whole_symmetric_product(size):
+    a = _random(size, 40).float()
+    product = bases.outer(a)
+    assert product.dtype == torch.float64
+    torch.testing.assert_close(product, a.double() @ a.double().T, atol=1e-11, rtol=0)
+
+
 # --- spectrum -------------------------------------------------------------------------------------------------------
 
 

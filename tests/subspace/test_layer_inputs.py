@@ -6,7 +6,7 @@ from torch import nn
 
 import cfl
 from cfl import models, tree
-from cfl.subspace.layer_inputs import stream, watch
+from cfl.subspace.layer_inputs import patch_gram, slides, stream, watch
 from cfl.types import Batch
 
 
@@ -80,6 +80,26 @@ def test_unfold_times_weight_is_the_convolution(kernel, stride, padding):
 )
 def test_unusual_convolutions(options):
     _assert_products(_conv_model(nn.Conv2d(4, 8, 3, **options)), _images(4))
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize("kernel", [2, 3, 4, (1, 4), (3, 2)])
+@pytest.mark.parametrize(
+    "options",
+    [dict(), dict(padding=(2, 1)), dict(padding="same"), dict(groups=2), dict(padding=1, padding_mode="reflect")],
+    ids=str,
+)
+def test_the_gram_matrix_of_patches_is_that_of_the_unfolded_ones(kernel, options):
+    model = _conv_model(nn.Conv2d(4, 8, kernel, **options))
+    for layer in model.layers[:-1]:  # one for each group
+        assert slides(layer)
+        rows = layer.inputs(_images(4)).flatten(0, 1)
+        torch.testing.assert_close(patch_gram(layer, _images(4)), rows.T @ rows, atol=1e-11, rtol=0)
+
+
+def test_only_kernels_that_move_a_pixel_at_a_time_slide():
+    for conv in (nn.Conv2d(4, 8, 3, 2), nn.Conv2d(4, 8, 3, dilation=2), nn.Conv2d(4, 8, 1)):
+        assert not slides(_conv_model(conv).layers[0])
 
 
 def test_a_kernel_that_is_not_square():

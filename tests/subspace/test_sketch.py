@@ -93,6 +93,34 @@ def test_a_sketch_has_independent_normal_columns_with_the_gram_matrix_as_covaria
     assert abs(between) < 4.5 / math.sqrt(count)  # the product of two independent N(0, 1) has variance 1
 
 
+def test_a_sketch_in_float32_has_the_law_of_one_in_float64():
+    """The Cholesky factor's way: 600 dimensions, in three blocks of rows, and vectors that span 20 of them."""
+    x = (_random(700, 20) @ _random(20, 600, seed=1)).float()[:, None, :]
+    for basis in (bases.empty(600), bases.empty(600).float(), _orthonormal(600, 5).float()):
+        sums = _fed(Gram(basis, 1000, 7), x)
+        assert sums.few is None and sums.release().dtype == basis.dtype
+        residual = bases.remove(x[:, 0].double(), basis.double())
+        cov, sketch = residual.T @ residual, sums.release().double()
+        # A A^T / s is cov on average; for a unit vector v, v^T A A^T v / v^T cov v is chi^2 with 1000 degrees of
+        # freedom over 1000: its standard deviation is sqrt(2 / 1000) = 0.045
+        for seed in range(10):
+            v = _random(600, seed=seed)
+            seen = (v @ sketch).square().sum() / 1000 / (v @ cov @ v)
+            assert abs(seen - 1) < 4.5 * 0.045
+        if basis.dtype == torch.float32:  # x is rounded to it: what is beyond the span is 1e-7 of it
+            assert int((bases.spectrum(sums.release())[1] > 0).sum()) == 20
+
+
+def test_vectors_are_kept_until_they_are_as_many_as_dimensions():
+    inputs, basis = _random(9, 1, 10), _orthonormal(10, 2)
+    few, many = (_fed(Gram(basis, None, 0), inputs, batch=4) for _ in range(2))
+    assert len(few.few) == 9
+    many.add(torch.zeros(1, 1, 10, dtype=torch.float64), torch.tensor([9]))  # the tenth changes no sum
+    assert many.few is None
+    torch.testing.assert_close(many.matrix, few.matrix, atol=1e-12, rtol=0)
+    torch.testing.assert_close(many.energies, few.energies)
+
+
 def test_both_routes_give_the_same_law_of_singular_values():
     x, basis = _random(12, 5), bases.empty(5)
     largest, smallest = {}, {}
