@@ -85,11 +85,11 @@ def run(
         folder = RunFolder(output, resume=resume) if output is not None else None
         session = Session(config, stream, members, model, folder, sink or NullSink())
         session.start(resume)
-        with machine.interrupts() as interrupted:
+        with machine.interrupts() as interrupted, session.writer:
             for position in range(session.state.position, len(session.schedule)):
                 session.round(position, observe)
                 if interrupted():
-                    session.save()
+                    session.save(wait=True)
                     raise KeyboardInterrupt
         return session.finish()
 
@@ -116,6 +116,7 @@ class Session:
         sink: Sink,
     ) -> None:
         self.config, self.folder, self.sink = config, folder, sink
+        self.writer = checkpoint.Writer(folder.checkpoints if folder else None, sink.warn)
         own = members != membership.build(config)  # objects of a user's own are known by their classes
         self.method = "+".join(type(member).__name__ for member in members.values()) if own else config.label
         self.device = machine.device(config.device)
@@ -239,15 +240,16 @@ class Session:
             name = self.stream.tasks[task].name
             self.sink.task({"task": task, "name": name, "accuracy": _row(state.acc[task]), **spent})
         if task_done or (position + 1) % self.config.checkpoint_every == 0:
-            self.save()
+            self.save(wait=position + 1 == len(self.schedule))
         state.spent("measurement", "checkpoint", self._lap())
 
-    def save(self) -> None:
-        """Write a checkpoint of what is done so far, where there is a folder."""
+    def save(self, wait: bool = False) -> None:
+        """Have a checkpoint of what is done so far written, where there is a folder; wait: until it is on disk."""
         if self.folder is not None:
             trees, meta = self.state.saved()
-            meta["fingerprint"] = self.fingerprint
-            checkpoint.save(self.folder.checkpoints, self.state.position, trees, meta)
+            self.writer.save(self.state.position, trees, {**meta, "fingerprint": self.fingerprint})
+            if wait:
+                self.writer.wait()
 
     def finish(self) -> Result:
         """Metrics of the whole run, on disk where there is a folder."""
