@@ -22,7 +22,7 @@ from cfl import config as configuration
 from cfl import members as membership
 from cfl.config import RunConfig
 from cfl.engines import ENGINES, Outcome
-from cfl.engines.evaluate import LocalModels, Observer, accuracy
+from cfl.engines.evaluate import LocalModels, Observer, accuracies, accuracy
 from cfl.errors import ConfigError, UpdateError
 from cfl.local.base import LocalRegularizer
 from cfl.local.chain import STRATEGY, Chain
@@ -220,7 +220,7 @@ class Session:
             "round": number,
             **outcome.figures(),
             "dropped": info.dropped,
-            "accuracy": state.acc[task, task] if task_done else self._accuracy(task) if due else None,
+            "accuracy": state.acc[task, task] if task_done else self._accuracies([task])[0] if due else None,
             "lr": info.lr,
             **outcome.traffic(info, shared),
             "seconds": client_seconds + server_seconds,
@@ -329,15 +329,17 @@ class Session:
         samples = sum(self.stream.tasks[int(task)].train.sample_bytes for task, _ in places.tolist())
         return public + tree.nbytes(state) + samples
 
-    def _accuracy(self, task: int) -> float:
-        return self._score(self.strategy.serve(self.state.server, task), task)
+    def _accuracies(self, tasks: Iterable[int]) -> list[float]:
+        served = {task: self.strategy.serve(self.state.server, task) for task in tasks}
+        parts = {task: self.stream.tasks[task].test for task in served}
+        return accuracies(self.model, served, parts, self.config.eval_batch_size)
 
     def _score(self, params: tree.Tree, task: int) -> float:
         return accuracy(self.model, params, self.stream.tasks[task].test, task, self.config.eval_batch_size)
 
     def _end_task(self, task: int) -> None:
         """Append a row to the accuracy matrix: every task seen so far, with the global model."""
-        self.state.acc[task, : task + 1] = [self._accuracy(seen) for seen in range(task + 1)]
+        self.state.acc[task, : task + 1] = self._accuracies(range(task + 1))
         if task + 1 < len(self.stream):
             server, self.state.clients = self.chain.end_task(self.state.server, self.state.clients)
             self.state.server = self.strategy.begin_task(server, task + 1, self.model)
