@@ -255,7 +255,9 @@ class Session:
         """Metrics of the whole run, on disk where there is a folder."""
         state, acc = self.state, self.state.acc
         report = self.strategy.report(state.server, self.model)
-        stored = [self._stored(id) for id in self.population.owners(tuple(range(len(self.stream))))]
+        owners = self.population.owners(tuple(range(len(self.stream))))
+        stored = [self._stored(own) for own in state.clients.values()]
+        bare, others = self._stored({}), len(owners) - len(stored)  # the others have no state
         result = {
             "method": self.method,
             "benchmark": self.stream.name,
@@ -265,8 +267,8 @@ class Session:
             "subspace_use": report.pop("subspace_use", {}),
             **report,
             **state.totals(),
-            "client_bytes": sum(stored) / len(stored),
-            "client_bytes_max": max(stored),
+            "client_bytes": (sum(stored) + others * bare) / len(owners),
+            "client_bytes_max": max([*stored, bare]),  # a state can only add to it
             **self.budget.report(),
         }
         if self.folder is not None:
@@ -321,9 +323,9 @@ class Session:
     def _sees(self, task: int) -> tuple[int, ...]:
         return self.strategy.sees(task, len(self.stream))
 
-    def _stored(self, id: int) -> int:
+    def _stored(self, state: tree.Tree) -> int:
         """Bytes that a client keeps between rounds: its trees, the samples of its memory, the public data."""
-        state = dict(self.state.clients.get(id, {}))
+        state = dict(state)
         places = state.pop(f"{STRATEGY}/{MEMORY}", torch.empty(0, 2))
         public = len(self.public) * self.public.pool.images[0].nbytes if self.public else 0  # they have no labels
         samples = sum(self.stream.tasks[int(task)].train.sample_bytes for task, _ in places.tolist())
