@@ -10,10 +10,12 @@ import contextlib
 import json
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from safetensors.torch import load as _parse
 from safetensors.torch import save as _serialise
@@ -60,6 +62,55 @@ def save(folder: Path, serial: int, trees: Mapping[str, Tree], meta: Mapping[str
             "free space there, fix its permissions or choose another --output"
         ) from error
     return target
+
+
+class Writer:
+    """Writes checkpoints to a folder (None: nowhere) in a thread, one at a time, while the run goes on.
+
+    Each has a thread of its own that takes no lock, so that processes may be forked at any time. As a context manager
+    it waits at the end; where the run has failed already, `warn` gets what a write raised.
+    """
+
+    def __init__(self, folder: Path | None, warn: Callable[[str], None]) -> None:
+        self.folder, self.warn = folder, warn
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def save(self, serial: int, trees: Mapping[str, Tree], meta: Mapping[str, Any]) -> None:
+        """Begin `checkpoint.save`, once the one before is on disk; neither dictionaries nor leaves may change later.
+
+        Raises what the write before raised, as `wait` does.
+        """
+        self.wait()
+        if self.folder is not None:
+            self._thread = threading.Thread(target=self._write, args=(self.folder, serial, trees, meta))
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is on disk. Raises what `checkpoint.save` did: CheckpointError."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _write(self, folder: Path, serial: int, trees: Mapping[str, Tree], meta: Mapping[str, Any]) -> None:
+        try:
+            save(folder, serial, trees, meta)
+        except BaseException as failure:  # whatever it is, the run's own thread has to raise it
+            self._failure = failure
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            self.wait()
+        except CheckpointError as failure:
+            if error is None:
+                raise
+            self.warn(str(failure))
 
 
 def load_latest(

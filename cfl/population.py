@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from cfl import rng
 from cfl.errors import ConfigError
@@ -24,13 +26,14 @@ class Population:
     def __init__(self, stream: Stream, config: RunConfig) -> None:
         self.stream, self.config = stream, config
         self.deals = [self._deal(task) for task in range(len(stream))]
-        self.owners = cache(self._owners)
-        self._weight_of_all = cache(lambda tasks: sum(self._weight(id, tasks) for id in self.owners(tasks)))
+        # what costs time in the size of the population is done once for the tasks that are at hand
+        self.owners = lru_cache(maxsize=2)(self._owners)
+        self._weights = lru_cache(maxsize=2)(self._weights_of_all)
 
     def client(self, id: int, task: int, now: tuple[int, ...]) -> Client:
         """A client in a round of a task, with the tasks whose data it trains on."""
         shares = {
-            held: Share(self.stream.tasks[held].train, self.deals[held].rows[id])
+            held: Share(self.stream.tasks[held].train, self.deals[held].of(id))
             for held in sorted({*range(task + 1), *now})
         }
         return Client(id, shares, task, now)
@@ -49,10 +52,11 @@ class Population:
         if expected >= len(owners):
             return owners
         source = rng.numpy_generator(rng.key(key, "cohort"))
-        if self.config.sampling == "poisson":
-            drawn = source.random(len(owners)) < expected / len(owners)
-            return tuple(id for id, taken in zip(owners, drawn, strict=True) if taken)
-        return tuple(sorted(int(id) for id in source.choice(owners, self.config.cohort, replace=False)))
+        if self.config.sampling == "poisson":  # a draw an owner: the only thing in a round that grows with them
+            drawn = np.flatnonzero(source.random(len(owners)) < expected / len(owners))
+        else:
+            drawn = np.sort(source.choice(len(owners), self.config.cohort, replace=False))
+        return tuple(owners[place] for place in drawn.tolist())
 
     def dropped(self, ids: tuple[int, ...], key: int) -> dict[int, str]:
         """Those of the clients that drop out of a round, with the stage, any one as likely as the others."""
@@ -68,36 +72,40 @@ class Population:
 
     def fraction(self, ids: tuple[int, ...], tasks: tuple[int, ...]) -> float:
         """The share of those clients in the weight of all that hold data of the tasks; see `RoundInfo`."""
-        return sum(self._weight(id, tasks) for id in ids) / self._weight_of_all(tasks)
+        weights, total = self._weights(tasks)
+        return int(weights[list(ids)].sum()) / total
 
     def notes(self) -> list[str]:
         """A line on clients without data, where there are some."""
-        without = {task: len(dealt.without_data) for task, dealt in enumerate(self.deals) if dealt.without_data}
-        if not without:
-            return []
-        counts = ", ".join(f"task {task}: {count}" for task, count in without.items())
-        return [f"clients without data are never sampled: {counts}"]
+        without = {task: int((dealt.sizes == 0).sum()) for task, dealt in enumerate(self.deals)}
+        counts = ", ".join(f"task {task}: {count}" for task, count in without.items() if count)
+        return [f"clients without data are never sampled: {counts}"] if counts else []
 
     def _owners(self, tasks: tuple[int, ...]) -> tuple[int, ...]:
         """Ids of the clients that hold data of one of the tasks, ascending."""
-        return tuple(sorted({id for task in tasks for id in self.deals[task].owners}))
+        return tuple(np.flatnonzero(self._samples(tasks)).tolist())
 
-    def _weight(self, id: int, tasks: tuple[int, ...]) -> int:
-        if self.config.agg.weights == "uniform":
-            return 1
-        return sum(len(self.deals[task].rows[id]) for task in tasks)
+    def _samples(self, tasks: tuple[int, ...]) -> np.ndarray:
+        """How many samples of the tasks each client holds, (clients,) int64."""
+        return np.sum([self.deals[task].sizes for task in tasks], axis=0)
+
+    def _weights_of_all(self, tasks: tuple[int, ...]) -> tuple[np.ndarray, int]:
+        """The weight of each client, (clients,) int64, and the sum of them."""
+        samples = self._samples(tasks)
+        weights = samples if self.config.agg.weights == "samples" else np.minimum(samples, 1)
+        return weights, int(weights.sum())
 
     def _deal(self, task: int) -> Deal:
         partition, batch = self.config.partition, self.config.local.batch_size
         targets = self.stream.tasks[task].train.targets
-        dealt = deal(targets.cpu(), task, seed=self.config.seed, **partition.model_dump())
-        if not dealt.owners:
+        dealt = deal(targets, task, seed=self.config.seed, **partition.model_dump())
+        if not len(dealt.order):
             raise ConfigError(f"no client holds data of task {task}; lower partition.clients")
-        smallest = min(len(dealt.rows[id]) for id in dealt.owners)
+        smallest = dealt.sizes[dealt.sizes > 0].min()
         # A draw may leave a client less than a batch: it then trains on that.
         if batch > smallest and partition.name not in ("dirichlet", "lda"):
             raise ConfigError(
                 f"local.batch_size={batch} is more than the {smallest} samples that a client has of task {task}; "
                 f"set local.batch_size to at most {smallest}, or lower partition.clients"
             )
-        return Deal(tuple(rows.to(targets.device) for rows in dealt.rows))
+        return dealt

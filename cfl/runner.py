@@ -6,6 +6,7 @@ position in the schedule is all that a resumed run needs beside the server's and
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Iterable, Mapping
@@ -24,7 +25,7 @@ from cfl import members as membership
 from cfl.config import RunConfig
 from cfl.engines import Engine, Outcome
 from cfl.engines.choose import choose, undecided
-from cfl.engines.evaluate import LocalModels, Observer, accuracy
+from cfl.engines.evaluate import LocalModels, Observer, accuracies, accuracy
 from cfl.errors import ConfigError, UpdateError
 from cfl.local.base import LocalRegularizer
 from cfl.local.chain import STRATEGY, Chain
@@ -88,17 +89,14 @@ def run(
         if folder is not None and undecided(config.engine, config.block):
             config = _settled(config, folder.read_config())
         session = Session(config, stream, members, model, folder, sink or NullSink())
-        try:
+        with contextlib.closing(session), session.writer, machine.interrupts() as interrupted:
             session.start(resume)
-            with machine.interrupts() as interrupted:
-                for position in range(session.state.position, len(session.schedule)):
-                    session.round(position, observe)
-                    if interrupted():
-                        session.save()
-                        raise KeyboardInterrupt
+            for position in range(session.state.position, len(session.schedule)):
+                session.round(position, observe)
+                if interrupted():
+                    session.save(wait=True)
+                    raise KeyboardInterrupt
             return session.finish()
-        finally:
-            session.close()
 
 
 class Prepared(NamedTuple):
@@ -124,6 +122,7 @@ class Session:
     ) -> None:
         machine.keep_memory()
         self.config, self.folder, self.sink = config, folder, sink
+        self.writer = checkpoint.Writer(folder.checkpoints if folder else None, sink.warn)
         own = members != membership.build(config)  # objects of a user's own are known by their classes
         self.method = "+".join(type(member).__name__ for member in members.values()) if own else config.label
         self.device = machine.device(config.device)
@@ -238,7 +237,7 @@ class Session:
             "round": number,
             **outcome.figures(),
             "dropped": info.dropped,
-            "accuracy": state.acc[task, task] if task_done else self._accuracy(task) if due else None,
+            "accuracy": state.acc[task, task] if task_done else self._accuracies([task])[0] if due else None,
             "lr": info.lr,
             **outcome.traffic(info, shared),
             "seconds": client_seconds + server_seconds,
@@ -258,21 +257,24 @@ class Session:
             name = self.stream.tasks[task].name
             self.sink.task({"task": task, "name": name, "accuracy": _row(state.acc[task]), **spent})
         if task_done or (position + 1) % self.config.checkpoint_every == 0:
-            self.save()
+            self.save(wait=position + 1 == len(self.schedule))
         state.spent("measurement", "checkpoint", self._lap())
 
-    def save(self) -> None:
-        """Write a checkpoint of what is done so far, where there is a folder."""
+    def save(self, wait: bool = False) -> None:
+        """Have a checkpoint of what is done so far written, where there is a folder; wait: until it is on disk."""
         if self.folder is not None:
             trees, meta = self.state.saved()
-            meta["fingerprint"] = self.fingerprint
-            checkpoint.save(self.folder.checkpoints, self.state.position, trees, meta)
+            self.writer.save(self.state.position, trees, {**meta, "fingerprint": self.fingerprint})
+            if wait:
+                self.writer.wait()
 
     def finish(self) -> Result:
         """Metrics of the whole run, on disk where there is a folder."""
         state, acc = self.state, self.state.acc
         report = self.strategy.report(state.server, self.model)
-        stored = [self._stored(id) for id in self.population.owners(tuple(range(len(self.stream))))]
+        owners = self.population.owners(tuple(range(len(self.stream))))
+        stored = [self._stored(own) for own in state.clients.values()]
+        bare, others = self._stored({}), len(owners) - len(stored)  # the others have no state
         result = {
             "method": self.method,
             "benchmark": self.stream.name,
@@ -282,8 +284,8 @@ class Session:
             "subspace_use": report.pop("subspace_use", {}),
             **report,
             **state.totals(),
-            "client_bytes": sum(stored) / len(stored),
-            "client_bytes_max": max(stored),
+            "client_bytes": (sum(stored) + others * bare) / len(owners),
+            "client_bytes_max": max([*stored, bare]),  # a state can only add to it
             **self.budget.report(),
         }
         if self.folder is not None:
@@ -359,23 +361,25 @@ class Session:
     def _sees(self, task: int) -> tuple[int, ...]:
         return self.strategy.sees(task, len(self.stream))
 
-    def _stored(self, id: int) -> int:
+    def _stored(self, state: tree.Tree) -> int:
         """Bytes that a client keeps between rounds: its trees, the samples of its memory, the public data."""
-        state = dict(self.state.clients.get(id, {}))
+        state = dict(state)
         places = state.pop(f"{STRATEGY}/{MEMORY}", torch.empty(0, 2))
         public = len(self.public) * self.public.pool.images[0].nbytes if self.public else 0  # they have no labels
         samples = sum(self.stream.tasks[int(task)].train.sample_bytes for task, _ in places.tolist())
         return public + tree.nbytes(state) + samples
 
-    def _accuracy(self, task: int) -> float:
-        return self._score(self.strategy.serve(self.state.server, task), task)
+    def _accuracies(self, tasks: Iterable[int]) -> list[float]:
+        served = {task: self.strategy.serve(self.state.server, task) for task in tasks}
+        parts = {task: self.stream.tasks[task].test for task in served}
+        return accuracies(self.model, served, parts, self.config.eval_batch_size)
 
     def _score(self, params: tree.Tree, task: int) -> float:
         return accuracy(self.model, params, self.stream.tasks[task].test, task, self.config.eval_batch_size)
 
     def _end_task(self, task: int) -> None:
         """Append a row to the accuracy matrix: every task seen so far, with the global model."""
-        self.state.acc[task, : task + 1] = [self._accuracy(seen) for seen in range(task + 1)]
+        self.state.acc[task, : task + 1] = self._accuracies(range(task + 1))
         if task + 1 < len(self.stream):
             server, self.state.clients = self.chain.end_task(self.state.server, self.state.clients)
             self.state.server = self.strategy.begin_task(server, task + 1, self.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,11 +56,12 @@ class RunState:
         }
 
     def saved(self) -> tuple[dict[str, Tree], dict[str, Any]]:
-        """Trees and JSON data for a checkpoint."""
-        trees = {f"server/{name}": leaves for name, leaves in self.server.items()}
-        trees |= {f"client/{id}": leaves for id, leaves in sorted(self.clients.items())}
-        trees["run"] = {"acc": torch.from_numpy(self.acc)}
-        meta = {"position": self.position, "bytes": self.bytes, "seconds": self.seconds, "local": self.local}
+        """Trees and JSON data for a checkpoint, which the rounds to come leave as they are."""
+        trees = {f"server/{name}": dict(leaves) for name, leaves in self.server.items()}
+        trees |= {f"client/{id}": dict(leaves) for id, leaves in sorted(self.clients.items())}
+        trees["run"] = {"acc": torch.tensor(self.acc)}
+        counts = copy.deepcopy({"bytes": self.bytes, "seconds": self.seconds, "local": self.local})
+        meta = {"position": self.position, **counts}
         return trees, {**meta, "last_task": {str(id): task for id, task in sorted(self.last_task.items())}}
 
     def restore(self, trees: Mapping[str, Tree], meta: Mapping[str, Any], device: torch.device) -> None:

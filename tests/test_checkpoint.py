@@ -1,6 +1,8 @@
 """Checkpoints: exact round trips, detection of every kind of damage, fallback, and what a kill leaves behind."""
 
 import json
+import os
+import threading
 from hashlib import blake2b
 from pathlib import Path
 
@@ -262,3 +264,92 @@ def test_fingerprint_is_of_the_values_not_of_their_order():
     assert checkpoint.fingerprint({"sizes": [1, 2], "lr": 0.1}) == expected
     assert checkpoint.fingerprint({"lr": 0.1, "sizes": [1, 2]}) == expected
     assert checkpoint.fingerprint({"lr": 0.1, "sizes": [2, 1]}) != expected
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """The disk waits for an event before each file is synchronised."""
+    ready, fsync = threading.Event(), os.fsync
+    monkeypatch.setattr(checkpoint.os, "fsync", lambda descriptor: (ready.wait(), fsync(descriptor)))
+    yield ready
+    ready.set()
+
+
+def writer(folder):
+    warnings: list[str] = []
+    return checkpoint.Writer(folder, warnings.append), warnings
+
+
+def test_a_writer_writes_what_save_does_while_others_go_on(tmp_path, slow):
+    ours, _ = writer(tmp_path / "run")
+    ours.save(3, some_trees(), META)  # returns, though the disk does not answer
+    assert not list((tmp_path / "run").glob("*.safetensors"))
+    slow.set()
+    ours.wait()
+    path = checkpoint.save(tmp_path / "other", 3, some_trees(), META)
+    assert (tmp_path / "run" / path.name).read_bytes() == path.read_bytes()
+    ours.wait()  # nothing to wait for
+
+
+def test_a_writer_writes_one_at_a_time_and_in_order(tmp_path, monkeypatch):
+    active, seen, save = [], [], checkpoint.save
+
+    def watched(folder, serial, trees, meta):
+        active.append(serial)
+        save(folder, serial, trees, meta)
+        seen.append((serial, len(active)))
+        active.remove(serial)
+
+    monkeypatch.setattr(checkpoint, "save", watched)
+    ours, _ = writer(tmp_path)
+    with ours:
+        for serial in range(6):
+            ours.save(serial, some_trees(), META)
+    assert seen == [(serial, 1) for serial in range(6)]
+    assert names(tmp_path) == ["checkpoint-000004.safetensors", "checkpoint-000005.safetensors"]
+
+
+def test_a_writer_without_a_folder_writes_nothing():
+    ours, _ = writer(None)
+    with ours:
+        ours.save(1, some_trees(), META)
+
+
+def test_what_a_writer_could_not_write_is_raised_once_by_the_next_call(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("x")
+    ours, _ = writer(blocked)
+    for call in (lambda: ours.save(2, {}, META), ours.wait):
+        ours.save(1, {}, META)
+        with pytest.raises(CheckpointError, match="cannot write checkpoints"):
+            call()
+        ours.wait()
+    with pytest.raises(CheckpointError, match="cannot write checkpoints"), ours:
+        ours.save(1, {}, META)
+
+
+def test_a_failed_write_does_not_hide_the_error_that_ends_a_run(tmp_path):
+    (tmp_path / "file").write_text("x")
+    ours, warnings = writer(tmp_path / "file")
+    with pytest.raises(ZeroDivisionError), ours:
+        ours.save(1, {}, META)
+        raise ZeroDivisionError
+    assert len(warnings) == 1 and "cannot write checkpoints" in warnings[0]
+
+
+def test_a_process_forked_during_a_write_works_and_the_file_is_whole(tmp_path, slow):
+    ours, _ = writer(tmp_path)
+    ours.save(1, some_trees(), META)
+    child = os.fork()
+    if not child:  # all that a worker needs: tensors, hashes, files, threads of its own
+        path = tmp_path / "child"
+        thread = threading.Thread(target=lambda: path.write_text(checkpoint.fingerprint(META)))
+        thread.start()
+        thread.join()
+        os._exit(int(float(torch.ones(300, 300).mm(torch.ones(300, 300)).sum()) != 300.0**3))
+    assert os.waitpid(child, 0)[1] == 0
+    assert (tmp_path / "child").read_text() == checkpoint.fingerprint(META)
+    slow.set()
+    ours.wait()
+    (trees, _), _ = load(tmp_path)
+    assert_same(trees, some_trees())

@@ -1,10 +1,14 @@
 """Who holds what: owners, clients and their shares, and the weight of a cohort among all owners."""
 
+import numpy as np
 import pytest
 import torch
 
+import cfl
+from cfl import rng
 from cfl.errors import ConfigError
 from cfl.population import Population
+from cfl.types import Phase
 from tests import toy
 
 
@@ -49,3 +53,57 @@ def test_batches_must_fit_but_where_sizes_are_up_to_chance():
     with pytest.raises(ConfigError, match="local.batch_size=17 is more than the 16 samples"):
         population("local.batch_size=17")
     assert population("local.batch_size=17", "partition.name=dirichlet").owners((0,))
+
+
+@pytest.mark.parametrize("weights", ["samples", "uniform"])
+def test_the_fraction_over_several_tasks_counts_each_owner_or_sample_once(weights):
+    people = population("partition.name=dirichlet", f"agg.weights={weights}")
+    owners = people.owners((0, 2))
+    held = {id: len(people.deals[0].of(id)) + len(people.deals[2].of(id)) for id in owners}
+    assert people.fraction((), (0, 2)) == 0.0
+    for ids in (owners[1:], owners[:2]):
+        part, all_ = (sum(held[id] if weights == "samples" else 1 for id in some) for some in (ids, owners))
+        assert people.fraction(ids, (0, 2)) == part / all_
+
+
+def crowd(count, *overrides):
+    """One task dealt to so many clients, two samples each."""
+    x, y = torch.zeros(2 * count, 1), torch.arange(2 * count) % 2
+    options = (f"partition.clients={count}", "local.batch_size=1", "cohort=64", *overrides)
+    return Population(cfl.from_tensors([(x, y, x[:2], y[:2])]), toy.config(*options, method="fedavg"))
+
+
+# numpy draws without replacement in one way from more than 10,000 of which less than 1/50 are taken or from fewer ones,
+# and in another way from more of which more are taken (here 640 of 20,000)
+@pytest.mark.parametrize(("count", "cohort"), [(100, 64), (20_000, 64), (20_000, 640)])
+@pytest.mark.parametrize("share", [1.0, 0.9])
+def test_cohorts_are_the_draw_from_the_owners_themselves(count, cohort, share):
+    people, phase = crowd(count, f"cohort={cohort}", f"partition.task_share={share}"), Phase("train")
+    owners = people.owners((0,))
+    assert len(owners) == count * share
+    for key in (1, 2):
+        drawn = rng.numpy_generator(rng.key(key, "cohort")).choice(owners, cohort, replace=False)
+        found = people.cohort(phase, (0,), key)
+        assert found == tuple(sorted(drawn.tolist())) and all(type(id) is int for id in found)
+
+
+def test_poisson_cohorts_are_a_draw_for_each_owner():
+    people = crowd(1000, "sampling=poisson", "partition.task_share=0.5")
+    owners = people.owners((0,))
+    taken = rng.numpy_generator(rng.key(7, "cohort")).random(500) < 64 / 500
+    found = people.cohort(Phase("train"), (0,), 7)
+    assert found == tuple(np.array(owners)[taken].tolist()) and 0 < len(found) < 500
+
+
+def test_a_round_makes_nothing_for_clients_that_are_not_in_it():
+    people = crowd(10_000)
+    cohort = people.cohort(Phase("train"), (0,), 3)
+    clients = [people.client(id, 0, (0,)) for id in cohort]
+    assert [len(client) for client in clients] == [2] * 64 and people.fraction(cohort, (0,)) == 64 / 10_000
+    base = people.deals[0].order
+    assert all(client.shares[0].rows.data_ptr() in range(*_span(base)) for client in clients)  # views of one tensor
+    assert "rows" not in vars(people.deals[0])  # the list of all clients' positions
+
+
+def _span(leaf):
+    return leaf.data_ptr(), leaf.data_ptr() + leaf.nbytes

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,61 @@ def test_sparser_checkpoints_change_nothing_but_their_number(reference: tuple, t
     cfl.run(sparse, stream=toy.stream(), output=tmp_path, resume=True)
     metrics, rows, _ = finished(tmp_path)
     assert (metrics, rows) == reference[0][:2]
+
+
+def test_what_a_round_changes_does_not_reach_the_checkpoint_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each checkpoint is written after the next round has been computed, and holds what one written at once does."""
+    config, save, done = toy.config(*OPTIONS, "checkpoint_every=2"), checkpoint.save, threading.Semaphore(0)
+
+    class Sink(NullSink):
+        def round(self, row: dict) -> None:
+            if row["rounds_done"] % 2 or row["rounds_done"] == ROUNDS:  # the first after a checkpoint, or no more
+                done.release()
+
+    def written(folder: Path, late: bool) -> dict:
+        found = {}
+
+        def keep(path: Path, serial: int, trees: dict, meta: dict) -> None:
+            if late:
+                assert done.acquire(timeout=60)
+            file = save(path, serial, trees, meta)
+            trees, meta = checkpoint.load_latest(file.parent, meta["fingerprint"], pytest.fail)
+            found[serial] = {**trees, "meta": {name: value for name, value in meta.items() if name != "seconds"}}
+
+        with monkeypatch.context() as patched:
+            patched.setattr(checkpoint, "save", keep)
+            cfl.run(config, stream=toy.stream(), output=folder, sink=Sink() if late else None)
+        return found
+
+    late, prompt = written(tmp_path / "late", True), written(tmp_path / "prompt", False)
+    assert list(late) == list(prompt) and sorted(late) == [2, 4, 6, 8, 10]  # tasks end at 4, 8 and 10
+    for serial, trees in prompt.items():
+        assert late[serial].pop("meta") == trees.pop("meta")
+        for name, leaves in trees.items():
+            assert list(leaves) == list(late[serial][name])
+            assert all(
+                leaf.nan_to_num(-1).equal(late[serial][name][key].nan_to_num(-1)) for key, leaf in leaves.items()
+            )
+
+
+@pytest.mark.parametrize("serial", [4, ROUNDS])
+def test_a_disk_that_fails_ends_the_run_before_it_is_called_finished(
+    serial: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = checkpoint.save
+
+    def fails(folder: Path, number: int, *rest) -> Path:
+        if number == serial:
+            raise CheckpointError("the disk is full")
+        return save(folder, number, *rest)
+
+    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="the disk is full"):
+        patched.setattr(checkpoint, "save", fails)
+        run(tmp_path)
+    assert (tmp_path / "rounds.jsonl").read_text().count("\n") <= serial + 1  # at the next checkpoint, or at the end
+    assert not (tmp_path / "metrics.json").exists()
 
 
 def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:

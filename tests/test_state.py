@@ -4,7 +4,7 @@ import json
 
 import torch
 
-from cfl import checkpoint
+from cfl import checkpoint, tree
 from cfl.state import RunState
 
 
@@ -57,6 +57,22 @@ def test_what_came_back_is_not_what_was_saved():
     back.acc[1, 1] = 0.75
     back.count({"phase": "train", "bytes_up": 1, "bytes_down": 1})
     assert state.bytes["train"]["up"] == 33 and torch.from_numpy(state.acc)[1, 1].isnan()
+
+
+def test_what_was_saved_stays_as_it_is_when_the_run_goes_on():
+    state = filled()
+    trees, meta = state.saved()
+    kept = {name: tree.clone(leaves) for name, leaves in trees.items()}, json.dumps(meta)
+    state.acc[1, 1] = 0.75
+    state.count({"phase": "train", "bytes_up": 1, "bytes_down": 1})
+    state.spent("server", "train", 1.0)
+    state.last_task[5] = 7
+    state.local["accuracy"].append(1.0)
+    for leaves in (*state.server.values(), *state.clients.values()):
+        leaves["new"] = torch.zeros(1)
+    assert trees.pop("run")["acc"].nan_to_num(-1).equal(kept[0].pop("run")["acc"].nan_to_num(-1))
+    assert_same(trees, kept[0])
+    assert json.dumps(meta) == kept[1]
 
 
 def test_totals_by_hand():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from cfl import tree
 from cfl.models.handle import Model
@@ -17,17 +20,52 @@ Observer = Callable[[RoundInfo, int, Tree], None]
 
 
 def accuracy(model: Model, params: Tree, samples: Samples, task: int, batch_size: int) -> float:
-    """Fraction of correct predictions on samples of a task, with the task's head, in evaluation mode.
+    """Fraction of correct predictions on samples of one task, see `accuracies`."""
+    return accuracies(model, {task: params}, {task: samples}, batch_size)[0]
 
-    batch_size: samples at a time; it decides the result only where normalisation uses batch statistics.
+
+def accuracies(model: Model, served: Mapping[int, Tree], parts: Mapping[int, Samples], batch_size: int) -> list[float]:
+    """For each task of `served`, the fraction of correct predictions on its samples, in evaluation mode.
+
+    served: task to the parameters that answer for it, through the task's head; parts: task to its samples.
+    batch_size: samples at a time. Tasks for which the very same leaves answer share batches; where normalisation uses
+    batch statistics no task does, and only there do batches decide the result.
     """
-    correct = torch.zeros((), dtype=torch.int64, device=samples.targets.device)
     model.module.eval()
+    alone = any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in model.module.modules())
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for task, params in served.items():
+        leaves = model.bind(params, task).values()
+        groups.setdefault((task,) if alone else tuple(map(id, leaves)), []).append(task)
+    correct: dict[int, list[Tensor]] = {task: [] for task in served}
     with torch.no_grad():
-        for rows in torch.arange(len(samples), device=samples.targets.device).split(batch_size):
-            x, y = samples.gather(rows)
-            correct += (model.logits(params, x, task).argmax(dim=1) == y).sum()
-    return int(correct) / len(samples)
+        for task, *others in groups.values():
+            for pieces in _batches({own: parts[own] for own in (task, *others)}, batch_size):
+                x, y = (_joined(leaves) for leaves in zip(*pieces.values(), strict=True))
+                hits = model.logits(served[task], x, task).argmax(dim=1) == y
+                for own, mine in zip(pieces, hits.split([len(y) for _, y in pieces.values()]), strict=True):
+                    correct[own].append(mine.sum())
+    sums = torch.stack([torch.stack(counts).sum() for counts in correct.values()])  # one transfer from the device
+    return [count / len(parts[task]) for task, count in zip(served, sums.tolist(), strict=True)]
+
+
+def _batches(parts: Mapping[int, Samples], size: int) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
+    """The samples of all parts end to end, `size` at a time: task to inputs and labels."""
+    ends = list(itertools.accumulate(map(len, parts.values())))
+    for begin in range(0, ends[-1], size):
+        spans = (
+            (task, part, max(begin - end + len(part), 0), min(begin + size - end + len(part), len(part)))
+            for end, (task, part) in zip(ends, parts.items(), strict=True)
+        )
+        yield {
+            task: part.gather(torch.arange(first, last, device=part.targets.device))
+            for task, part, first, last in spans
+            if first < last
+        }
+
+
+def _joined(leaves: tuple[Tensor, ...]) -> Tensor:
+    return leaves[0] if len(leaves) == 1 else torch.cat(leaves)  # a batch of images is not copied where it need not be
 
 
 class LocalModels:

@@ -8,6 +8,7 @@ Every draw is keyed by seed and task, so each task is dealt independently of the
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -31,20 +32,37 @@ class _Options(NamedTuple):
 class Deal:
     """Who holds which samples of a task.
 
-    rows: client id -> (n_i,) int64 positions in the task's train part, ascending; disjoint, perhaps empty.
+    order: (n,) int64 positions in the task's train part, client after client, ascending within each; sizes: (clients,)
+    int64, how many each client holds, perhaps none. Clients are no objects of their own: there may be millions.
     """
 
-    rows: tuple[Tensor, ...]
+    order: Tensor
+    sizes: np.ndarray
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """(clients,) int64: where in `order` each client's positions end."""
+        return self.sizes.cumsum()
+
+    def of(self, client: int) -> Tensor:
+        """(n_i,) positions of a client's samples in the task's train part, ascending."""
+        end = int(self.ends[client])
+        return self.order[end - int(self.sizes[client]) : end]
+
+    @cached_property
+    def rows(self) -> tuple[Tensor, ...]:
+        """What `of` gives for each client."""
+        return self.order.split(self.sizes.tolist())
 
     @property
     def owners(self) -> tuple[int, ...]:
         """Ids of the clients that hold data, ascending."""
-        return tuple(client for client, rows in enumerate(self.rows) if len(rows))
+        return tuple(np.flatnonzero(self.sizes).tolist())
 
     @property
     def without_data(self) -> tuple[int, ...]:
         """Ids of the clients that hold none: those not drawn for the task, and those to whom chance gave nothing."""
-        return tuple(client for client, rows in enumerate(self.rows) if not len(rows))
+        return tuple(np.flatnonzero(self.sizes == 0).tolist())
 
 
 def deal(
@@ -91,27 +109,37 @@ def deal(
     count = round(clients * task_share)
     if count == 0:
         raise ConfigError(f"task_share {task_share} of {clients} clients leaves no owner; raise either")
-    owners = rng.numpy_generator(rng.key(seed, "owners", task)).choice(clients, count, replace=False)
+    owners = np.sort(rng.numpy_generator(rng.key(seed, "owners", task)).choice(clients, count, replace=False))
     draws = rng.numpy_generator(rng.key(seed, "partition", name, task))
-    pieces = _PARTITIONS[name](targets.cpu().numpy(), _Options(count, alpha, shards, min_samples), draws)
-    rows = [torch.empty(0, dtype=torch.int64)] * clients
-    for owner, piece in zip(np.sort(owners), pieces, strict=True):
-        rows[owner] = torch.from_numpy(np.sort(piece)).long()
-    return Deal(tuple(rows))
+    holder = _PARTITIONS[name](targets.cpu().numpy(), _Options(count, alpha, shards, min_samples), draws)
+    sizes = np.zeros(clients, dtype=np.int64)
+    sizes[owners] = np.bincount(holder[holder >= 0], minlength=count)
+    # stable: a client's positions ascend; those that nobody holds come first
+    order = np.argsort(holder, kind="stable")[len(holder) - sizes.sum() :]
+    return Deal(torch.from_numpy(order).to(targets.device), sizes)
 
 
-def _iid(targets: np.ndarray, options: _Options, draws: np.random.Generator) -> list[np.ndarray]:
+# A partition gives each sample the place of its holder among the owners, (N,) int64; -1: nobody holds it.
+
+
+def _iid(targets: np.ndarray, options: _Options, draws: np.random.Generator) -> np.ndarray:
     size = len(targets) // options.owners
     if size == 0:
         raise DataError(
             f"{len(targets)} samples cannot be dealt to {options.owners} owners; "
             "lower partition.clients or partition.task_share"
         )
-    order = draws.permutation(len(targets))
-    return [order[i * size : (i + 1) * size] for i in range(options.owners)]
+    return _held(len(targets), draws.permutation(len(targets))[: options.owners * size].reshape(-1, size))
 
 
-def _shards(targets: np.ndarray, options: _Options, draws: np.random.Generator) -> list[np.ndarray]:
+def _held(samples: int, pieces: np.ndarray) -> np.ndarray:
+    """The holder of each sample, where row i of pieces (owners, size) is what the i-th owner holds."""
+    holder = np.full(samples, -1)
+    holder[pieces] = np.arange(len(pieces))[:, None]
+    return holder
+
+
+def _shards(targets: np.ndarray, options: _Options, draws: np.random.Generator) -> np.ndarray:
     owners, shards = options.owners, options.shards
     size = len(targets) // (owners * shards)
     if size == 0:
@@ -121,10 +149,10 @@ def _shards(targets: np.ndarray, options: _Options, draws: np.random.Generator) 
         )
     # stable: the split must not depend on the sorting algorithm
     pieces = np.argsort(targets, kind="stable")[: owners * shards * size].reshape(-1, size)
-    return list(pieces[draws.permutation(len(pieces))].reshape(owners, -1))
+    return _held(len(targets), pieces[draws.permutation(len(pieces))].reshape(owners, -1))
 
 
-def _sharding(targets: np.ndarray, options: _Options, draws: np.random.Generator) -> list[np.ndarray]:
+def _sharding(targets: np.ndarray, options: _Options, draws: np.random.Generator) -> np.ndarray:
     labels, sizes = np.unique(targets, return_counts=True)
     least, more = divmod(options.owners * options.shards, len(labels))
     counts = [least + (place < more) for place in range(len(labels))]
@@ -134,27 +162,31 @@ def _sharding(targets: np.ndarray, options: _Options, draws: np.random.Generator
                 f"{options.owners} x {options.shards} shards are {count} of class {label}, which has {size} samples; "
                 f"{'lower' if count else 'raise'} partition.shards or partition.clients"
             )
-    pieces = [
-        piece
-        for label, count in zip(labels, counts, strict=True)
-        for piece in np.array_split(np.flatnonzero(targets == label), count)
+    # array_split's sizes: those of the first pieces of a class are one larger
+    cuts = [
+        size // count + (place < size % count)
+        for size, count in zip(sizes, counts, strict=True)
+        for place in range(count)
     ]
-    mine = draws.permutation(len(pieces)).reshape(options.owners, options.shards)
-    return [np.concatenate([pieces[number] for number in numbers]) for numbers in mine]
+    owner = np.empty(len(cuts), dtype=np.int64)
+    owner[draws.permutation(len(cuts))] = np.repeat(np.arange(options.owners), options.shards)
+    holder = np.empty(len(targets), dtype=np.int64)
+    holder[np.argsort(targets, kind="stable")] = np.repeat(owner, cuts)
+    return holder
 
 
-def _dirichlet(targets: np.ndarray, options: _Options, draws: np.random.Generator) -> list[np.ndarray]:
-    parts: list[list[np.ndarray]] = [[] for _ in range(options.owners)]
+def _dirichlet(targets: np.ndarray, options: _Options, draws: np.random.Generator) -> np.ndarray:
+    holder = np.empty(len(targets), dtype=np.int64)
     for label in np.unique(targets):
         positions = draws.permutation(np.flatnonzero(targets == label))
         shares = np.cumsum(draws.dirichlet(np.full(options.owners, options.alpha)))[:-1]
         cuts = np.floor(np.minimum(shares, 1) * len(positions)).astype(np.int64)
-        for mine, piece in zip(parts, np.split(positions, cuts), strict=True):
-            mine.append(piece)
-    return [np.concatenate(mine) for mine in parts]
+        counts = np.diff(cuts, prepend=0, append=len(positions))
+        holder[positions] = np.repeat(np.arange(options.owners), counts)
+    return holder
 
 
-def _lda(targets: np.ndarray, options: _Options, draws: np.random.Generator) -> list[np.ndarray]:
+def _lda(targets: np.ndarray, options: _Options, draws: np.random.Generator) -> np.ndarray:
     labels, sizes = np.unique(targets, return_counts=True)
     possible = options.owners * options.min_samples <= len(targets)
     for _ in range(_REDRAWS if possible else 0):
@@ -167,12 +199,11 @@ def _lda(targets: np.ndarray, options: _Options, draws: np.random.Generator) -> 
             f"{options.alpha}{f' in {_REDRAWS} draws' if possible else ''}; "
             "lower partition.min_samples or partition.clients, or raise partition.alpha"
         )
-    parts: list[list[np.ndarray]] = [[] for _ in range(options.owners)]
+    holder = np.empty(len(targets), dtype=np.int64)
     for label, row in zip(labels, counts, strict=True):
         positions = draws.permutation(np.flatnonzero(targets == label))
-        for mine, piece in zip(parts, np.split(positions, np.cumsum(row)[:-1]), strict=True):
-            mine.append(piece)
-    return [np.concatenate(mine) for mine in parts]
+        holder[positions] = np.repeat(np.arange(options.owners), row)
+    return holder
 
 
 def _capped_counts(sizes: np.ndarray, options: _Options, draws: np.random.Generator) -> np.ndarray:
@@ -186,17 +217,17 @@ def _capped_counts(sizes: np.ndarray, options: _Options, draws: np.random.Genera
     return counts
 
 
-def _classes(targets: np.ndarray, options: _Options, draws: np.random.Generator) -> list[np.ndarray]:
-    labels = np.unique(targets)
+def _classes(targets: np.ndarray, options: _Options, draws: np.random.Generator) -> np.ndarray:
+    labels, holder = np.unique(targets, return_inverse=True)
     if len(labels) != options.owners:
         raise ConfigError(
             f"partition 'classes' needs a client for each of the {len(labels)} classes, not {options.owners}; "
             f"set partition.clients to {len(labels)} and partition.task_share to 1"
         )
-    return [np.flatnonzero(targets == label) for label in labels]
+    return holder
 
 
-_PARTITIONS: dict[str, Callable[[np.ndarray, _Options, np.random.Generator], list[np.ndarray]]] = {
+_PARTITIONS: dict[str, Callable[[np.ndarray, _Options, np.random.Generator], np.ndarray]] = {
     "iid": _iid,
     "shards": _shards,
     "dirichlet": _dirichlet,

@@ -38,11 +38,11 @@ class Pool:
         mean, std = (None if t is None else t.to(device) for t in (self.mean, self.std))
         return Pool(self.images.to(device), mean, std)
 
-    def normalise(self, x: Tensor) -> Tensor:
-        """Scaled images (..., C, H, W) or samples (..., d) with the pool's mean and deviation."""
+    def normalise_(self, x: Tensor) -> Tensor:
+        """Scaled images (..., C, H, W) or samples (..., d), with the pool's mean and deviation; written in place."""
         if self.mean is not None:
-            x = x - self.mean
-        return x if self.std is None else x / self.std
+            x.sub_(self.mean)
+        return x if self.std is None else x.div_(self.std)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,15 +81,15 @@ class Part:
 
         key: of the draws of the part's augmentation, which comes between the two; None: no augmentation.
         """
-        x = self.pool.images[self.index[rows]]
+        x = self.pool.images.index_select(0, self.index[rows])  # a copy, so that the rest can be done in place
         if x.dtype == torch.uint8:
-            x = x.float() / 255
-        x = self.pool.normalise(x)
+            x = x.float().div_(255)
+        x = self.pool.normalise_(x)
         if key is not None and self.augment:
-            black = self.pool.normalise(x.new_zeros(x.shape[1], 1, 1))
+            black = self.pool.normalise_(x.new_zeros(x.shape[1], 1, 1))
             x = augment(x, self.augment, rng.generator(key), black)
         if self.permutation is not None:
-            x = x.flatten(1)[:, self.permutation].reshape(x.shape)
+            x = x.flatten(1).index_select(1, self.permutation).view(x.shape)
         return x, self.targets[rows]
 
 

@@ -1,11 +1,13 @@
-"""What is looked at of the clients' models of a round; `accuracy` itself is tested with the loop engine."""
+"""Accuracies of several tasks at once, and what is looked at of the clients' models of a round."""
 
 import pytest
 import torch
 from torch import nn
 
-from cfl.engines.evaluate import LocalModels
+from cfl import rng
+from cfl.engines.evaluate import LocalModels, accuracies, accuracy
 from cfl.models.handle import Model
+from cfl.streams.store import Part, Pool
 from tests import toy
 
 MODEL = Model(toy.net(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)), (2,), [2, 2], multi_head=False)
@@ -43,3 +45,77 @@ def test_an_observer_gets_a_copy():
     assert info is INFO and client == 4 and look.figures == {}
     for name, leaf in params.items():
         assert torch.equal(leaf, mine[name]) and leaf.data_ptr() != mine[name].data_ptr()
+
+
+def parts_of(*sizes):
+    """Test samples of tasks over one pool, each with pixels in an order of its own, and random labels."""
+    pool = Pool(torch.randint(0, 256, (sum(sizes), 6), dtype=torch.uint8, generator=rng.generator(0)))
+    parts, rows = {}, torch.arange(sum(sizes)).split(sizes)
+    for task, index in enumerate(rows):
+        source = rng.generator(task)
+        labels = torch.randint(0, 3, (len(index),), generator=source)
+        parts[task] = Part(pool, index, labels, torch.randperm(6, generator=source))
+    return parts
+
+
+def by_hand(model, params, part, task):
+    """The fraction of samples, one at a time, whose largest logit is that of the label."""
+    model.module.eval()
+    with torch.no_grad():
+        found = [model.logits(params, part.gather(torch.tensor([row]))[0], task).argmax() for row in range(len(part))]
+    return sum(int(label == y) for label, y in zip(found, part.targets, strict=True)) / len(part)
+
+
+def counted(model):
+    """The sizes of the batches that go through the model, noted in a list."""
+    sizes = []
+    model.module.register_forward_pre_hook(lambda _, given: sizes.append(len(given[0])))
+    return sizes
+
+
+def three_heads(**options):
+    module = toy.net(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    return Model(module, (6,), [3, 3, 3], **options)
+
+
+# 23 + 7 + 12 = 42 samples: batches of 10 lie across tasks (23 | 7 end at a border), and 7 samples are in one batch
+@pytest.mark.parametrize(("size", "batches"), [(1, [1] * 42), (10, [10] * 4 + [2]), (100, [42])])
+def test_tasks_with_the_same_model_share_batches(size, batches):
+    model, parts = three_heads(multi_head=False), parts_of(23, 7, 12)
+    expected = [by_hand(model, model.params, part, task) for task, part in parts.items()]
+    assert len(set(expected)) == 3  # so that exchanged tasks would show
+    sizes = counted(model)
+    served = {task: dict(model.params) for task in parts}  # what makes them the same is the leaves
+    assert accuracies(model, served, parts, size) == expected
+    assert sizes == batches
+    assert [accuracy(model, model.params, parts[task], task, size) for task in parts] == expected
+
+
+def test_tasks_with_models_or_heads_of_their_own_do_not():
+    parts = parts_of(23, 7, 12)
+    heads = three_heads(multi_head=True)
+    single = three_heads(multi_head=False)
+    other = {name: -leaf for name, leaf in single.params.items()}
+    for model, served, batches in (
+        (heads, dict.fromkeys(parts, heads.params), [10, 10, 3, 7, 10, 2]),
+        (single, {0: single.params, 1: other, 2: single.params}, [10, 10, 10, 5, 7]),  # 23 + 12, then 7
+    ):
+        expected = [by_hand(model, served[task], part, task) for task, part in parts.items()]
+        sizes = counted(model)
+        assert accuracies(model, served, parts, 10) == expected
+        assert sizes == batches
+
+
+@pytest.mark.parametrize(("stats", "batches"), [("batch", [23, 7]), ("running", [30]), ("per_task", [23, 7])])
+def test_batch_statistics_are_of_one_task(stats, batches):
+    module = toy.net(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    model = Model(module, (6,), [3, 3], multi_head=False, norm_stats=stats)
+    parts, expected = parts_of(23, 7), []
+    for task, part in parts.items():
+        model.module.eval()
+        with torch.no_grad():
+            x, y = part.gather(torch.arange(len(part)))
+            expected.append(float((model.logits(model.params, x, task).argmax(1) == y).float().mean()))
+    sizes = counted(model)
+    assert accuracies(model, dict.fromkeys(parts, model.params), parts, 100) == pytest.approx(expected)
+    assert sizes == batches

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from cfl import rng
 from cfl.errors import ConfigError, DataError
 from cfl.streams import deal, from_tensors, partition
 
@@ -247,3 +248,52 @@ def test_errors_name_the_numbers():
             deal(y, 0, name="dirichlet", clients=5, seed=0, **bad)
     with pytest.raises(ConfigError, match="no owner"):
         deal(y, 0, name="iid", clients=4, task_share=0.1, seed=0)
+
+
+def pieces_one_by_one(name, y, owners, draws):
+    """What each owner holds, from the same draws, with a list of samples for each."""
+    n, labels = len(y), np.unique(y)
+    if name == "iid":
+        order, size = draws.permutation(n), n // owners
+        return [order[i * size : (i + 1) * size] for i in range(owners)]
+    if name == "shards":
+        size = n // (2 * owners)
+        cut = np.argsort(y, kind="stable")[: 2 * owners * size].reshape(-1, size)
+        order = draws.permutation(2 * owners)
+        return [np.concatenate([cut[order[2 * i]], cut[order[2 * i + 1]]]) for i in range(owners)]
+    if name == "sharding":
+        least, more = divmod(2 * owners, len(labels))
+        cut = [p for k, c in enumerate(labels) for p in np.array_split(np.flatnonzero(y == c), least + (k < more))]
+        order = draws.permutation(2 * owners)
+        return [np.concatenate([cut[order[2 * i]], cut[order[2 * i + 1]]]) for i in range(owners)]
+    found = [[] for _ in range(owners)]
+    for label in labels:
+        positions = draws.permutation(np.flatnonzero(y == label))
+        edges = np.floor(np.minimum(np.cumsum(draws.dirichlet(np.full(owners, 0.5))), 1) * len(positions)).astype(int)
+        for mine, first, last in zip(found, [0, *edges], [*edges[:-1], len(positions)], strict=False):
+            mine += positions[first:last].tolist()
+    return found
+
+
+@pytest.mark.parametrize("name", ["iid", "shards", "sharding", "dirichlet"])
+@pytest.mark.parametrize("share", [1.0, 0.6])
+def test_deals_are_those_of_lists_made_client_by_client(name, share):
+    y = torch.arange(203) ** 2 % 7  # uneven classes: squares modulo 7 are 0, 1, 2 and 4
+    result = deal(y, 3, name=name, clients=15, task_share=share, seed=4)
+    count = round(15 * share)
+    owners = sorted(rng.numpy_generator(rng.key(4, "owners", 3)).choice(15, count, replace=False).tolist())
+    held = pieces_one_by_one(name, y.numpy(), count, rng.numpy_generator(rng.key(4, "partition", name, 3)))
+    expected = dict(zip(owners, held, strict=True))
+    for client in range(15):
+        mine = sorted(expected.get(client, []))
+        assert result.of(client).tolist() == result.rows[client].tolist() == mine
+        assert result.sizes[client] == len(mine) == (client in result.owners and len(mine))
+        assert (client in result.without_data) == (not len(mine))
+
+
+def test_a_deal_to_very_many_clients_is_two_arrays():
+    result = deal(torch.zeros(200_000).long(), 0, name="iid", clients=100_000, seed=0)
+    assert result.order.shape == (200_000,) and result.sizes.tolist() == [2] * 100_000
+    assert result.order.sort().values.equal(torch.arange(200_000))
+    pairs = result.order.view(-1, 2)
+    assert bool((pairs[:, 0] < pairs[:, 1]).all()) and result.of(99_999).equal(pairs[-1])

@@ -40,6 +40,23 @@ def test_gather_leaves_float_images_as_they_are():
     assert x.tolist() == [[300.0, -2.0]] and y.tolist() == [1]
 
 
+@pytest.mark.parametrize("raw", [True, False])
+def test_gather_rounds_as_one_operation_after_another_and_leaves_the_pool_alone(raw):
+    images = torch.randint(0, 256, (40, 3, 5, 5), dtype=torch.uint8, generator=rng.generator(0))
+    mean, std = (
+        torch.tensor([0.4914, 0.4824, 0.4467]).view(3, 1, 1),
+        torch.tensor([0.2471, 0.24353, 0.2616]).view(3, 1, 1),
+    )
+    order = torch.randperm(75, generator=rng.generator(1))
+    pool = Pool(images if raw else images / 255, mean, std)
+    kept = [leaf.clone() for leaf in (pool.images, mean, std)]
+    part = Part(pool, torch.arange(40).flip(0), torch.zeros(40).long(), order)
+    x, _ = part.gather(torch.arange(30))
+    expected = ((images.float() / 255 - mean) / std)[torch.arange(39, 9, -1)].flatten(1)[:, order].view(30, 3, 5, 5)
+    assert torch.equal(x, expected)
+    assert all(torch.equal(leaf, before) for leaf, before in zip((pool.images, mean, std), kept, strict=True))
+
+
 def _image_stream(permutation: torch.Tensor | None = None) -> Stream:
     """One task of 40 images of 2 x 6 x 6, half of them to test."""
     images = torch.randint(0, 256, (40, 2, 6, 6), dtype=torch.uint8, generator=rng.generator(0))
