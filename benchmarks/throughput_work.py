@@ -43,10 +43,14 @@ class Workload:
         return self.clients * math.ceil(self.samples / self.batch)
 
     def data(self) -> tuple[Tensor, Tensor]:
-        """x (clients x samples, *shape) standard normal, y (clients x samples,); a client's samples are consecutive."""
+        """x (clients x samples, *shape) standard normal, y (clients x samples,); a client's samples are consecutive.
+
+        Low labels are frequent, so that there is something to learn, and all orders of the samples move the weights by
+        nearly the same.
+        """
         count, draws = self.clients * self.samples, rng.generator(rng.key(0, "throughput", self.name))
         x = torch.randn(count, *self.shape, generator=draws)
-        return x, torch.randint(self.classes, (count,), generator=draws)
+        return x, (torch.rand(count, generator=draws) ** 3 * self.classes).long()
 
     def module(self) -> nn.Module:
         """The model with its first weights; always the same."""
