@@ -1,0 +1,310 @@
+"""Time a round of each workload: client steps a second, GFLOP/s, the share of the machine's peak, and alternatives.
+
+    python benchmarks/throughput.py [--workload NAME ...] [--against plain,pfl,flower] [--engine auto] [--json FILE]
+
+A round is local training of all clients and the average: no evaluation, no set-up. Inputs are random floats, so nothing
+is downloaded. Ours and the alternatives take turns, and medians of their seconds are compared. Alternatives:
+
+- plain: the papers' codes: a module, DataLoader and torch.optim.SGD for one client after another, with one thread;
+- hand: the same steps as the `loop` engine makes, to the sample, written by hand: what an engine costs beside them;
+- pfl: pfl-research with one process, and ("pfl-2") with two; flower: its simulation, one core a client.
+
+The last two need packages (benchmarks/requirements-throughput.txt), which may have an environment of their own. Each
+alternative must move the weights as far as ours does, or the comparison stops: the work must be the same.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from throughput_peak import peak
+from throughput_peer import Peer
+from throughput_work import WORKLOADS, Workload, epoch, moved
+from torch import Tensor
+from torch.utils.data import Subset, TensorDataset
+
+from cfl import config as configuration
+from cfl import machine, members, rng, streams
+from cfl.record import NullSink
+from cfl.runner import Session
+
+AGAINST = {"plain": ("plain",), "hand": ("hand",), "pfl": ("pfl", "pfl-2"), "flower": ("flower",)}
+PACKAGES = {"pfl": "pfl", "pfl-2": "pfl", "flower": "flwr"}
+SAME = 0.1  # batches are drawn differently, so the weights move a little differently
+
+Rounds = Callable[[int], float]
+"""Seconds of one round, out of as many as are asked for."""
+
+
+class Ours:
+    """The first round of a run, through the engine."""
+
+    def __init__(self, work: Workload, engine: str, device: str) -> None:
+        config = configuration.load(
+            {
+                "benchmark": work.name,
+                "engine": engine,
+                "device": device,
+                "rounds": 1,
+                "cohort": work.clients,
+                "partition": {"name": "iid", "clients": work.clients},
+                "local": {"batch_size": work.batch, "lr": work.lr},
+                "model": {"name": work.model, "norm_stats": "batch", **work.options},
+            }
+        )
+        x, y = work.data()
+        stream = streams.from_tensors([(x, y, x[:1], y[:1])], name=work.name)
+        self.session = Session(config, stream, members.build(config), work.module(), None, NullSink())
+        self.prepared = self.session.prepare(0)
+
+    def round(self) -> dict[str, Tensor]:
+        """The mean update w_global - w_local."""
+        info, shared, clients, states = self.prepared
+        with machine.threads(self.session.config.threads):
+            return self.session.engine.round(info, shared, states, clients).mean["strategy"]
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """What computes the round; "auto" has chosen by the end of the first one."""
+        return self.session.config.model_dump(include={"engine", "block", "workers"})
+
+
+class Plain:
+    """A client after another, as the papers' codes do it: weights loaded, trained, kept, averaged at the end."""
+
+    def __init__(self, work: Workload, device: str) -> None:
+        self.work, self.device, self.module = work, device, work.module().to(device)
+        self.start = {name: leaf.clone() for name, leaf in self.module.state_dict().items()}
+        self.data = TensorDataset(*work.data())
+
+    def round(self) -> dict[str, Tensor]:
+        work, uploads = self.work, []
+        for first in range(0, len(self.data), work.samples):
+            self.module.load_state_dict(self.start)
+            epoch(self.module, Subset(self.data, range(first, first + work.samples)), work, self.device)
+            uploads.append({name: leaf.clone() for name, leaf in self.module.state_dict().items()})
+        weight = work.samples / len(self.data)
+        mean = {name: sum(weight * upload[name] for upload in uploads) for name in self.start}
+        return {name: self.start[name] - leaf for name, leaf in mean.items()}
+
+
+class Hand:
+    """The steps of the `loop` engine written by hand: the same batches, by index from the same stream."""
+
+    def __init__(self, work: Workload, ours: Ours) -> None:
+        self.work, self.prepared = work, ours.prepared
+        self.module = work.module().to(ours.session.device)
+        self.start = [leaf.detach().clone() for leaf in self.module.parameters()]
+
+    def round(self) -> dict[str, Tensor]:
+        leaves, info = list(self.module.parameters()), self.prepared.info
+        names = [name for name, _ in self.module.named_parameters()]
+        mean = [torch.zeros_like(leaf) for leaf in leaves]
+        for client in self.prepared.clients:
+            (part, rows), key = client.shares[0], rng.key(info.key, "order", client.id, 0)
+            with torch.no_grad():
+                for leaf, first in zip(leaves, self.start):
+                    leaf.copy_(first)
+            optimizer = torch.optim.SGD(leaves, lr=self.work.lr)
+            order = torch.randperm(len(rows), generator=rng.generator(key)).to(rows.device)
+            for batch in order.split(self.work.batch):
+                x, y = part.gather(rows[batch])
+                optimizer.zero_grad()
+                F.cross_entropy(self.module(x), y).backward()
+                optimizer.step()
+            with torch.no_grad():
+                for total, leaf, first in zip(mean, leaves, self.start):
+                    total.add_(first - leaf, alpha=1 / self.work.clients)
+        return dict(zip(names, mean))
+
+
+def timed(round: Callable[[], Any], device: str) -> Rounds:
+    """Seconds of a round, with all that the device was told to do."""
+
+    def run(rounds: int) -> float:
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        for _ in range(rounds):
+            round()
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - began) / rounds
+
+    return run
+
+
+def size(step: Mapping[str, Tensor]) -> float:
+    """How far a round moves the weights."""
+    leaves = list(step.values())
+    return moved([torch.zeros_like(leaf) for leaf in leaves], leaves)
+
+
+def measure(
+    work: Workload,
+    engine: str,
+    against: Sequence[str],
+    *,
+    runs: int,
+    best: float,
+    device: str = "cpu",
+    pythons: Mapping[str, str] | None = None,
+    burst: float = 0.5,
+) -> dict[str, Any]:
+    """A row of the table. best: the machine's peak in GFLOP/s; pythons: interpreter of a package, if not this one.
+
+    burst: least seconds of a sample, so that short rounds are timed several at once.
+    Raises RuntimeError where an alternative does other work than ours.
+    """
+    notes: dict[str, str] = {}
+    with contextlib.ExitStack() as stack:
+        ours = Ours(work, engine, device)
+        stack.callback(ours.session.close)
+        distance = size(ours.round())
+        contenders: dict[str, Rounds] = {"ours": timed(ours.round, device)}
+        for name in against:
+            if name in PACKAGES:
+                python = (pythons or {}).get(PACKAGES[name], sys.executable)
+                if not installed(PACKAGES[name], python):
+                    notes[name] = "not installed"
+                    continue
+                peer = beside(name, work, device, python)
+                stack.callback(peer.close)
+                contenders[name] = lambda rounds, peer=peer: peer.ask(str(rounds))["seconds"]
+                other, notes[name] = peer.first["moved"], f"version {peer.first['version']}"
+            else:
+                own = Plain(work, device) if name == "plain" else Hand(work, ours)
+                contenders[name], other = timed(own.round, device), size(own.round())
+            if not abs(other - distance) <= SAME * distance:
+                raise RuntimeError(f"{work.name}: {name} moves the weights by {other}, ours by {distance}")
+        rounds = {name: max(1, math.ceil(burst / run(1))) for name, run in contenders.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in contenders}
+        for _ in range(runs):
+            for name, run in contenders.items():
+                seconds[name].append(run(rounds[name]))
+        choice = ours.choice
+    median = {name: statistics.median(samples) for name, samples in seconds.items()}
+    gflops = work.flops() / 1e9 / median["ours"]
+    ratios = {
+        f"ratio_vs_{name.replace('-', '_')}": median[name] / median["ours"] if name in median else None
+        for name in against
+    }
+    return {
+        "workload": work.name,
+        **choice,
+        "steps_per_second": work.steps / median["ours"],
+        "gflops": gflops,
+        "share_of_peak": gflops / best,
+        **ratios,
+        "notes": notes,
+        "rounds_per_sample": rounds,
+        "seconds": seconds,
+    }
+
+
+def installed(package: str, python: str) -> bool:
+    """Whether that interpreter finds the package."""
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    return subprocess.run([python, "-c", code]).returncode == 0
+
+
+def beside(name: str, work: Workload, device: str, python: str) -> Peer:
+    """The process of an alternative that has a package of its own; it has done a first round."""
+    if name == "flower":
+        return Peer(python, "throughput_flower.py", [work.dump()])
+    return Peer(python, "throughput_pfl.py", [work.dump(), device, "2" if name == "pfl-2" else "1"])
+
+
+def about(device: str) -> dict[str, Any]:
+    """The machine that the figures are of, with its peak."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "processor": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        **({} if device == "cpu" else {"gpu": torch.cuda.get_device_name(device)}),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "peak": peak(device),
+    }
+
+
+def table(rows: Sequence[Mapping[str, Any]], against: Sequence[str]) -> Iterator[str]:
+    """Lines of the table; ratios are the alternative's seconds over ours."""
+    titles = ["workload", "engine", "steps/s", "GFLOP/s", "of peak", "ms/round", *(f"{name}/ours" for name in against)]
+    yield f"{titles[0]:<16}{titles[1]:>22}" + "".join(f"{title:>12}" for title in titles[2:])
+    for row in rows:
+        extra = [f"{short}{row[name]}" for short, name in (("x", "workers"), ("/", "block")) if row.get(name)]
+        found = [row[f"ratio_vs_{name.replace('-', '_')}"] for name in against]
+        cells = [
+            f"{row['steps_per_second']:.0f}",
+            f"{row['gflops']:.1f}",
+            f"{row['share_of_peak']:.0%}",
+            f"{1000 * statistics.median(row['seconds']['ours']):.1f}",
+            *("-" if ratio is None else f"{ratio:.2f}" for ratio in found),
+        ]
+        yield f"{row['workload']:<16}{row['engine'] + ''.join(extra):>22}" + "".join(f"{cell:>12}" for cell in cells)
+        for name, note in row["notes"].items():
+            yield f"  {name}: {note}"
+        if row.get("ratio_vs_hand"):
+            yield f"  the engine's own cost: {1 / row['ratio_vs_hand'] - 1:+.1%} of the hand-written loop"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="NAME")
+    parser.add_argument("--against", default="plain", help=f"alternatives, of {', '.join(AGAINST)}, joined by commas")
+    parser.add_argument("--engine", default="auto", help="engine of ours, as in the configuration")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--runs", type=int, default=5, help="alternating runs")
+    parser.add_argument("--python-pfl", default=sys.executable, help="interpreter that has pfl")
+    parser.add_argument("--python-flower", default=sys.executable, help="interpreter that has flwr")
+    parser.add_argument("--json", type=Path, help="where to store the figures")
+    options = parser.parse_args(arguments)
+    asked = [name for name in options.against.split(",") if name]
+    if unknown := set(asked) - set(AGAINST):
+        parser.error(f"--against knows {', '.join(AGAINST)}, not {', '.join(sorted(unknown))}")
+    against = [each for name in asked for each in AGAINST[name]]
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {
+        "command": " ".join(["python", *sys.argv]),
+        "date": datetime.date.today().isoformat(),
+        "machine": about(options.device),
+        "workloads": [],
+    }
+    best = found["machine"]["peak"]
+    print(f"peak: {best['gflops']:.1f} GFLOP/s ({best['processes']} x {best['threads']} threads, size {best['size']})")
+    for name in options.workload:
+        row = measure(
+            WORKLOADS[name],
+            options.engine,
+            against,
+            runs=options.runs,
+            best=best["gflops"],
+            device=options.device,
+            pythons={"pfl": options.python_pfl, "flwr": options.python_flower},
+        )
+        found["workloads"].append(row)
+        print("\n".join(list(table([row], against))[bool(found["workloads"][1:]) :]), flush=True)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""`benchmarks/throughput.py`: the same work for all that it compares, and figures that follow from the seconds."""
+
+import importlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    """The scripts as modules; found by their folder, for it is no package, and Opacus installs one of its name."""
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        yield {name: importlib.import_module(f"throughput{name}") for name in ("", "_work", "_peak", "_peer")}
+    finally:
+        sys.path.remove(str(SCRIPTS))
+
+
+@pytest.fixture
+def tp(scripts):
+    return scripts[""]
+
+
+def workload(scripts, **changes):
+    """Three clients of 20 samples; for the MLP 8-16-3 of one batch each, so that no order of samples matters."""
+    small = dict(name="tiny", clients=3, samples=20, batch=20, shape=(8,), classes=3, model="mlp", lr=0.1)
+    return scripts["_work"].Workload(**{**small, "options": {"hidden": [16]}, **changes})
+
+
+@pytest.fixture
+def work(scripts):
+    return workload(scripts)
+
+
+# -- the work
+
+
+def test_steps_count_the_partial_last_batches(scripts):
+    found = {name: work.steps for name, work in scripts["_work"].WORKLOADS.items()}
+    # clients x ceil(samples / batch): 70 / 16 is 4.4, 480 / 64 is 7.5, 100 / 16 is 6.25
+    assert found == {"permuted-digits": 50, "pmnist-round": 512, "cifar100-round": 175, "resnet-round": 70}
+
+
+def test_flops_of_a_linear_stack(scripts):
+    """Of a sample, a layer a -> b takes 2ab forward, 2ab for the weight's gradient and 2ab for its input's, which the
+    first layer does not need: 4 x 8 x 16 + 6 x 16 x 3 = 800; 60 samples."""
+    assert workload(scripts, batch=8).flops() == 60 * (4 * 8 * 16 + 6 * 16 * 3)
+
+
+def test_flops_of_a_convolution(scripts):
+    """A convolution is a matrix product at each place of its output: the first, 48 -> 64 at 29 x 29 places, twice;
+    64 x 9 -> 128 at 12 x 12 and 128 x 4 -> 256 at 5 x 5, three times, as 1024 -> 2048 -> 2048 -> 10."""
+    work = scripts["_work"].WORKLOADS["cifar100-round"]
+    later = 64 * 9 * 128 * 12 * 12 + 128 * 4 * 256 * 5 * 5 + 1024 * 2048 + 2048 * 2048 + 2048 * 10
+    assert work.flops() == 2500 * (4 * 48 * 64 * 29 * 29 + 6 * later)
+
+
+def test_a_workload_travels_as_text(scripts):
+    for work in scripts["_work"].WORKLOADS.values():
+        assert scripts["_work"].Workload.load(work.dump()) == work
+
+
+# -- the same work
+
+
+def test_all_make_the_same_step(tp, work):
+    """One batch a client: each update is lr times the gradient of that client's mean loss, and their mean lr times that
+    of all samples, whoever holds which."""
+    module, (x, y) = work.module(), work.data()
+    torch.nn.functional.cross_entropy(module(x), y).backward()
+    expected = {name: work.lr * leaf.grad for name, leaf in module.named_parameters()}
+    ours = tp.Ours(work, "loop", "cpu")
+    for found in (ours.round(), tp.Plain(work, "cpu").round(), tp.Hand(work, ours).round()):
+        assert found.keys() == expected.keys()
+        for name, leaf in expected.items():
+            assert torch.allclose(found[name], leaf, rtol=0, atol=1e-6)  # float32 keeps 7 digits of weights below 1
+
+
+@pytest.mark.parametrize("model", ["mlp", "resnet18"])
+def test_the_hand_written_loop_takes_the_engines_own_batches(tp, scripts, model):
+    """Several steps in the engine's order, a partial batch among them: the same weights, but for rounding."""
+    net = {"width": 4, "norm": True}, (3, 20, 20)
+    options, shape = net if model == "resnet18" else ({"hidden": [16]}, (8,))
+    ours = tp.Ours(workload(scripts, batch=8, shape=shape, model=model, options=options), "loop", "cpu")
+    hand = tp.Hand(workload(scripts, batch=8, shape=shape, model=model, options=options), ours)
+    expected = ours.round()
+    scale = max(float(leaf.abs().max()) for leaf in expected.values())
+    for name, leaf in hand.round().items():
+        assert torch.allclose(leaf, expected[name], rtol=0, atol=1e-4 * scale)
+
+
+def test_other_work_is_refused(tp, work, monkeypatch):
+    monkeypatch.setattr(tp.Plain, "round", lambda self: {"w": torch.ones(1)})
+    with pytest.raises(RuntimeError, match="tiny: plain moves the weights by 1.0"):
+        tp.measure(work, "loop", ["plain"], runs=1, best=1.0, burst=0.0)
+
+
+# -- figures
+
+
+def test_figures_follow_from_the_seconds(tp, work):
+    row = tp.measure(work, "loop", ["plain", "hand"], runs=3, best=2.0, burst=0.0)
+    median = {name: statistics.median(seconds) for name, seconds in row["seconds"].items()}
+    assert {name: len(seconds) for name, seconds in row["seconds"].items()} == {"ours": 3, "plain": 3, "hand": 3}
+    assert row["workload"] == "tiny" and row["engine"] == "loop"
+    assert row["steps_per_second"] == pytest.approx(3 / median["ours"])  # a batch a client
+    assert row["gflops"] == pytest.approx(60 * 800 / median["ours"] / 1e9)
+    assert row["share_of_peak"] == pytest.approx(row["gflops"] / 2.0)
+    assert row["ratio_vs_plain"] == pytest.approx(median["plain"] / median["ours"])
+    own = f"{median['ours'] / median['hand'] - 1:+.1%}"
+    title, line, cost = tp.table([row], ["plain", "hand"])
+    assert "plain/ours" in title and f"{row['ratio_vs_plain']:.2f}" in line and own in cost
+
+
+def test_runs_alternate(tp, work, monkeypatch):
+    turns = []
+    monkeypatch.setattr(tp.Ours, "round", lambda self: turns.append("ours") or {"w": torch.ones(1)})
+    monkeypatch.setattr(tp.Plain, "round", lambda self: turns.append("plain") or {"w": torch.ones(1)})
+    tp.measure(work, "loop", ["plain"], runs=3, best=1.0, burst=0.0)
+    assert turns[-6:] == ["ours", "plain"] * 3
+
+
+def test_what_is_not_installed_is_said(tp, work, monkeypatch):
+    monkeypatch.setattr(tp, "installed", lambda package, python: False)
+    row = tp.measure(work, "loop", ["pfl", "pfl-2"], runs=1, best=1.0, burst=0.0)
+    assert row["ratio_vs_pfl"] is None and row["ratio_vs_pfl_2"] is None and list(row["seconds"]) == ["ours"]
+    assert row["notes"] == {"pfl": "not installed", "pfl-2": "not installed"}
+    assert "not installed" in "\n".join(tp.table([row], ["pfl", "pfl-2"]))
+
+
+def test_installed_looks_without_importing(tp):
+    assert tp.installed("this", sys.executable)  # importing it prints a poem
+    assert not tp.installed("no_such_package", sys.executable)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pfl", "pfl-2", "flower"])
+def test_the_other_simulators_make_the_same_step(tp, work, name):
+    package = tp.PACKAGES[name]
+    python = os.environ.get(f"CFL_PYTHON_{package.upper()}", sys.executable)
+    if not tp.installed(package, python):
+        pytest.skip(f"needs {package}; name an interpreter that has it in CFL_PYTHON_{package.upper()}")
+    peer = tp.beside(name, work, "cpu", python)
+    try:
+        assert peer.first["moved"] == pytest.approx(tp.size(tp.Plain(work, "cpu").round()), rel=1e-5)
+        assert peer.ask("2")["seconds"] > 0
+    finally:
+        peer.close()
+
+
+def test_the_command_stores_what_it_prints(tp, work, monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(tp.WORKLOADS, "tiny", work)
+    found = {"gflops": 2.0, "processes": 1, "threads": 1, "size": 512, "samples": []}
+    monkeypatch.setattr(tp, "peak", lambda device: found)
+    path = tmp_path / "new" / "found.json"
+    tp.main(["--workload", "tiny", "--engine", "loop", "--runs", "1", "--json", str(path)])
+    stored = json.loads(path.read_text())
+    assert stored["machine"]["peak"] == found and stored["machine"]["torch"] == torch.__version__
+    (row,) = stored["workloads"]
+    assert row["workload"] == "tiny" and f"{row['ratio_vs_plain']:.2f}" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        tp.main(["--against", "plane"])
+
+
+# -- processes
+
+
+def test_the_peak_is_the_best_of_all_ways(scripts):
+    """Two flops for each of the n^3 products of a multiplication; sizes and ways are told apart."""
+    found = scripts["_peak"].peak(sizes=(32, 64), bursts=1, seconds=0.01)
+    assert {row["size"] for row in found["samples"]} == {32, 64}
+    assert found["gflops"] == pytest.approx(max(row["rates"][0] for row in found["samples"]) / 1e9)
+
+
+def test_a_process_that_fails_says_why(scripts):
+    with pytest.raises(RuntimeError, match=r"no_script.py ended \(2\):\n.*No such file"):
+        scripts["_peer"].Peer(sys.executable, "no_script.py")
+
+
+# -- scaling.py
+
+
+@pytest.fixture
+def scaling(scripts):
+    return importlib.import_module("scaling")
+
+
+def test_a_point_times_rounds_and_draws(scaling, tmp_path):
+    sizes = dict(cohort=2, samples=4, width=3, hidden=[5], rounds=2)
+    points = [scaling.point("loop", clients=clients, **sizes) for clients in (5, 10)]
+    for point, clients in zip(points, (5, 10), strict=True):
+        assert (point["clients"], point["cohort"], point["engine"]) == (clients, 2, "loop")
+        assert len(point["seconds"]) == 2 and point["peak_bytes"] >= point["imported_bytes"] > 2**20
+    rows = [{"task": 0, "server_seconds": 1.0, "gpse_client_seconds": 2.0, "gpse_server_seconds": 3.0, "rank": 4}]
+    last = {**rows[0], "task": 1, "gpse_client_seconds": None, "gpse_server_seconds": None}
+    scaling.draw({"cohort": points, "population": points, "tasks": [*rows, last]}, tmp_path / "new")
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {"cohort.png", "population.png", "tasks.png"}
+
+
+@pytest.mark.slow
+def test_scaling_as_a_command(tmp_path):
+    path = tmp_path / "scaling.json"
+    options = "--engine loop --cohorts 2 --populations 10 --tasks 2 --rounds 1".split()
+    command = [sys.executable, str(SCRIPTS / "scaling.py"), *options, "--json", str(path), "--plot", str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True)
+    found = json.loads(path.read_text())
+    (cohort,), (population,), tasks = found["cohort"], found["population"], found["tasks"]
+    assert (cohort["clients"], cohort["cohort"]) == (2, 2) and (population["clients"], population["cohort"]) == (10, 10)
+    assert [row["task"] for row in tasks] == [0, 1] and tasks[1]["gpse_client_seconds"] is None
+    assert tasks[0]["gpse_client_seconds"] > 0 and 0 < tasks[0]["rank"] == tasks[1]["rank"]  # no sketch at the end
+    assert all((tmp_path / f"{name}.png").stat().st_size > 1000 for name in ("cohort", "population", "tasks"))
