@@ -34,13 +34,13 @@ NETS = {"mlp": (mlp, (4,)), "conv": (convnet, (1, 6, 6)), "norm": (bn_net, (4,))
 OPTIMIZERS = {"sgd": optim.sgd(momentum=0.9, weight_decay=1e-2), "adam": optim.adam(weight_decay=1e-2)}
 
 
-def make(net, optimizer=OPTIMIZERS["sgd"], masked=True, members=None, **options):
+def make(net, optimizer=OPTIMIZERS["sgd"], members=None, **options):
     module, shape = NETS[net]
     with rng.fork(1):
         model = Model(module(), shape, [3, 3], multi_head=True, **options)
     model.module.train()
     members = {"strategy": Strategy(), "fedprox": FedProx(mu=0.5)} if members is None else members
-    return model, LocalStep(model, 0, frozenset(), Chain(members), optimizer, masked)
+    return model, LocalStep(model, 0, frozenset(), Chain(members), optimizer)
 
 
 def batch(net, client, index, live=SIZE):
@@ -57,7 +57,7 @@ def assert_same(a, b):
 
 
 def test_one_step_equals_autograd_and_torch_sgd():
-    model, step = make("mlp", optim.sgd(weight_decay=0.1), masked=False, members={"strategy": Strategy()})
+    model, step = make("mlp", optim.sgd(weight_decay=0.1), members={"strategy": Strategy()})
     reference = copy.deepcopy(model.module)
     reference[3].load_state_dict({"weight": model.params["3.weight@0"], "bias": model.params["3.bias@0"]})
     data = batch("mlp", 0, 0)
@@ -73,60 +73,79 @@ def test_one_step_equals_autograd_and_torch_sgd():
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("net", NETS)
 def test_vmap_over_clients_equals_the_loop(net, optimizer):
+    """As engines do it: the gradients of a block of clients by vmap, then one update of the stacked trees in place."""
     model, step = make(net, OPTIMIZERS[optimizer])
     shared = {"params": model.params}
-    live = [[6, 6, 6], [6, 6, 2], [5, 4, 0], [3, 0, 0]]  # samples of each client's steps; 0 is a step of padding
+    live = [[6, 6, 6], [6, 6, 2], [5, 4], [3]]  # samples of each client's steps; who is done leaves the block
 
     looped, losses = [], []
     for client in range(CLIENTS):
-        local = step.start(tree.clone(model.params))
-        for index in range(STEPS):
-            local, loss = step(local, batch(net, client, index, live[client][index]), shared, {}, LR, index, 7)
+        local = step.start(model.params)
+        for index, samples in enumerate(live[client]):
+            local, loss = step(local, batch(net, client, index, samples), shared, {}, LR, index, 7)
+            losses.append((index, client, loss.item()))
         looped.append(local)
-        losses.append(loss)
 
-    starts = [step.start(tree.clone(model.params)) for _ in range(CLIENTS)]
-    stacked = Local(*(tree.stack(parts) if parts[0] else {} for parts in zip(*starts)))
+    stacked = Local(*map(tree.stack, zip(*(step.start(model.params) for _ in range(CLIENTS)))))
+    found = []
     for index in range(STEPS):
-        parts = zip(*(batch(net, client, index, live[client][index])[:4] for client in range(CLIENTS)))
+        there = sum(len(steps) > index for steps in live)  # the first ones: they have the most steps
+        block = Local(*(tree.map(lambda leaf, there=there: leaf[:there], part) for part in stacked))
+        parts = zip(*(batch(net, client, index, live[client][index])[:4] for client in range(there)))
 
-        def one(local, parts, index=index):
-            return step(local, Batch(*parts), shared, {}, LR, index, 7)
+        def one(params, buffers, parts, index=index):
+            return step.gradient(params, buffers, step.context(shared, {}, index, 7, Batch(*parts), buffers=buffers))
 
-        stacked, loss = torch.func.vmap(one, randomness="different")(stacked, tuple(map(torch.stack, parts)))
+        grads, buffers, loss = torch.func.vmap(one, randomness="different")(
+            block.params, block.buffers, tuple(map(torch.stack, parts))
+        )
+        step.optimizer.update(grads, block.optimizer, block.params, LR, index)  # writes to `stacked`: these are views
+        for name, leaf in buffers.items():
+            stacked.buffers[name][:there] = leaf
+        found += [(index, client, value) for client, value in enumerate(loss.tolist())]
 
-    assert torch.allclose(loss, torch.stack(losses), atol=1e-6)
+    assert found == [(*place, pytest.approx(value, abs=1e-6)) for *place, value in sorted(losses)]
     for client, local in enumerate(looped):
         for together, alone in zip(stacked, local, strict=True):
             for name, leaf in alone.items():
                 assert together[name].dtype == leaf.dtype
                 assert torch.allclose(together[name][client], leaf, atol=1e-6), name
-    if net == "norm":  # live steps alone are counted
+    if net == "norm":
         assert stacked.buffers["1.num_batches_tracked@0"].tolist() == [3, 3, 2, 1]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("net", NETS)
-def test_a_step_of_padding_changes_no_bit(net, optimizer):
-    model, step = make(net, OPTIMIZERS[optimizer])
-    shared = {"params": model.params}
-    before, _ = step(step.start(model.params), batch(net, 0, 0), shared, {}, LR, 0, 7)  # momentum is under way
-    after, loss = step(before, batch(net, 0, 1, live=0), shared, {}, LR, 1, 7)
-    assert_same(after, before)
-    assert loss.item() == 0
-    moved, _ = step(before, batch(net, 0, 1, live=1), shared, {}, LR, 1, 7)
-    assert any(not torch.equal(moved.params[name], leaf) for name, leaf in before.params.items())
+def test_the_gradient_by_plain_autograd_is_that_of_torch_func(net):
+    model, step = make(net)
+    local, shared, data = step.start(model.params), {"params": model.params}, batch(net, 0, 0, live=5)
+    local = local._replace(params=tree.map(lambda leaf: leaf + 0.1, local.params))  # so that FedProx pulls
+    ctx = step.context(shared, {}, 0, 7, data, buffers=local.buffers)
+    grads, buffers, loss = step.gradient(local.params, local.buffers, ctx)
+    expected, (mean, after) = torch.func.grad(step._loss, has_aux=True)(local.params, local.buffers, ctx)
+    assert_same((grads, buffers, {"loss": loss}), (expected, after, {"loss": mean}))
+    assert not any(leaf.requires_grad for leaf in (*grads.values(), *buffers.values(), loss))
 
 
-def test_replay_does_not_revive_a_step_of_padding():
-    class Replay(Strategy):
-        def augment(self, batch, ctx):
-            return batch._replace(mask=torch.ones_like(batch.mask))
-
-    model, step = make("mlp", members={"strategy": Replay()})
+def test_names_that_the_loss_does_not_reach_have_a_gradient_of_zero():
+    model, step = make("mlp", optim.sgd())
+    step = LocalStep(model, 0, frozenset(), step.chain, step.optimizer, heads=(0, 1))
     local = step.start(model.params)
-    after, _ = step(local, batch("mlp", 0, 0, live=0), {"params": model.params}, {}, LR, 0, 0)
-    assert_same(after, local)
+    ctx = step.context({"params": model.params}, {}, 0, 7, batch("mlp", 0, 0))
+    grads, *_ = step.gradient(local.params, local.buffers, ctx)
+    assert set(grads) == set(local.params) >= {*model.head(0), *model.head(1)}
+    assert not any(grads[name].any() for name in model.head(1)) and all(grads[name].any() for name in model.head(0))
+
+
+def test_the_gradient_writes_to_nothing_and_a_batch_of_padding_has_none():
+    for net in NETS:
+        model, step = make(net, members={"strategy": Strategy()})
+        local, shared = step.start(model.params), {"params": model.params}
+        before = [tree.clone(part) for part in (model.params, *local)]
+        for live in (SIZE, 0):
+            ctx = step.context(shared, {}, 0, 7, batch(net, 0, 0, live), buffers=local.buffers)
+            grads, _, loss = step.gradient(local.params, local.buffers, ctx)
+            assert_same(before, [model.params, *local])
+            assert any(leaf.any() for leaf in grads.values()) == (loss.item() != 0) == (live > 0)
 
 
 @pytest.mark.parametrize("net", ["mlp", "conv"])
@@ -140,15 +159,19 @@ def test_padding_is_the_same_as_absence(net):
     assert all(torch.allclose(a.params[name], leaf, atol=1e-6) for name, leaf in b.params.items())
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("net", NETS)
-def test_a_step_writes_to_nothing_that_it_is_given(net):
-    model, step = make(net)
+def test_a_step_writes_to_its_carry_alone(net, optimizer):
+    model, step = make(net, OPTIMIZERS[optimizer])
     shared, local, data = {"params": model.params}, step.start(model.params), batch(net, 0, 0)
     leaves = dict(zip("xymi", data))
-    before = [tree.clone(part) for part in (model.params, *local, leaves)]
+    before = [tree.clone(part) for part in (model.params, local.buffers, leaves)]
+    start = tree.clone(local.params)
     after, _ = step(local, data, shared, {}, LR, 0, 7)
     step.context(shared, {}, 1, 0, data, buffers=after.buffers).forward(after.params, data)
-    assert_same(before, [model.params, *local, leaves])
+    assert_same(before, [model.params, local.buffers, leaves])
+    assert after.params is local.params and after.optimizer is local.optimizer
+    assert not any(torch.equal(after.params[name], leaf) for name, leaf in start.items())
 
 
 def test_start_takes_the_tasks_names_without_the_frozen_ones():
@@ -159,13 +182,14 @@ def test_start_takes_the_tasks_names_without_the_frozen_ones():
     assert "3.weight@1" in model.params and "3.weight@1" not in local.params
     frozen = LocalStep(model, 0, frozenset({"0.weight"}), step.chain, step.optimizer)
     local = frozen.start(model.params)
+    bias = local.params["0.bias"].clone()
     assert "0.weight" not in local.params and "0.weight" not in local.optimizer
     after, _ = frozen(local, batch("norm", 0, 0), {"params": model.params}, {}, LR, 0, 0)
-    assert "0.weight" not in after.params and not torch.equal(after.params["0.bias"], local.params["0.bias"])
+    assert "0.weight" not in after.params and not torch.equal(after.params["0.bias"], bias)
 
 
 def test_batch_statistics_reach_the_buffers():
-    model, step = make("norm", masked=False)
+    model, step = make("norm")
     data = batch("norm", 0, 0)
     after, _ = step(step.start(model.params), data, {"params": model.params}, {}, LR, 0, 0)
     hidden = F.linear(data.x, model.params["0.weight"], model.params["0.bias"])

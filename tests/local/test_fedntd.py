@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cfl
-from cfl import optim
+from cfl import optim, tree
 from cfl.engines.step import LocalStep
 from cfl.local import FedNTD
 from cfl.local.chain import Chain
@@ -32,7 +32,7 @@ def trajectory(model, step, steps=4):
     local, seen = step.start(model.params), []
     for index in range(steps):
         local, _ = step(local, BATCH, {"params": model.params}, {}, 0.1, index, 0)
-        seen.append(local.params)
+        seen.append(tree.clone(local.params))
     return seen
 
 

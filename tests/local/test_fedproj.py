@@ -198,9 +198,9 @@ def test_a_small_step_of_sgd_raises_the_memory_loss_to_second_order_only(seed):
         loss = memory_loss(model, sent)
         # the client's labels are those to which the ensemble gives the least probability
         batch = BATCH._replace(x=X[sent["rows"]], y=sent["logits"].argmin(1), mask=torch.ones(20).double())
-        start, shared = step.start(model.params), {"params": model.params, PLACE: sent}
+        shared = {"params": model.params, PLACE: sent}
         changes[name] = [
-            float(loss(step(start, batch, shared, {}, lr, 0, 0)[0].params) - loss(model.params))
+            float(loss(step(step.start(model.params), batch, shared, {}, lr, 0, 0)[0].params) - loss(model.params))
             for lr in (4e-3, 2e-3, 1e-3)
         ]
     for (plain, half), (projected, quarter) in zip(

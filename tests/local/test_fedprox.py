@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from cfl import optim, rng
+from cfl import optim, rng, tree
 from cfl.engines.step import LocalStep
 from cfl.errors import ConfigError
 from cfl.local import FedProx
@@ -30,7 +30,7 @@ def trajectory(model, step, steps=6):
     local, seen = step.start(model.params), []
     for index in range(steps):
         local, _ = step(local, BATCH, {"params": model.params}, {}, 0.1, index, 0)
-        seen.append(local.params)
+        seen.append(tree.clone(local.params))
     return seen
 
 

@@ -53,7 +53,7 @@ def trajectory(model, step, steps=4, state=None):
     local, seen = step.start(model.params), []
     for index in range(steps):
         local, _ = step(local, BATCH, {"params": model.params}, state or {}, 0.1, index, 0)
-        seen.append(local)
+        seen.append(local._replace(params=tree.clone(local.params)))
     return seen
 
 
@@ -257,7 +257,7 @@ def test_a_step_is_the_optimisers_at_the_weights_with_the_gradient_from_beside_t
     model, step = make(optim.sgd(momentum, decay), fedsol=rule)
     local, velocity = step.start(model.params), tree.map(torch.zeros_like, model.params)
     for index in range(4):
-        before = local.params
+        before = tree.clone(local.params)
         local, _ = step(local, BATCH, {"params": model.params}, {}, lr, index, 0)
         beside = dict(before)
         if index:  # at the first step the client is where the global model is

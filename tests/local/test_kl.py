@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import cfl
-from cfl import optim, rng
+from cfl import optim, rng, tree
 from cfl.engines.step import LocalStep
 from cfl.local import KL
 from cfl.local.chain import Chain
@@ -49,7 +49,7 @@ def trajectory(model, step, steps=4):
     local, seen = step.start(model.params), []
     for index in range(steps):
         local, _ = step(local, BATCH, {"params": model.params}, {}, 0.1, index, 0)
-        seen.append(local)
+        seen.append(local._replace(params=tree.clone(local.params)))
     return seen
 
 

@@ -29,7 +29,7 @@ def make(*body, mu=0.7, tau=0.5, members=None):
     """A model whose features have both signs, and its local step with MOON."""
     model = Model(toy.net(nn.Linear(3, 4), nn.Tanh(), *body, nn.Linear(4, 2)), (3,), [2], multi_head=False)
     members = {"moon": Moon(mu=mu, tau=tau)} if members is None else members
-    return model, LocalStep(model, 0, frozenset(), Chain({"strategy": Strategy(), **members}), optim.sgd(0.9), True)
+    return model, LocalStep(model, 0, frozenset(), Chain({"strategy": Strategy(), **members}), optim.sgd(0.9))
 
 
 def away(params, seed):

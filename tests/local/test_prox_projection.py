@@ -170,7 +170,7 @@ def test_momentum_and_weight_decay_come_after():
     model, step = make(rule, optimizer=optim.sgd(momentum, decay))
     local, velocity, removed = step.start(model.params), 0.0, 0
     for index in range(4):
-        before, w = local.params, tree.flatten(local.params)[0]
+        before, w = tree.clone(local.params), tree.flatten(local.params)[0]
         local, _ = step(local, BATCH, {"params": model.params}, {}, 0.1, index, 0)
         g, r = by_autograd(model, before, plain), w - tree.flatten(model.params)[0]
         if g @ r < 0:

@@ -127,7 +127,7 @@ def test_a_step_is_the_optimisers_at_the_weights_with_the_gradient_from_beside_t
 
     local, velocity = step.start(model.params), tree.map(torch.zeros_like, model.params)
     for index in range(4):
-        before = local.params
+        before = tree.clone(local.params)
         local, _ = step(local, BATCH, {"params": model.params}, {}, lr, index, 0)
         g = gradient(before)
         weight = tree.map(torch.abs, before) if kind == "fedasam" else tree.map(torch.ones_like, before)

@@ -126,9 +126,8 @@ def test_a_step_goes_down_the_loss_of_each_sample_through_its_own_head(mean):
         parts = [F.cross_entropy(model.logits(at, X[OWN == t], t), Y[OWN == t], reduction="none") for t in range(3)]
         return sum(part.mean() for part in parts) / 3 if mean == "tasks" else torch.cat(parts).mean()
 
-    start = step.start(model.params)
-    after, loss = step(start, BATCH, {"params": model.params}, {}, 0.1, 0, 0)
-    assert set(start.params) == set(model.params)  # all heads
+    after, loss = step(step.start(model.params), BATCH, {"params": model.params}, {}, 0.1, 0, 0)
+    assert set(after.params) == set(model.params)  # all heads
     gradient = torch.func.grad(objective)(model.params)
     assert loss.item() == pytest.approx(objective(model.params).item(), rel=1e-12)
     for name, leaf in model.params.items():
@@ -247,13 +246,15 @@ def test_shared_statistics_and_those_of_batches_run(norm_stats):
 
 
 def test_padding_changes_nothing():
-    model, step = make(Joint(), masked=True)
-    shared, start = {"params": model.params}, step.start(model.params)
+    model, step = make(Joint())
     mask = torch.tensor([1.0, 1, 0, 1, 1, 0]).double()  # the only sample of task 2 is padding
     there = mask.bool()
-    short, _ = step(start, Batch(*(leaf[there] for leaf in BATCH)), shared, {}, 0.1, 0, 0)
-    padded, _ = step(start, BATCH._replace(mask=mask), shared, {}, 0.1, 0, 0)
-    empty, _ = step(start, BATCH._replace(mask=0 * mask), shared, {}, 0.1, 0, 0)
+    short, padded, empty = (
+        step(step.start(model.params), batch, {"params": model.params}, {}, 0.1, 0, 0)[0]
+        for batch in (
+            Batch(*(leaf[there] for leaf in BATCH)), BATCH._replace(mask=mask), BATCH._replace(mask=0 * mask)
+        )
+    )  # fmt: skip
     for name, leaf in short.params.items():
         torch.testing.assert_close(padded.params[name], leaf, atol=1e-14, rtol=0)
         assert torch.equal(empty.params[name], model.params[name])
