@@ -7,10 +7,9 @@ Random draws inside a step, dropout above all, are those of the block: equal in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,19 +21,67 @@ from cfl.engines.loop import LoopEngine, Trained, named
 from cfl.engines.step import Local, LocalStep
 from cfl.local.chain import STRATEGY
 from cfl.tree import Tree
-from cfl.types import MEMORY, Batch, Client, Parts, RoundInfo
+from cfl.types import MEMORY, Batch, Client, Ctx, Parts, RoundInfo
 
 _UNSEEN = f"{STRATEGY}/{MEMORY}"  # hooks see the samples themselves, as ctx.memory
 
 
-class Member(NamedTuple):
-    """A client of a block. state: what hooks see of it; parts: positions of each step's batch; keys: of its changes."""
+@dataclass
+class Block:
+    """Clients that train together, those with the most steps first. state: what hooks see of them, stacked.
 
-    client: Client
+    parts: for each client the positions in its data of each step's batch; keys: of the random changes to them.
+    memories: what each draws from its memory, step by step.
+    """
+
+    clients: list[Client]
     state: Tree
-    parts: list[Tensor]
-    keys: list[int | None]
-    memories: Iterator[Batch]
+    parts: list[list[Tensor]]
+    keys: list[list[int]]
+    memories: list[Iterator[Batch]]
+
+    def __post_init__(self) -> None:
+        self.steps = [len(parts) for parts in self.parts]
+        self._seen: tuple[list[Batch], Tree] = [], {}
+        shares = [client.shares[client.task] for client in self.clients]
+        self._samples = shares[0].samples
+        self._rows: Tensor | None = None
+        if not self._samples.augment and all(client.now == (client.task,) for client in self.clients):
+            # one gather a step for all clients: rows of the samples (clients, steps, batch)
+            held = [share.rows[part] for share, parts in zip(shares, self.parts, strict=True) for part in parts]
+            padded = iter(pad_sequence(held, batch_first=True).split(self.steps))
+            self._rows = pad_sequence(list(padded), batch_first=True)
+            sizes = pad_sequence(
+                [torch.tensor([len(part) for part in parts]) for parts in self.parts], batch_first=True
+            )
+            places = torch.arange(self._rows.shape[2])
+            self._mask = (places < sizes[:, :, None]).to(self._rows.device, torch.float32)
+
+    def sizes(self, index: int, live: int) -> list[int]:
+        """Samples in the batch of step `index` of each of the first `live` clients."""
+        return [len(parts[index]) for parts in self.parts[:live]]
+
+    def batch(self, index: int, at: list[int]) -> Tree:
+        """The batches of step `index` of some clients, padded to the longest: leaves (clients, batch, ...)."""
+        if self._rows is None:
+            return _stacked([self.clients[i].batch(self.parts[i][index], self.keys[i][index]) for i in at])
+        width = max(1, *(len(self.parts[i][index]) for i in at))
+        rows, mask = (
+            leaf[: len(at), index, :width] if at[-1] + 1 == len(at) else leaf[at, index, :width]
+            for leaf in (self._rows, self._mask)
+        )
+        flat = rows.flatten()
+        x, y = self._samples.gather(flat)
+        ids = self._samples.index[flat]
+        return {"x": x.unflatten(0, rows.shape), "y": y.view(rows.shape), "mask": mask, "ids": ids.view(rows.shape)}
+
+    def memory(self, drawn: list[Batch]) -> Tree:
+        """Draws from memories, padded to the longest and stacked; most clients have the same at every step."""
+        before, stacked = self._seen
+        if len(before) != len(drawn) or any(a is not b for a, b in zip(before, drawn, strict=True)):
+            stacked = _stacked(drawn)
+            self._seen = drawn, stacked
+        return stacked
 
 
 @dataclass(frozen=True)
@@ -68,53 +115,61 @@ class VmappedEngine(LoopEngine):
     def _train_block(
         self, step: LocalStep, info: RoundInfo, shared: Parts, states: Mapping[int, Tree], block: list[Client]
     ) -> Iterator[Trained]:
-        members = [self._member(info, states[client.id], client) for client in block]
-        steps = [len(member.parts) for member in members]
-        state = tree.stack([member.state for member in members])
-        ids = torch.tensor([client.id for client in block])
+        together = self._block(info, states, block)
         start = step.start(shared["params"])
         params, buffers = (
             tree.map(lambda leaf: leaf.repeat(len(block), *[1] * leaf.dim()), part) for part in start[:2]
         )
-        local = Local(params, buffers, step.optimizer.init(params))
+        local, steps = Local(params, buffers, step.optimizer.init(params)), together.steps
+        ids = torch.tensor([client.id for client in block])
         losses = torch.zeros(len(block), steps[0], device=block[0].device)
         self.model.module.train()
         with rng.fork(rng.key(info.key, "local", *ids.tolist()), block[0].device):
             for index in range(steps[0]):
-                live = members[: sum(index < count for count in steps)]
                 key = rng.key(info.key, "step", block[0].id, index)
-                for at, batch, memory in self._batches(live, index):
-                    losses[at, index] = _advance(
-                        step, local, at, batch, memory, shared, state, ids, lr=info.lr, index=index, key=key
+
+                def context(
+                    buffers: Tree, batch: Tree, memory: Tree, state: Tree, id: Tree, index: int = index, key: int = key
+                ) -> Ctx:
+                    seen = Batch(**batch), Batch(**memory)
+                    return step.context(shared, state, index, key, *seen, buffers, info.lr, id["id"])
+
+                live = sum(index < count for count in steps)
+                drawn = [next(memory) for memory in together.memories[:live]]
+                for at in self._alike(together.sizes(index, live), drawn):
+                    places = slice(len(at)) if len(at) == live else torch.tensor(at)
+                    own = (
+                        together.batch(index, at),
+                        together.memory([drawn[i] for i in at]),
+                        {name: leaf[places] for name, leaf in together.state.items()},
+                        {"id": ids[places]},
                     )
+                    losses[places, index] = _advance(step, local, places, own, context, info.lr, index)
         for number, client in enumerate(block):
             last = losses[number, steps[number] - steps[number] // self.epochs : steps[number]]
             # copies: a client's leaf that stays would keep the whole block in memory
             leaves = {name: leaf[number].clone() for name, leaf in {**local.params, **local.buffers}.items()}
             yield Trained(client, leaves, steps[number], last.mean())
 
-    def _member(self, info: RoundInfo, state: Tree, client: Client) -> Member:
-        parts: list[Tensor] = []
-        keys: list[int | None] = []
-        for epoch in range(self.epochs):
-            positions, changes = self.plan(info, client, epoch)
-            keys += [rng.key(changes, number) for number in range(len(positions))]
-            parts += positions
-        seen = {name: leaf for name, leaf in state.items() if name != _UNSEEN}
-        return Member(client, seen, parts, keys, self.memories(info, state, client))
+    def _block(self, info: RoundInfo, states: Mapping[int, Tree], clients: list[Client]) -> Block:
+        parts: list[list[Tensor]] = []
+        keys: list[list[int]] = []
+        for client in clients:
+            epochs = [self.plan(info, client, epoch) for epoch in range(self.epochs)]
+            parts.append([part for positions, _ in epochs for part in positions])
+            keys.append([rng.key(changes, number) for positions, changes in epochs for number in range(len(positions))])
+        seen = [{name: leaf for name, leaf in states[client.id].items() if name != _UNSEEN} for client in clients]
+        memories = [self.memories(info, states[client.id], client) for client in clients]
+        return Block(clients, tree.stack(seen), parts, keys, memories)
 
-    def _batches(self, live: list[Member], index: int) -> Iterator[tuple[Tensor | slice, Tree, Tree]]:
-        """Places in the block, and the stacked batches and memories there: all at once where padding does no harm."""
-        memories = [next(member.memories) for member in live]
+    def _alike(self, sizes: list[int], drawn: list[Batch]) -> list[list[int]]:
+        """Places in a block that take a step together: all, or those without need of padding where it does harm."""
         if not self._batch_statistics:
-            yield slice(len(live)), _gathered(live, index), _stacked(memories)
-            return
-        sizes: dict[tuple[int, int], list[int]] = {}
-        for place, (member, memory) in enumerate(zip(live, memories, strict=True)):
-            sizes.setdefault((len(member.parts[index]), len(memory.y)), []).append(place)
-        for places in sizes.values():
-            at = slice(len(live)) if len(places) == len(live) else torch.tensor(places)
-            yield at, _gathered([live[place] for place in places], index), _stacked([memories[i] for i in places])
+            return [list(range(len(sizes)))]
+        groups: dict[tuple[int, int], list[int]] = {}
+        for place, (size, memory) in enumerate(zip(sizes, drawn, strict=True)):
+            groups.setdefault((size, len(memory.y)), []).append(place)
+        return list(groups.values())
 
     @cached_property
     def _batch_statistics(self) -> bool:
@@ -125,53 +180,22 @@ def _advance(
     step: LocalStep,
     local: Local,
     at: Tensor | slice,
-    batch: Tree,
-    memory: Tree,
-    shared: Parts,
-    state: Tree,
-    ids: Tensor,
-    *,
+    own: tuple[Tree, ...],
+    context: Callable[..., Ctx],
     lr: float,
     index: int,
-    key: int,
 ) -> Tensor:
     """One local step of the clients at some places of a block, in place; their losses (clients,)."""
-
-    def gradient(
-        params: Tree, buffers: Tree, batch: Tree, memory: Tree, state: Tree, client: Tensor
-    ) -> tuple[Tree, Tree, Tensor]:
-        ctx = step.context(shared, state, index, key, Batch(**batch), Batch(**memory), buffers, lr, client)
-        return step.gradient(params, buffers, ctx)
-
-    own = Local(*({name: leaf[at] for name, leaf in leaves.items()} for leaves in local))
-    mine = {name: leaf[at] for name, leaf in state.items()}
-    grads, buffers, losses = torch.func.vmap(gradient, randomness="different")(
-        own.params, own.buffers, batch, memory, mine, ids[at]
-    )
-    step.optimizer.update(grads, own.optimizer, own.params, lr, index)
+    mine = Local(*({name: leaf[at] for name, leaf in leaves.items()} for leaves in local))
+    grads, buffers, losses = step.gradients(mine.params, mine.buffers, own, context)
+    step.optimizer.update(grads, mine.optimizer, mine.params, lr, index)
     for name, leaf in buffers.items():
         local.buffers[name][at] = leaf
     if isinstance(at, Tensor):  # a slice is a view of the block, and written already
-        for whole, part in ((local.params, own.params), (local.optimizer, own.optimizer)):
+        for whole, part in ((local.params, mine.params), (local.optimizer, mine.optimizer)):
             for name, leaf in part.items():
                 whole[name][at] = leaf
     return losses
-
-
-def _gathered(live: list[Member], index: int) -> Tree:
-    """The batches of step `index`, padded to the longest: leaves (clients, batch, ...)."""
-    parts = [member.parts[index] for member in live]
-    shares = [member.client.shares[member.client.task] for member in live]
-    samples = shares[0].samples
-    if samples.augment or any(member.client.now != (member.client.task,) for member in live):
-        return _stacked(
-            [member.client.batch(part, member.keys[index]) for member, part in zip(live, parts, strict=True)]
-        )
-    held = [share.rows[part] if len(part) else share.rows[:1] for share, part in zip(shares, parts, strict=True)]
-    rows, sizes = pad_sequence(held, batch_first=True), torch.tensor([len(part) for part in parts])
-    x, y = samples.gather(rows.flatten())
-    mask = (torch.arange(rows.shape[1]) < sizes[:, None]).to(x)
-    return {"x": x.unflatten(0, rows.shape), "y": y.view_as(rows), "mask": mask, "ids": samples.index[rows]}
 
 
 def _stacked(batches: Sequence[Batch]) -> Tree:

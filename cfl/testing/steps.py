@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from cfl import tree
+from cfl import optim, tree
 from cfl.engines.loop import recalled
 from cfl.engines.step import LocalStep
 from cfl.local.base import LocalRegularizer
@@ -51,8 +51,9 @@ class _Steps:
     def step(self, hooks: Hooks, batch: Batch, memory: Batch, state: Tree, last: Batch, key: int = 0) -> Result:
         """A client's weights, optimiser, uploads and state after some steps; last: the batch of the last one."""
         info, lr = self.info, self.info.lr
-        chain, optimizer = Chain(hooks), self.session.engine.optimizer
+        chain, options = Chain(hooks), self.session.config.local
         model, public = self.session.model, info.public
+        optimizer = optim.build(options.optimizer, options.momentum, options.weight_decay)
         step = LocalStep(model, info.task, info.frozen, chain, optimizer, info.heads, public)
         zero = torch.zeros_like(batch.mask[0])  # of each client under vmap: so are the leaves that a step writes to
         local = step.start(tree.map(lambda leaf: leaf + zero.to(leaf), self.shared["params"]))
