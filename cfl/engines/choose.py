@@ -16,7 +16,7 @@ from cfl.errors import UpdateError
 from cfl.tree import Tree
 from cfl.types import Client, Parts, RoundInfo, Share
 
-STEPS, CLIENTS, REPEATS = 4, 64, 2  # of a trial: steps of a client, clients, timed rounds after one to warm up
+STEPS, CLIENTS, REPEATS = 4, 64, 3  # of a trial: steps of a client, clients, timed rounds after one to warm up
 _BETTER = 0.95  # the share of the best time so far that a more involved choice has to stay below
 _MEMORY = 0.8  # share of what is free that a block may take
 

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from cfl import rng
+from cfl import rng, tree
 from cfl.engines.base import Collected, Engine, Observe, Sums
 from cfl.engines.step import LocalStep
 from cfl.errors import UpdateError
@@ -75,7 +75,8 @@ class LoopEngine(Engine):
                 self._reject(client.id, info)
                 found.excluded.append(client.id)
             elif drawn:
-                found.states[client.id] = state
+                # a view that stays would keep all that it is a part of, such as a block of clients
+                found.states[client.id] = tree.map(lambda leaf: leaf.clone() if leaf._is_view() else leaf, state)
                 if trained is not None:
                     found.losses[client.id] = trained.loss
         return found

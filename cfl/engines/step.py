@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -132,7 +131,7 @@ class LocalStep:
             (here if at is params else elsewhere).append(aux)
             return grads
 
-        ctx = self._augmented(ctx)
+        ctx = ctx._replace(batch=self.chain.augment(ctx.batch, ctx))
         grads = self.chain.around(grad_fn)(params, ctx)
         grads = self.chain.adjust(grads, params, ctx)
         if buffers and not here:  # running statistics are of the weights as they are
@@ -140,36 +139,17 @@ class LocalStep:
         loss, after = (here or elsewhere)[0]
         return grads, after, loss
 
-    def gradients(
-        self, params: Tree, buffers: Tree, own: tuple[Tree, ...], context: Callable[..., Ctx]
-    ) -> tuple[Tree, Tree, Tensor]:
-        """`gradient` of several clients at once: all leaves have a first dimension for them.
-
-        own: what else differs between clients; context(buffers, *own) -> what the hooks of one client see.
-        """
-        vmap = partial(torch.func.vmap, randomness="different")
-
-        def loss(params: Tree, buffers: Tree, *own: Tree) -> tuple[Tensor, tuple[Tensor, Tree]]:
-            return self._loss(params, buffers, self._augmented(context(buffers, *own)))
-
-        def adjusted(grads: Tree, params: Tree, buffers: Tree, *own: Tree) -> Tree:
-            return self.chain.adjust(grads, params, self._augmented(context(buffers, *own)))
-
-        if self.noise is not None or self.chain.goes_around:
-            return vmap(lambda params, buffers, *own: self.gradient(params, buffers, context(buffers, *own)))(
-                params, buffers, *own
-            )
-        # One gradient of all clients' losses, each of which knows its own weights alone: half the work of vmap(grad).
-        grads, (losses, after) = _autograd(lambda leaves: vmap(loss)(leaves, buffers, *own), params)
-        return vmap(adjusted)(grads, params, buffers, *own) if self.chain.adjusts else grads, after, losses
-
     def _gradient(self, params: Tree, buffers: Tree, ctx: Ctx) -> tuple[Tree, tuple[Tensor, Tree]]:
         if peek_interpreter_stack() is not None:  # inside `torch.func`: under vmap, or where a hook transforms
             return torch.func.grad(self._loss, has_aux=True)(params, buffers, ctx)
-        return _autograd(lambda leaves: self._loss(leaves, buffers, ctx), params)
-
-    def _augmented(self, ctx: Ctx) -> Ctx:
-        return ctx._replace(batch=self.chain.augment(ctx.batch, ctx))
+        with torch.enable_grad():  # the same operations with less between them
+            leaves = {name: leaf.detach().requires_grad_() for name, leaf in params.items()}
+            total, (loss, after) = self._loss(leaves, buffers, ctx)
+        aux = loss.detach(), tree.map(torch.detach, after)
+        if not total.requires_grad:  # nothing trains, or no weight enters the loss
+            return tree.map(torch.zeros_like, params), aux
+        grads = torch.autograd.grad(total, tuple(leaves.values()), allow_unused=True, materialize_grads=True)
+        return dict(zip(params, grads, strict=True)), aux
 
     def _private(self, params: Tree, buffers: Tree, ctx: Ctx) -> tuple[Tree, tuple[Tensor, Tree]]:
         """The gradient with each sample's part in it bounded, and noise; the models here have no buffers."""
@@ -199,18 +179,3 @@ class LocalStep:
         if batch.task is None:
             return self.model.logits(leaves, batch.x, self.task)
         return self.model.own_logits(leaves, batch.x, self.task, batch.task)
-
-
-def _autograd(
-    fn: Callable[[Tree], tuple[Tensor, tuple[Tensor, Tree]]], params: Tree
-) -> tuple[Tree, tuple[Tensor, Tree]]:
-    """The gradient by params of what `fn` gives first, summed, and the rest: `torch.func.grad` with less between."""
-    with torch.enable_grad():
-        leaves = {name: leaf.detach().requires_grad_() for name, leaf in params.items()}
-        total, (loss, after) = fn(leaves)
-    aux = loss.detach(), tree.map(torch.detach, after)
-    if not total.requires_grad:  # nothing trains, or no weight enters the loss
-        return tree.map(torch.zeros_like, params), aux
-    ones = torch.ones_like(total)
-    grads = torch.autograd.grad(total, tuple(leaves.values()), ones, allow_unused=True, materialize_grads=True)
-    return dict(zip(params, grads, strict=True)), aux

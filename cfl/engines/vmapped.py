@@ -7,8 +7,8 @@ Random draws inside a step, dropout above all, are those of the block: equal in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from cfl import rng, tree
 from cfl.engines.loop import LoopEngine, Trained, named
 from cfl.engines.step import Local, LocalStep
+from cfl.engines.traced import Traces
 from cfl.local.chain import STRATEGY
 from cfl.tree import Tree
 from cfl.types import MEMORY, Batch, Client, Ctx, Parts, RoundInfo
@@ -30,46 +31,46 @@ _UNSEEN = f"{STRATEGY}/{MEMORY}"  # hooks see the samples themselves, as ctx.mem
 class Block:
     """Clients that train together, those with the most steps first. state: what hooks see of them, stacked.
 
-    parts: for each client the positions in its data of each step's batch; keys: of the random changes to them.
-    memories: what each draws from its memory, step by step.
+    plans: for each client and each of its steps, the positions in its data of the batch, and what gives the key of
+    random changes to it; memories: what each draws from its memory, step by step.
     """
 
     clients: list[Client]
     state: Tree
-    parts: list[list[Tensor]]
-    keys: list[list[int]]
+    plans: list[list[tuple[Tensor, tuple[int, int]]]]
     memories: list[Iterator[Batch]]
 
     def __post_init__(self) -> None:
-        self.steps = [len(parts) for parts in self.parts]
+        self.steps = [len(plan) for plan in self.plans]
         self._seen: tuple[list[Batch], Tree] = [], {}
         shares = [client.shares[client.task] for client in self.clients]
         self._samples = shares[0].samples
-        self._rows: Tensor | None = None
-        if not self._samples.augment and all(client.now == (client.task,) for client in self.clients):
-            # one gather a step for all clients: rows of the samples (clients, steps, batch)
-            held = [share.rows[part] for share, parts in zip(shares, self.parts, strict=True) for part in parts]
-            padded = iter(pad_sequence(held, batch_first=True).split(self.steps))
-            self._rows = pad_sequence(list(padded), batch_first=True)
-            sizes = pad_sequence(
-                [torch.tensor([len(part) for part in parts]) for parts in self.parts], batch_first=True
-            )
-            places = torch.arange(self._rows.shape[2])
-            self._mask = (places < sizes[:, :, None]).to(self._rows.device, torch.float32)
+        self._plain = not self._samples.augment and all(client.now == (client.task,) for client in self.clients)
+        if self._plain:  # one gather a step for all clients: rows of the samples (clients, steps, batch)
+            sizes = [torch.tensor([len(part) for part, _ in plan]) for plan in self.plans]
+            every = pad_sequence(sizes, batch_first=True)
+            mask = torch.arange(max(1, int(every.max()))) < every[:, :, None]
+            held = [
+                share.rows[torch.cat([part for part, _ in plan])]
+                for share, plan in zip(shares, self.plans, strict=True)
+            ]
+            self._mask = mask.to(held[0].device)
+            self._rows = torch.zeros(mask.shape, dtype=torch.int64, device=held[0].device)
+            self._rows[self._mask] = torch.cat(held)
+            self._mask = self._mask.to(torch.float32)
 
     def sizes(self, index: int, live: int) -> list[int]:
         """Samples in the batch of step `index` of each of the first `live` clients."""
-        return [len(parts[index]) for parts in self.parts[:live]]
+        return [len(plan[index][0]) for plan in self.plans[:live]]
 
     def batch(self, index: int, at: list[int]) -> Tree:
         """The batches of step `index` of some clients, padded to the longest: leaves (clients, batch, ...)."""
-        if self._rows is None:
-            return _stacked([self.clients[i].batch(self.parts[i][index], self.keys[i][index]) for i in at])
-        width = max(1, *(len(self.parts[i][index]) for i in at))
-        rows, mask = (
-            leaf[: len(at), index, :width] if at[-1] + 1 == len(at) else leaf[at, index, :width]
-            for leaf in (self._rows, self._mask)
-        )
+        mine = [(self.clients[i], *self.plans[i][index]) for i in at]
+        if not self._plain:
+            return _stacked([client.batch(part, rng.key(*change)) for client, part, change in mine])
+        width = max(1, *(len(part) for _, part, _ in mine))
+        which = slice(len(at)) if at[-1] + 1 == len(at) else at
+        rows, mask = self._rows[which, index, :width], self._mask[which, index, :width]
         flat = rows.flatten()
         x, y = self._samples.gather(flat)
         ids = self._samples.index[flat]
@@ -89,6 +90,7 @@ class VmappedEngine(LoopEngine):
     """Clients in blocks of `block`; those whose states have other shapes than all others' go alone."""
 
     block: int = 16
+    traces: Traces = field(default_factory=Traces, compare=False)
 
     def trained(
         self, step: LocalStep, info: RoundInfo, shared: Parts, states: Mapping[int, Tree], clients: Sequence[Client]
@@ -126,41 +128,30 @@ class VmappedEngine(LoopEngine):
         self.model.module.train()
         with rng.fork(rng.key(info.key, "local", *ids.tolist()), block[0].device):
             for index in range(steps[0]):
-                key = rng.key(info.key, "step", block[0].id, index)
-
-                def context(
-                    buffers: Tree, batch: Tree, memory: Tree, state: Tree, id: Tree, index: int = index, key: int = key
-                ) -> Ctx:
-                    seen = Batch(**batch), Batch(**memory)
-                    return step.context(shared, state, index, key, *seen, buffers, info.lr, id["id"])
-
                 live = sum(index < count for count in steps)
                 drawn = [next(memory) for memory in together.memories[:live]]
                 for at in self._alike(together.sizes(index, live), drawn):
                     places = slice(len(at)) if len(at) == live else torch.tensor(at)
-                    own = (
-                        together.batch(index, at),
-                        together.memory([drawn[i] for i in at]),
-                        {name: leaf[places] for name, leaf in together.state.items()},
-                        {"id": ids[places]},
-                    )
-                    losses[places, index] = _advance(step, local, places, own, context, info.lr, index)
+                    own = {
+                        "batch": together.batch(index, at),
+                        "memory": together.memory([drawn[i] for i in at]),
+                        "state": {name: leaf[places] for name, leaf in together.state.items()},
+                        "client": {"id": ids[places]},
+                    }
+                    losses[places, index] = self._advance(step, local, places, own, shared, info, index)
         for number, client in enumerate(block):
             last = losses[number, steps[number] - steps[number] // self.epochs : steps[number]]
-            # copies: a client's leaf that stays would keep the whole block in memory
-            leaves = {name: leaf[number].clone() for name, leaf in {**local.params, **local.buffers}.items()}
+            leaves = {name: leaf[number] for name, leaf in {**local.params, **local.buffers}.items()}
             yield Trained(client, leaves, steps[number], last.mean())
 
     def _block(self, info: RoundInfo, states: Mapping[int, Tree], clients: list[Client]) -> Block:
-        parts: list[list[Tensor]] = []
-        keys: list[list[int]] = []
+        plans = []
         for client in clients:
             epochs = [self.plan(info, client, epoch) for epoch in range(self.epochs)]
-            parts.append([part for positions, _ in epochs for part in positions])
-            keys.append([rng.key(changes, number) for positions, changes in epochs for number in range(len(positions))])
+            plans.append([(part, (key, number)) for parts, key in epochs for number, part in enumerate(parts)])
         seen = [{name: leaf for name, leaf in states[client.id].items() if name != _UNSEEN} for client in clients]
         memories = [self.memories(info, states[client.id], client) for client in clients]
-        return Block(clients, tree.stack(seen), parts, keys, memories)
+        return Block(clients, tree.stack(seen), plans, memories)
 
     def _alike(self, sizes: list[int], drawn: list[Batch]) -> list[list[int]]:
         """Places in a block that take a step together: all, or those without need of padding where it does harm."""
@@ -171,31 +162,50 @@ class VmappedEngine(LoopEngine):
             groups.setdefault((size, len(memory.y)), []).append(place)
         return list(groups.values())
 
+    def _advance(
+        self,
+        step: LocalStep,
+        local: Local,
+        at: Tensor | slice,
+        own: dict[str, Tree],
+        shared: Parts,
+        info: RoundInfo,
+        index: int,
+    ) -> Tensor:
+        """One local step of the clients at some places of a block, in place; their losses (clients,).
+
+        own: what differs between clients beside their weights: "batch", "memory", "state" and "client".
+        """
+        key = rng.key(info.key, "step", int(own["client"]["id"][0]), index)
+
+        def gradients(inputs: Mapping[str, Tree], kind: type[Ctx]) -> Mapping[str, Tree]:
+            sent = {owner.removeprefix("shared/"): leaves for owner, leaves in inputs.items() if owner not in mine}
+
+            def gradient(params: Tree, buffers: Tree, batch: Tree, memory: Tree, state: Tree, client: Tree) -> tuple:
+                seen = Batch(**batch), Batch(**memory)
+                ctx = step.context(sent, state, index, key, *seen, buffers, info.lr, client["id"])
+                return step.gradient(params, buffers, kind(*ctx))
+
+            grads, buffers, losses = torch.func.vmap(gradient, randomness="different")(*(inputs[name] for name in mine))
+            return {"grads": grads, "buffers": buffers, "losses": {"": losses}}
+
+        now = Local(*({name: leaf[at] for name, leaf in leaves.items()} for leaves in local))
+        mine = {"params": now.params, "buffers": now.buffers, **own}
+        inputs = mine | {f"shared/{owner}": leaves for owner, leaves in shared.items()}
+        apart = self.model.multi_head or self.model.buffers_per_task
+        found = self.traces(gradients, inputs, info.task if apart else None)
+        step.optimizer.update(found["grads"], now.optimizer, now.params, info.lr, index)
+        for name, leaf in found["buffers"].items():
+            local.buffers[name][at] = leaf
+        if isinstance(at, Tensor):  # a slice is a view of the block, and written already
+            for whole, part in ((local.params, now.params), (local.optimizer, now.optimizer)):
+                for name, leaf in part.items():
+                    whole[name][at] = leaf
+        return found["losses"][""]
+
     @cached_property
     def _batch_statistics(self) -> bool:
         return any(isinstance(layer, _BatchNorm) for layer in self.model.module.modules())
-
-
-def _advance(
-    step: LocalStep,
-    local: Local,
-    at: Tensor | slice,
-    own: tuple[Tree, ...],
-    context: Callable[..., Ctx],
-    lr: float,
-    index: int,
-) -> Tensor:
-    """One local step of the clients at some places of a block, in place; their losses (clients,)."""
-    mine = Local(*({name: leaf[at] for name, leaf in leaves.items()} for leaves in local))
-    grads, buffers, losses = step.gradients(mine.params, mine.buffers, own, context)
-    step.optimizer.update(grads, mine.optimizer, mine.params, lr, index)
-    for name, leaf in buffers.items():
-        local.buffers[name][at] = leaf
-    if isinstance(at, Tensor):  # a slice is a view of the block, and written already
-        for whole, part in ((local.params, mine.params), (local.optimizer, mine.optimizer)):
-            for name, leaf in part.items():
-                whole[name][at] = leaf
-    return losses
 
 
 def _stacked(batches: Sequence[Batch]) -> Tree:

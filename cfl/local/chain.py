@@ -46,16 +46,6 @@ class Chain:
         """Owners whose terms stay out of the update, see `LocalRegularizer.borrows`."""
         return frozenset(member.borrows for member in self.members.values() if member.borrows)
 
-    @cached_property
-    def goes_around(self) -> bool:
-        """Whether a member changes how gradients are taken."""
-        return any(type(member).around is not LocalRegularizer.around for member in self.members.values())
-
-    @cached_property
-    def adjusts(self) -> bool:
-        """Whether a member changes gradients that are taken."""
-        return any(type(member).adjust is not LocalRegularizer.adjust for member in self.members.values())
-
     def client_state(self, stored: Tree | None, params: Tree, model: Model) -> Tree:
         """A client's state at its first round of a task: all new, but for what is stored of the strategy."""
         state: Tree = {}

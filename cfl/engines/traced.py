@@ -1,0 +1,110 @@
+"""Traces: the tensor operations of a block's step, recorded once and repeated without what leads to them.
+
+A step of many small clients is mostly overhead: of `vmap`, of autograd, of hooks. `make_fx` sees through all three. A
+trace does the same operations on the same shapes, so its results are those of the step to the bit, and a run does not
+depend on when it was made.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from cfl.tree import Tree
+from cfl.types import Ctx
+
+AFTER, MOST = 8, 64  # times that shapes must have come before they are traced; traces that are kept
+_FROZEN = frozenset(("step", "lr", "key"))  # numbers of a context that change, and that a trace would keep
+
+Trees = Mapping[str, Tree]
+Work = Callable[[Trees, type[Ctx]], Trees]
+
+
+class Traces:
+    """What has been traced so far, by the shapes of the inputs."""
+
+    def __init__(self) -> None:
+        self._times: Counter[Hashable] = Counter()
+        self._known: dict[Hashable, Callable[[Trees], Trees] | None] = {}
+
+    def __call__(self, work: Work, inputs: Trees, task: int | None) -> Trees:
+        """work(inputs, Ctx), by a trace where there is one. task: None where only hooks could tell it from another.
+
+        work: the operations on its inputs are decided by their shapes, the task, and the context, made as the class.
+        """
+        shapes = tuple((name, leaf.shape, leaf.dtype) for name, leaf in _leaves(inputs))
+        place: Hashable = (task, shapes)
+        if place not in self._known:
+            self._times[place] += 1
+            if self._times[place] < AFTER or len(self._known) == MOST:
+                return work(inputs, Ctx)
+            self._known[place] = _traced(work, inputs, own=task is not None)
+        trace = self._known[place]
+        return work(inputs, Ctx) if trace is None else trace(inputs)
+
+
+def _traced(work: Work, inputs: Trees, own: bool) -> Callable[[Trees], Trees] | None:
+    """The work's trace; None where it reads what changes from step to step, or cannot be traced.
+
+    own: the trace is of one task alone, so that it may read which it is.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx  # takes a second to import
+
+    changing, read = _FROZEN if own else _FROZEN | {"task"}, set[str]()
+
+    class Noted(Ctx):
+        """A context that notes what is read of it."""
+
+        def __getattribute__(self, name: str) -> Any:
+            read.update(changing & {name})
+            return super().__getattribute__(name)
+
+    names: dict[str, list[str]] = {}
+
+    def flat(*leaves: Tensor) -> list[Tensor]:
+        given = iter(leaves)
+        result = work({owner: {name: next(given) for name in tree} for owner, tree in inputs.items()}, Noted)
+        names.update((owner, list(tree)) for owner, tree in result.items())
+        return [leaf for _, leaf in _leaves(result)]
+
+    leaves = [leaf for _, leaf in _leaves(inputs)]
+    devices = [leaves[0].device] if leaves[0].is_cuda else []
+    try:
+        with torch.random.fork_rng(devices):
+            graph = make_fx(flat)(*leaves)
+    except (RuntimeError, TypeError, ValueError):  # some operation has no rule for it: the step runs as it did before
+        return None
+    if read:
+        return None
+    _tidy(graph)
+
+    def repeat(inputs: Trees) -> Trees:
+        with torch.no_grad():
+            results = iter(graph(*(leaf for _, leaf in _leaves(inputs))))
+        return {owner: {name: next(results) for name in tree} for owner, tree in names.items()}
+
+    return repeat
+
+
+def _tidy(graph: fx.GraphModule) -> None:
+    """Take out the operations that give what they get."""
+    aten = torch.ops.aten
+    for node in graph.graph.nodes:
+        if node.target in (aten.expand.default, aten.view.default, aten._unsafe_view.default):
+            same = node.meta["val"].shape == node.args[0].meta["val"].shape
+        else:
+            same = node.target == aten.mul.Scalar and node.args[1] == 1
+        if same:
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def _leaves(trees: Trees) -> Iterator[tuple[str, Tensor]]:
+    for owner, tree in trees.items():
+        for name, leaf in tree.items():
+            yield f"{owner}/{name}", leaf
