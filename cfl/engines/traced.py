@@ -30,37 +30,39 @@ class Traces:
     def __init__(self) -> None:
         self._times: Counter[Hashable] = Counter()
         self._known: dict[Hashable, Callable[[Trees], Trees] | None] = {}
+        self._of_one_task: set[Hashable] = set()
 
-    def __call__(self, work: Work, inputs: Trees, task: int | None) -> Trees:
-        """work(inputs, Ctx), by a trace where there is one. task: None where only hooks could tell it from another.
+    def __call__(self, work: Work, inputs: Trees, task: int, alike: bool) -> Trees:
+        """work(inputs, Ctx), by a trace where there is one. alike: only hooks could tell the task from another.
 
-        work: the operations on its inputs are decided by their shapes, the task, and the context, made as the class.
+        work: its operations are decided by the shapes of its inputs, the task, and contexts, made as the given class.
         """
         shapes = tuple((name, leaf.shape, leaf.dtype) for name, leaf in _leaves(inputs))
-        place: Hashable = (task, shapes)
+        place = shapes if alike and shapes not in self._of_one_task else (task, shapes)
         if place not in self._known:
             self._times[place] += 1
             if self._times[place] < AFTER or len(self._known) == MOST:
                 return work(inputs, Ctx)
-            self._known[place] = _traced(work, inputs, own=task is not None)
-        trace = self._known[place]
-        return work(inputs, Ctx) if trace is None else trace(inputs)
+            trace, read = _traced(work, inputs)
+            if place == shapes and "task" in read:
+                self._of_one_task.add(shapes)
+                place = task, shapes
+            self._known[place] = None if read & _FROZEN else trace
+        known = self._known[place]
+        return work(inputs, Ctx) if known is None else known(inputs)
 
 
-def _traced(work: Work, inputs: Trees, own: bool) -> Callable[[Trees], Trees] | None:
-    """The work's trace; None where it reads what changes from step to step, or cannot be traced.
-
-    own: the trace is of one task alone, so that it may read which it is.
-    """
+def _traced(work: Work, inputs: Trees) -> tuple[Callable[[Trees], Trees] | None, set[str]]:
+    """The work's trace, None where it cannot be traced, and what it reads of contexts."""
     from torch.fx.experimental.proxy_tensor import make_fx  # takes a second to import
 
-    changing, read = _FROZEN if own else _FROZEN | {"task"}, set[str]()
+    read: set[str] = set()
 
     class Noted(Ctx):
         """A context that notes what is read of it."""
 
         def __getattribute__(self, name: str) -> Any:
-            read.update(changing & {name})
+            read.add(name)
             return super().__getattribute__(name)
 
     names: dict[str, list[str]] = {}
@@ -77,9 +79,7 @@ def _traced(work: Work, inputs: Trees, own: bool) -> Callable[[Trees], Trees] | 
         with torch.random.fork_rng(devices):
             graph = make_fx(flat)(*leaves)
     except (RuntimeError, TypeError, ValueError):  # some operation has no rule for it: the step runs as it did before
-        return None
-    if read:
-        return None
+        return None, read
     _tidy(graph)
 
     def repeat(inputs: Trees) -> Trees:
@@ -87,7 +87,7 @@ def _traced(work: Work, inputs: Trees, own: bool) -> Callable[[Trees], Trees] | 
             results = iter(graph(*(leaf for _, leaf in _leaves(inputs))))
         return {owner: {name: next(results) for name in tree} for owner, tree in names.items()}
 
-    return repeat
+    return repeat, read
 
 
 def _tidy(graph: fx.GraphModule) -> None:

@@ -192,8 +192,8 @@ class VmappedEngine(LoopEngine):
         now = Local(*({name: leaf[at] for name, leaf in leaves.items()} for leaves in local))
         mine = {"params": now.params, "buffers": now.buffers, **own}
         inputs = mine | {f"shared/{owner}": leaves for owner, leaves in shared.items()}
-        apart = self.model.multi_head or self.model.buffers_per_task
-        found = self.traces(gradients, inputs, info.task if apart else None)
+        alike = not self.model.multi_head and not self.model.buffers_per_task
+        found = self.traces(gradients, inputs, info.task, alike)
         step.optimizer.update(found["grads"], now.optimizer, now.params, info.lr, index)
         for name, leaf in found["buffers"].items():
             local.buffers[name][at] = leaf

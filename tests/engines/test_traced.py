@@ -1,0 +1,145 @@
+"""Traces give the bits of the steps that they stand for, and none is made of what changes from step to step."""
+
+import pytest
+import torch
+from torch import nn
+
+import cfl
+from cfl.engines import traced
+from cfl.types import Ctx
+from tests import toy
+
+OPTIONS = {"fedproj": ("public.name=stream",), "moon": ("regularizer.moon.mu=1.0",)}
+
+
+def normed():
+    return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+
+
+@pytest.fixture
+def after(monkeypatch):
+    """A function that has shapes traced when they come for the n-th time; it gives the list of all tries."""
+
+    def set_to(times):
+        tries, trace = [], traced._traced
+
+        def tried(*args, **options):
+            tries.append(trace(*args, **options))
+            return tries[-1]  # the trace or None, and what was read
+
+        monkeypatch.setattr(traced, "AFTER", times)
+        monkeypatch.setattr(traced, "_traced", tried)
+        return tries
+
+    return set_to
+
+
+def weights(label, *overrides, multi_head=False, model=None):
+    """The model after two tasks of two rounds of ragged clients in blocks of three."""
+    own = [option for rule in label.split("+") for option in OPTIONS.get(rule, ())]
+    options = ["tasks=2", "cohort=3", "engine=vmapped", "block=3", "local.lr=0.1", "partition.name=lda", *own]
+    config = toy.config(*options, *overrides, method=label)
+    return cfl.run(config, stream=toy.stream(tasks=2, multi_head=multi_head), model=model).params
+
+
+def assert_same_bits(one, other):
+    assert list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("label", "multi_head"),
+    [("fedavg", True), ("fot+fedsol", False), ("ewc", True), ("er", True), ("gpm+scaffold", False), ("moon", False)],
+)
+def test_a_run_has_the_same_bits_whenever_its_steps_are_traced(label, multi_head, after):
+    tries = after(1)
+    at_once = weights(label, "model.dropout=[0.2,0.2]", multi_head=multi_head)
+    assert any(trace for trace, _ in tries)
+    tries = after(10**6)
+    assert_same_bits(at_once, weights(label, "model.dropout=[0.2,0.2]", multi_head=multi_head))
+    assert not tries
+
+
+@pytest.mark.parametrize("norm_stats", ["per_task", "running", "batch"])
+def test_buffers_are_those_of_the_untraced_step(norm_stats, after):
+    after(2)
+    options, module = (f"model.norm_stats={norm_stats}", "local.momentum=0.9"), normed()
+    some = weights("fedavg", *options, model=module)
+    after(10**6)
+    assert_same_bits(some, weights("fedavg", *options, model=module))
+
+
+def test_what_reads_the_number_of_the_step_is_not_traced(after):
+    tries = after(1)
+    found = weights("fedproj")  # its memory's batch is that of ctx.step
+    assert any("step" in read for _, read in tries)
+    after(10**6)
+    assert_same_bits(found, weights("fedproj"))
+
+
+def block():
+    """Inputs of a work: weights of two clients."""
+    return {"params": {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}}
+
+
+def context(kind):
+    return kind(*[None] * len(Ctx._fields))
+
+
+def test_each_shape_has_its_own_trace(after):
+    tries, traces = after(2), traced.Traces()
+
+    def doubled(inputs, kind):
+        return {"found": {"w": 2 * inputs["params"]["w"]}, "none": {}}
+
+    for inputs in (block(), block(), {"params": {"w": torch.ones(1, 2)}}, {"params": {"w": torch.full((2, 2), 7.0)}}):
+        result = traces(doubled, inputs, task=0, alike=True)
+        assert list(result) == ["found", "none"] and torch.equal(result["found"]["w"], 2 * inputs["params"]["w"])
+    assert len(tries) == 1  # of the shape that came twice; the last inputs ran through it
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_trace_that_reads_the_task_is_of_that_task_alone(reads, after):
+    tries, traces = after(1), traced.Traces()
+    for task in (3, 4, 3):
+        factor = lambda kind, task=task: context(kind)._replace(task=task).task if reads else 2  # noqa: E731
+        work = lambda inputs, kind: {"": {"": inputs["params"]["w"] * factor(kind)}}  # noqa: E731, B023
+        result = traces(work, block(), task=task, alike=True)
+        assert torch.equal(result[""][""], (task if reads else 2) * block()["params"]["w"])
+    assert len(tries) == (2 if reads else 1) and all(trace for trace, _ in tries)
+
+
+@pytest.mark.parametrize("field", ["step", "lr", "key"])
+def test_what_reads_a_number_that_changes_is_computed_anew(field, after):
+    tries, traces = after(1), traced.Traces()
+    for value in (2.0, 5.0):
+        work = lambda inputs, kind, value=value: {  # noqa: E731
+            "": {"": inputs["params"]["w"] * getattr(context(kind)._replace(**{field: value}), field)}
+        }
+        assert torch.equal(traces(work, block(), task=0, alike=False)[""][""], value * block()["params"]["w"])
+    assert len(tries) == 1 and field in tries[0][1]
+
+
+def test_what_cannot_be_traced_is_computed_as_it_was(after):
+    tries, traces = after(1), traced.Traces()
+
+    def branches(inputs, kind):
+        w = inputs["params"]["w"]
+        return {"": {"": w if float(w.sum()) > 0 else -w}}  # a branch on a value: make_fx refuses
+
+    assert torch.equal(traces(branches, block(), task=0, alike=False)[""][""], block()["params"]["w"])
+    assert [trace for trace, _ in tries] == [None]
+
+
+def test_a_trace_draws_as_the_step_does():
+    """Dropout's draws come from the global generator: the trace itself takes none, and repeats take new ones."""
+    dropped = lambda inputs, kind: {"": {"": nn.functional.dropout(inputs["params"]["w"], 0.5)}}  # noqa: E731
+    inputs = {"params": {"w": torch.ones(4, 50)}}
+    found = []
+    for times in (1, 10**6):
+        torch.manual_seed(0)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(traced, "AFTER", times)
+            traces = traced.Traces()
+            found.append([traces(dropped, inputs, task=0, alike=False)[""][""] for _ in range(3)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert not torch.equal(found[0][0], found[0][1])
