@@ -40,7 +40,9 @@ def train(
     output: Annotated[Path | None, typer.Option(help="Folder of the run (default under runs/).")] = None,
     data_root: DataRoot = None,
     download: Download = False,
-    engine: Annotated[str | None, typer.Option(help="How clients are computed (default loop).")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="How clients are computed: loop (default), vmapped, pool, pool+vmapped or auto.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the output folder.")] = False,
     quiet: Quiet = False,
     plot: Plot = True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
@@ -269,8 +268,9 @@ class Client:
 
     def gathered(self, parts: Iterable[Tensor], key: int | None = None) -> Iterator[Batch]:
         """`batch` for each of several positions (b,), with a key of its own."""
-        keys = (None if key is None else rng.key(key, number) for number in itertools.count())
-        yield from (self.batch(part, next(keys)) for part in parts)
+        changed = any(self.shares[task].samples.augment for task in self.now)
+        for number, part in enumerate(parts):
+            yield self.batch(part, rng.key(key, number) if changed and key is not None else None)
 
     def batch(self, positions: Tensor, key: int | None = None) -> Batch:
         """The samples at positions (b,) in all that it trains on; for none of them a sample of padding."""

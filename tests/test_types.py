@@ -167,7 +167,7 @@ def drawn(owner, size, steps, seed=0):
     """Whether each of the samples is in each of the batches: (steps, samples)."""
     places = {int(id): place for place, id in enumerate(next(owner.batches(len(owner))).ids)}
     inside = torch.zeros(steps, len(owner))
-    for step, batch in enumerate(owner.draws(size, steps, rng.generator(seed))):
+    for step, batch in enumerate(owner.gathered(owner.draws(size, steps, rng.generator(seed)))):
         for id, there in zip(batch.ids.tolist(), batch.mask.tolist(), strict=True):
             inside[step, places[id]] += there
     return inside
@@ -194,7 +194,7 @@ def test_poisson_batches_follow_their_source():
 
 
 def test_an_empty_draw_is_a_sample_of_padding():
-    batches = list(client().draws(1, 200, rng.generator(0)))  # four samples, each at 1/4
+    batches = list(client().gathered(client().draws(1, 200, rng.generator(0))))  # four samples, each at 1/4
     empty = [batch for batch in batches if not batch.mask.any()]
     # (3/4)^4 = 0.316 of 200 draws, give or take 6.6
     assert abs(len(empty) - 200 * 0.75**4) < 4 * math.sqrt(200 * 0.75**4 * (1 - 0.75**4))
@@ -206,7 +206,10 @@ def test_an_empty_draw_is_a_sample_of_padding():
 
 def test_a_batch_as_large_as_the_data_or_larger_takes_all():
     for size in (4, 9):
-        assert all(len(batch.y) == 4 and batch.mask.all() for batch in client().draws(size, 5, rng.generator(0)))
+        assert all(
+            len(batch.y) == 4 and batch.mask.all()
+            for batch in client().gathered(client().draws(size, 5, rng.generator(0)))
+        )
 
 
 def test_poisson_batches_over_several_tasks_see_them_all():
@@ -216,7 +219,7 @@ def test_poisson_batches_over_several_tasks_see_them_all():
     assert inside.shape == (1000, 100)
     for half in (inside[:, :50], inside[:, 50:]):
         assert half.mean() == pytest.approx(rate, abs=4 * math.sqrt(rate * (1 - rate) / half.numel()))
-    for batch in owner.draws(10, 50, rng.generator(0)):
+    for batch in owner.gathered(owner.draws(10, 50, rng.generator(0))):
         assert torch.equal(batch.task, (batch.x[:, 0] >= 100).long())  # see `sample`
         assert batch.x[:, 1].tolist() == [-(int(x) % 100) for x in batch.x[:, 0]]
 

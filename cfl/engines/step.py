@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -171,7 +172,10 @@ class LocalStep:
     def _pass(self, params: Tree, buffers: Tree, ctx: Ctx) -> tuple[Tensor, Tensor | None, Tensor, Tree]:
         """Logits, features, mean loss, and the buffers after a pass at `params`."""
         buffers = tree.map(torch.clone, buffers)  # normalisation layers write to their buffers
-        with self.model.watched_features() as seen:
+        watched: AbstractContextManager[list[Tensor]] = contextlib.nullcontext([])
+        if self.chain.acting["penalty"]:
+            watched = self.model.watched_features()
+        with watched as seen:
             logits = self._logits({**ctx.shared["params"], **buffers, **params}, ctx.batch)
         return logits, seen[-1] if seen else None, self.chain.loss(logits, ctx), buffers
 

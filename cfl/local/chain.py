@@ -87,7 +87,7 @@ class Chain:
         return {**after, **kept, **trees}
 
     def augment(self, batch: Batch, ctx: Ctx) -> Batch:
-        for owner, member in self.members.items():
+        for owner, member in self.acting["augment"]:
             batch = member.augment(batch, _own(ctx, owner)._replace(batch=batch))
         return batch
 
@@ -95,23 +95,30 @@ class Chain:
         return self.strategy.loss(logits, _own(ctx, STRATEGY))
 
     def penalty(self, params: Tree, logits: Tensor, ctx: Ctx) -> Tensor | float:
-        return sum(
-            member.penalty(params, logits, _own(ctx, owner))
-            for owner, member in self.members.items()
-            if owner not in self.borrowed
-        )
+        return sum(member.penalty(params, logits, _own(ctx, owner)) for owner, member in self.acting["penalty"])
 
     def around(self, grad_fn: GradFn) -> GradFn:
-        for owner, member in self.members.items():
-            if owner not in self.borrowed:
-                grad_fn = self._scoped(member, owner, grad_fn)
+        for owner, member in self.acting["around"]:
+            grad_fn = self._scoped(member, owner, grad_fn)
         return grad_fn
 
     def adjust(self, grads: Tree, params: Tree, ctx: Ctx) -> Tree:
-        for owner, member in sorted(self.members.items(), key=lambda item: item[1].hard_constraint):
-            if owner not in self.borrowed:
-                grads = member.adjust(grads, params, _own(ctx, owner))
+        for owner, member in sorted(self.acting["adjust"], key=lambda item: item[1].hard_constraint):
+            grads = member.adjust(grads, params, _own(ctx, owner))
         return grads
+
+    @cached_property
+    def acting(self) -> dict[str, list[tuple[str, LocalRegularizer]]]:
+        """The hooks of a step to the members that have them, less those whose terms are borrowed."""
+        return {
+            hook: [
+                (owner, member)
+                for owner, member in self.members.items()
+                if getattr(type(member), hook) is not getattr(LocalRegularizer, hook)
+                and (hook == "augment" or owner not in self.borrowed)
+            ]
+            for hook in ("augment", "penalty", "around", "adjust")
+        }
 
     def finish(self, params: Tree, ctx: Ctx, steps: int) -> tuple[Parts, Tree]:
         uploads: Parts = {}

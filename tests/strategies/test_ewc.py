@@ -32,6 +32,7 @@ class Data:
 
     x: Tensor
     targets: Tensor
+    augment = ()
 
     @property
     def index(self) -> Tensor:

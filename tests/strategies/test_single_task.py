@@ -10,7 +10,7 @@ from torch import nn
 import cfl
 from cfl import rng, tree
 from cfl.engines.evaluate import accuracy
-from cfl.engines.loop import LoopEngine, Outcome
+from cfl.engines import LoopEngine, Outcome
 from cfl.models.handle import Model
 from cfl.strategies.single_task import SingleTask
 from cfl.types import Phase, RoundInfo
