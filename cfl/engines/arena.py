@@ -52,7 +52,7 @@ class Arena:
             shape = tuple(tensor.shape)
             if outline := tensor.numel() > 1 and not any(tensor.stride()):  # one number, expanded
                 tensor = tensor[(0,) * tensor.dim()]
-            leaves.append(tensor.reshape(-1).view(torch.uint8))
+            leaves.append(tensor.reshape(-1).contiguous().view(torch.uint8))
             begin = -(-ends[-1] // _ALIGNED) * _ALIGNED
             ends.append(begin + len(leaves[-1]))
             return "leaf", begin, ends[-1], tensor.dtype, shape, outline, isinstance(leaf, Tensor)
