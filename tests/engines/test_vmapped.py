@@ -325,7 +325,7 @@ def uploads(engine, rows, samples):
 
 
 def test_clients_of_a_block_do_not_share_their_noise():
-    """Six clients with the same 4 samples, whose noise is far above the gradients: what they share would show as correlation.
+    """Six clients with the same 4 samples, and noise far above the gradients: what they share shows as correlation.
 
     Of two independent vectors of 48 entries the correlation is below 0.6 in all but 1 of 10^5 pairs (4.1 deviations
     of 1/sqrt(47)).
