@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 
 import torch
@@ -80,9 +81,12 @@ def peak_bytes(device: torch.device | None = None) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of the device that is free."""
+    """Memory of the device that can be had; files that the system keeps in memory give way."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
     pages = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else os.sysconf("SC_PHYS_PAGES")
     return pages * os.sysconf("SC_PAGE_SIZE")
 

@@ -422,8 +422,8 @@ class Session:
 
 def _settled(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
     """The configuration with the engine and the block that the run began with, where it leaves them open."""
-    same = config.engine in ("auto", before.get("engine"))
-    return config.model_copy(update={name: before[name] for name in ("engine", "block")}) if same and before else config
+    same = {"engine", "block"} <= set(before) and config.engine in ("auto", before["engine"])
+    return config.model_copy(update={name: before[name] for name in ("engine", "block")}) if same else config
 
 
 def _stream(config: RunConfig, data_root: Path | None, download: bool, public: bool) -> Stream:

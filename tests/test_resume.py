@@ -13,6 +13,7 @@ import torch
 
 import cfl
 from cfl import checkpoint, runner
+from cfl.engines.choose import Choice
 from cfl.errors import CheckpointError, ConfigError
 from cfl.record import NullSink, RunFolder
 from tests import toy
@@ -248,3 +249,56 @@ def test_a_tree_that_the_server_dropped_does_not_come_back(tmp_path: Path) -> No
         cfl.run(toy.config(method="fedavg"), stream=toy.stream(), strategy=Drops(), output=tmp_path, sink=Kill())
     resumed = cfl.run(toy.config(method="fedavg"), stream=toy.stream(), strategy=Drops(), output=tmp_path, resume=True)
     assert all(torch.equal(resumed.params[name], leaf) for name, leaf in whole.params.items())
+
+
+class Stop(NullSink):
+    """Kills the run when so many rounds are done, before the last is saved."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def round(self, row: dict) -> None:
+        if row["rounds_done"] == self.after:
+            raise Killed
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [("engine=vmapped", "block=2"), ("engine=pool", "block=2"), ("engine=pool+vmapped", "block=2")],
+    ids=lambda options: options[0],
+)
+def test_every_engine_ends_with_the_bytes_of_its_own_whole_run(engine: tuple[str, ...], tmp_path: Path) -> None:
+    """In the middle of a task; the number of workers may differ before and after."""
+    one, two = (toy.config(*OPTIONS, *engine, f"workers={count}", method="fot+scaffold") for count in (1, 2))
+    whole = cfl.run(one, stream=toy.stream(), output=tmp_path / "whole")
+    with pytest.raises(Killed):
+        cfl.run(one, stream=toy.stream(), output=tmp_path / "killed", sink=Stop(6))
+    resumed = cfl.run(two, stream=toy.stream(), output=tmp_path / "killed", resume=True)
+    assert finished(tmp_path / "killed")[:2] == finished(tmp_path / "whole")[:2]
+    assert all(torch.equal(leaf, whole.params[name]) for name, leaf in resumed.params.items())
+
+
+def test_a_choice_is_taken_again_whatever_a_new_measurement_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choosing(*choice: object) -> None:
+        monkeypatch.setattr(runner, "choose", lambda *given: Choice(*choice))
+
+    auto = toy.config(*OPTIONS, "engine=auto")
+    fixed = toy.config(*OPTIONS, "engine=vmapped", "block=3")
+    whole = cfl.run(fixed, stream=toy.stream(), output=tmp_path / "whole")
+    choosing("vmapped", 3)
+    with pytest.raises(Killed):
+        cfl.run(auto, stream=toy.stream(), output=tmp_path / "killed", sink=Stop(6))
+    choosing("loop", None)
+    resumed = cfl.run(auto, stream=toy.stream(), output=tmp_path / "killed", resume=True)
+    assert finished(tmp_path / "killed") == finished(tmp_path / "whole")
+    assert all(torch.equal(leaf, whole.params[name]) for name, leaf in resumed.params.items())
+    # an engine without a block takes the block of that engine, another one is another run
+    open_block = toy.config(*OPTIONS, "engine=vmapped")
+    assert runner._settled(open_block, {"engine": "vmapped", "block": 3}).block == 3
+    assert runner._settled(open_block, {"engine": "loop", "block": None}) == open_block
+    assert runner._settled(auto, {}) == auto and runner._settled(auto, {"engine": "loop"}) == auto
+    with pytest.raises(CheckpointError, match="another configuration"):
+        loop = toy.config(*OPTIONS, "engine=loop")
+        cfl.run(loop, stream=toy.stream(), output=tmp_path / "killed", resume=True)

@@ -1,6 +1,7 @@
 """The conformance kit: it passes what keeps the rules, and names the hook and the fault of what breaks one."""
 
 import itertools
+import os
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -11,7 +12,9 @@ import cfl
 from cfl import plugins, rng, tree
 from cfl.strategies import GPM
 from cfl.strategies.replay import Replay
-from cfl.testing import ConformanceError, check_strategy
+from cfl.testing import ConformanceError, check_strategy, toy_config, toy_stream
+from cfl.testing.hooks import Faults
+from cfl.testing.runs import check_engines
 from cfl.types import MEMORY
 
 CALLS = itertools.count()
@@ -256,6 +259,31 @@ def test_a_broken_rule_is_named_with_its_hook(method, hook, text):
 def test_a_client_that_depends_on_who_was_there_before_is_found():
     found = faults(DependsOnTheOthers())
     assert any(hook == "work" and "depends on which other clients take part" in text for hook, text in found), found
+
+
+PARENT = os.getpid()
+
+
+class KnowsItsProcess(cfl.LocalRegularizer):
+    def adjust(self, grads, params, ctx):
+        return grads if os.getpid() == PARENT else {name: 2 * leaf for name, leaf in grads.items()}
+
+
+@pytest.mark.parametrize(
+    ("method", "pool", "draws", "texts"),
+    [
+        (KnowsItsProcess(), True, False, ("engine 'pool' gives weights that differ by", "keep nothing outside client")),
+        (BranchesLater(), True, False, ("engine 'vmapped' fails: local training failed at", "use torch.where")),
+        (KnowsItsProcess(), False, False, ()),
+        (BranchesLater(), False, True, ()),  # where hooks draw, blocks are not compared
+    ],
+)
+def test_an_engine_that_gives_something_else_is_named_with_what_to_do(method, pool, draws, texts):
+    found = Faults()
+    check_engines(toy_config("tasks=1", "rounds=1", "local.lr=0.1"), toy_stream(1), method, pool, draws, found)
+    assert len(found.found) == bool(texts)
+    for hook, text in found.found:
+        assert hook == "run" and all(part in text for part in texts), text
 
 
 def test_a_class_in_place_of_an_object_is_an_error_that_says_so():

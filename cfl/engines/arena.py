@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import mmap
 import pickle
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -51,7 +52,7 @@ class Arena:
             shape = tuple(tensor.shape)
             if outline := tensor.numel() > 1 and not any(tensor.stride()):  # one number, expanded
                 tensor = tensor[(0,) * tensor.dim()]
-            leaves.append(tensor.reshape(-1).view(torch.uint8))
+            leaves.append(tensor.reshape(-1).contiguous().view(torch.uint8))
             begin = -(-ends[-1] // _ALIGNED) * _ALIGNED
             ends.append(begin + len(leaves[-1]))
             return "leaf", begin, ends[-1], tensor.dtype, shape, outline, isinstance(leaf, Tensor)
@@ -81,3 +82,15 @@ class Arena:
         unpickler = pickle.Unpickler(io.BytesIO(pickled))
         unpickler.persistent_load = find  # type: ignore[method-assign]
         return unpickler.load()
+
+
+def portable(error: Exception) -> Exception:
+    """The error, with where it was raised as a note; one that pickling loses becomes a RuntimeError of its name."""
+    trace = "".join(traceback.format_exception(error))
+    try:
+        found = pickle.loads(pickle.dumps(error))
+    except Exception as lost:  # whatever its constructor, or a class inside a function, may raise
+        found = RuntimeError(f"{type(error).__name__}: {error}")
+        found.add_note(f"(it could not be passed on between processes: {lost})")
+    found.add_note(trace)
+    return found

@@ -12,7 +12,6 @@ import torch
 
 from cfl import machine
 from cfl.engines.base import Engine
-from cfl.errors import UpdateError
 from cfl.tree import Tree
 from cfl.types import Client, Parts, RoundInfo, Share
 
@@ -45,23 +44,28 @@ def choose(
     """The fastest of the engines that are asked for, from the first steps of a round; nothing of it is kept.
 
     Blocks double as long as that saves time and memory lasts: so much as the block before took is measured.
+    Raises what the round raises where `engine` names one, which then has nothing to fall back to.
     """
     info, shared, clients, states = round
     short = [_shortened(client, batch_size) for client in clients[:CLIENTS]]
     best, chosen = math.inf, Choice("loop", None)
     for name in _engines(engine, workers, device):
+        last = math.inf
         for candidate in [block] if block or "vmapped" not in name else _blocks(len(clients), workers, name):
             trial = build(name, candidate)
             try:
                 seconds, taken = _seconds(trial, device, partial(trial.round, info, shared, states, short))
-            except (torch.OutOfMemoryError, UpdateError):  # too much, or a method or a model that vmap does not take
+            except Exception:  # too much memory, or a method or a model that vmap does not take
+                if engine != "auto" and last == math.inf:
+                    raise
                 break
             finally:
                 trial.close()
             if seconds < best * _BETTER:
                 best, chosen = seconds, Choice(name, candidate)
-            elif candidate != chosen.block:
+            if seconds > last * _BETTER:  # small blocks may be slower than none, and large ones faster
                 break
+            last = seconds
             if 2 * taken * (workers if "pool" in name else 1) > _MEMORY * machine.free_bytes(device):
                 break
     return chosen

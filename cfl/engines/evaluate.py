@@ -72,27 +72,28 @@ class LocalModels:
     """The models of a round's clients after local training; an engine calls it with a client's id and parameters.
 
     score: accuracy of parameters on a task, a fraction, or None; observe: a user's own look at them, or None.
-    figures: for each client in turn "accuracy", and "drift", its distance from the global model; seconds: spent here.
+    seconds: spent here.
     """
 
     def __init__(
         self, info: RoundInfo, params: Tree, score: Callable[[Tree, int], float] | None, observe: Observer | None
     ) -> None:
         self.info, self.params, self.score, self.observe = info, params, score, observe
-        self.figures: dict[str, list[Any]] = {}
         self.seconds = 0.0
+        self._found: dict[int, tuple[float, float]] = {}
 
     def __call__(self, client: int, params: Tree) -> None:
         begin = time.monotonic()
         if self.score is not None:
             names = [name for name in params if self.info.model.is_parameter(name)]
             drift = tree.sub(tree.select(params, names), self.params)
-            for figure, value in (
-                ("client", client),
-                ("accuracy", self.score(params, self.info.task)),
-                ("drift", float(tree.dot(drift, drift).sqrt())),
-            ):
-                self.figures.setdefault(figure, []).append(value)
+            self._found[client] = self.score(params, self.info.task), float(tree.dot(drift, drift).sqrt())
         if self.observe is not None:
             self.observe(self.info, client, tree.clone(params))
         self.seconds += time.monotonic() - begin
+
+    @property
+    def figures(self) -> dict[str, list[Any]]:
+        """By client, whatever the order in which an engine had them: id, accuracy, distance from the global model."""
+        rows = [(client, *self._found[client]) for client in sorted(self._found)]
+        return dict(zip(("client", "accuracy", "drift"), map(list, zip(*rows, strict=True)), strict=False))

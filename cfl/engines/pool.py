@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import signal
-import traceback
 import warnings
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cfl import machine, tree
-from cfl.engines.arena import Arena, ArenaFull
+from cfl.engines.arena import Arena, ArenaFull, portable
 from cfl.engines.base import Collected, Engine, Observe, Sums
 from cfl.engines.loop import LoopEngine
 from cfl.engines.vmapped import VmappedEngine
@@ -124,7 +123,7 @@ class PoolEngine(Engine):
                     worker, number = busy.pop(ready)
                     try:
                         kind, value = worker.receive()
-                    except (EOFError, ConnectionError):
+                    except (EOFError, OSError):  # gone, or gone in the middle of an answer
                         deaths[number] += 1
                         self._mourn(worker, chunks[number], deaths[number], info)
                         waiting.appendleft(number)
@@ -162,8 +161,9 @@ class PoolEngine(Engine):
         for category, text in result["warnings"]:
             warnings.warn(text, category, stacklevel=2)
         if observe is not None:
-            for id, params in result["models"].items():
-                observe(id, tree.clone(params))
+            with self.inner.model.evaluation():
+                for id, params in result["models"].items():
+                    observe(id, tree.clone(params))
 
     def _key(self, value: object) -> Any:
         return self._keys.get(id(value))
@@ -177,7 +177,7 @@ class PoolEngine(Engine):
         machine.keep_memory()
         recall = {"known": self._known.__getitem__}
         header, round, before = b"", None, machine.peak_bytes()
-        with contextlib.suppress(EOFError, ConnectionError):
+        with contextlib.suppress(EOFError, OSError):
             while True:
                 sent, task = connection.recv()
                 if sent != header:
@@ -188,8 +188,7 @@ class PoolEngine(Engine):
                 except ArenaFull as full:
                     answer = "full", full.bytes
                 except Exception as error:
-                    error.add_note(traceback.format_exc())
-                    answer = "error", error
+                    answer = "error", portable(error)
                 connection.send(answer)
 
     def _chunk(self, round: Any, before: int, clients: list[Client], states: dict[int, Tree]) -> dict[str, Any]:

@@ -54,8 +54,9 @@ def check_strategy(method: LocalRegularizer, *, config: RunConfig | None = None)
             run = planned(settings, stream, watched(method, faults), module, faults)
             check_rounds(run, faults)
             if not faults and module is None:  # padding enters the statistics of a batch
-                check_steps(session(settings, stream, method), faults)
-                check_engines(settings, stream, method, faults)
+                draws = check_steps(session(settings, stream, method), faults)
+                if not faults:
+                    check_engines(settings, stream, method, every_round, draws, faults)
             if not faults:  # what compares whole runs would only blur the faults of single hooks
                 check_resume(settings, stream, method, module, every_round, faults)
         except HookFailed:

@@ -10,7 +10,6 @@ from torch import nn
 
 from cfl import checkpoint, tree
 from cfl.config import RunConfig
-from cfl.engines import ENGINES
 from cfl.errors import CflError
 from cfl.local.base import LocalRegularizer
 from cfl.local.chain import STRATEGY
@@ -73,14 +72,36 @@ def _begun(leaves: Tree, prefix: str) -> Tree:
     return {name: leaf for name, leaf in leaves.items() if name.startswith(prefix)}
 
 
-def check_engines(config: RunConfig, stream: Stream, method: LocalRegularizer, faults: Faults) -> None:
-    """The whole run with every engine."""
+ENGINES = {  # one thing at a time: blocks, processes; both together add nothing but seconds
+    "loop": {},
+    "vmapped": {"block": 2},
+    "pool": {"block": 2, "workers": 1},
+}
+ADVICE = {
+    "vmapped": "hooks see one client at a time through torch.func.vmap: use torch.where for branches, no .item(), and "
+    "multiply by ctx.batch.mask",
+    "pool": "hooks of clients run in other processes: keep nothing outside client states and the server's trees",
+}
+
+
+def check_engines(
+    config: RunConfig, stream: Stream, method: LocalRegularizer, pool: bool, draws: bool, faults: Faults
+) -> None:
+    """The whole run with every engine. draws: local steps draw from ctx.key, which may differ in blocks of clients."""
     expected = run(config, stream=stream, **_roles(method)).params
-    for engine in ENGINES:
-        found = run(config.model_copy(update={"engine": engine}), stream=stream, **_roles(method)).params
+    for engine, options in ENGINES.items():
+        if engine == "pool" and not pool or engine == "vmapped" and draws:
+            continue
+        settings = config.model_copy(update={"engine": engine, **options})
+        try:
+            found = run(settings, stream=stream, **_roles(method)).params
+        except CflError as error:
+            faults.add("run", f"engine '{engine}' fails: {error}; {ADVICE.get(engine, 'see the message')}")
+            continue
         worst = max(float((leaf - found[name]).abs().max()) for name, leaf in expected.items() if leaf.numel())
         if worst > TOLERANCE:
-            faults.add("run", f"engine '{engine}' gives weights that differ by {worst:.1e} from '{config.engine}'")
+            text = f"engine '{engine}' gives weights that differ by {worst:.1e} from '{config.engine}'; "
+            faults.add("run", f"{text}{ADVICE.get(engine, 'keep no state outside the trees')}")
 
 
 def check_resume(

@@ -24,23 +24,30 @@ Result = dict[str, Tree]
 WARM_UP = 2  # steps before the one that is looked at: in the first one the client is still where the global model is
 
 
-def check_steps(session: Session, faults: Faults) -> None:
-    """In the first round of each task, for each client of the cohort."""
+def check_steps(session: Session, faults: Faults) -> bool:
+    """In the first round of each task, for each client of the cohort; whether steps draw from ctx.key."""
+    draws = False
     for position, (_, phase, number) in enumerate(session.schedule):
         if phase.train and number == 0:
             steps = _Steps(session, session.prepare(position))
             for fails in (steps.padding, steps.vmap):
                 if text := fails(session.chain.members):
                     faults.add(steps.culprit(fails), text)
+            draws |= steps.draws
         session.round(position)
+    return draws
 
 
 class _Steps:
-    """A local step of a round's clients. Each check gives what is wrong with hooks, or nothing."""
+    """A local step of a round's clients. Each check gives what is wrong with hooks, or nothing.
+
+    draws: whether one was seen to depend on ctx.key.
+    """
 
     def __init__(self, session: Session, prepared: Prepared) -> None:
         self.session, self.info, self.shared = session, prepared.info, prepared.shared
         self.clients: list[tuple[Batch, Batch, Tree]] = []
+        self.draws = False
         for client in prepared.clients:
             state, size = prepared.states[client.id], session.config.local.batch_size
             places = own_state(state, STRATEGY).get(MEMORY, torch.empty(0, 2, dtype=torch.int64))
@@ -83,6 +90,7 @@ class _Steps:
         alone = [self.step(hooks, *member, last=member[0]) for member in members]
         redrawn = [self.step(hooks, *member, last=member[0], key=1) for member in members]
         if not all(map(_near, alone, redrawn)):
+            self.draws = True
             return ""  # draws from ctx.key may differ between engines
         batches, memories, states = zip(*members, strict=True)
         parts = [_stacked(batches), _stacked(memories), tree.stack(states)]

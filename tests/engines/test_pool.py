@@ -1,0 +1,245 @@
+"""Worker processes: the same bits whoever computes what, and whatever dies."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+
+import cfl
+from cfl.engines import pool
+from cfl.engines.arena import Arena
+from cfl.errors import ConfigError, UpdateError
+from tests import toy
+from tests.engines.test_vmapped import ROWS, a_round, engine_of, model_of, samples_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def alike(one, other):
+    """Whether two outcomes are equal to the bit."""
+    return all(
+        torch.equal(leaf, other.mean[owner][name])
+        for owner, leaves in one.mean.items()
+        for name, leaf in leaves.items()
+    ) and (one.loss, one.bytes_up, list(one.states)) == (other.loss, other.bytes_up, list(other.states))
+
+
+def pooled(rule=None, workers=2, block=1, name="pool", **options):
+    return engine_of(name, model_of(), rules={"rule": rule} if rule else None, block=block, workers=workers, **options)
+
+
+@dataclass(frozen=True)
+class Trips(cfl.LocalRegularizer):
+    """Something happens to client 7, in a worker: for ever, or once, where `flag` names a file to remember it by."""
+
+    act: str = "kill"
+    flag: str = ""
+    parent: int = 0
+
+    def finish(self, params, ctx, steps):
+        if ctx.client == 7 and os.getpid() != self.parent and not (self.flag and Path(self.flag).exists()):
+            if self.flag:
+                Path(self.flag).touch()
+            if self.act == "raise":
+                raise KeyError("no such leaf")
+            if self.act == "strange":
+                raise Strange(1, 2)
+            if self.act == "warn":
+                warnings.warn("odd", stacklevel=1)
+            if self.act == "half an answer":  # dies in the middle of the next message that it sends
+                Connection._send = lambda self, buffer: (os.write(self.fileno(), bytes(buffer)[:3]), die())
+            if self.act == "kill":
+                die()
+        return {}, ctx.state
+
+
+class Strange(Exception):
+    """Pickling loses it: its constructor takes other arguments than it keeps."""
+
+    def __init__(self, a, b):
+        super().__init__(f"{a} and {b}")
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("name", ["pool", "pool+vmapped"])
+def test_any_number_of_workers_gives_the_same_bits(name):
+    first, *others = (a_round(pooled(workers=count, block=2, name=name), samples_of(30), ROWS) for count in (1, 2, 3))
+    assert all(alike(first, other) for other in others)
+
+
+@pytest.mark.parametrize("act", ["kill", "half an answer"])
+def test_a_worker_that_dies_is_replaced_and_changes_no_bit(act, tmp_path):
+    flag = tmp_path / "died"
+    whole = a_round(pooled(Trips("nothing", parent=os.getpid()), block=2), samples_of(30), ROWS)
+    found = a_round(pooled(Trips(act, str(flag), os.getpid()), block=2), samples_of(30), ROWS)
+    assert flag.exists() and alike(whole, found)
+
+
+def test_clients_at_which_every_worker_dies_are_named():
+    engine = pooled(Trips(parent=os.getpid()), block=2)
+    message = (
+        r"3 worker processes died at clients 6, 7 \(task 0, phase train, round 0\), the last with exit code -9; .*"
+    )
+    with pytest.raises(UpdateError, match=message + "lower workers or block"):
+        a_round(engine, samples_of(30), ROWS)
+    assert multiprocessing.active_children() == []
+
+
+def test_an_error_reaches_the_caller_as_from_the_loop():
+    for engine in (engine_of("loop", model_of(), rules={"rule": Trips("raise")}), pooled(Trips("raise"))):
+        with pytest.raises(KeyError, match="^'no such leaf'") as caught:
+            a_round(engine, samples_of(30), ROWS)
+        assert caught.value.args == ("no such leaf",)
+    assert "in finish" in caught.value.__notes__[-1]  # where it was raised, in the other process
+
+
+def test_an_error_that_pickling_loses_keeps_its_name():
+    with pytest.raises(RuntimeError, match="^Strange: 1 and 2"):
+        a_round(pooled(Trips("strange")), samples_of(30), ROWS)
+
+
+def test_after_an_error_the_same_engine_computes_the_next_round(tmp_path):
+    flag = tmp_path / "raised"
+    engine = pooled(Trips("raise", str(flag)))
+    with pytest.raises(KeyError):
+        a_round(engine, samples_of(30), ROWS)
+    assert alike(a_round(engine, samples_of(30), ROWS), a_round(pooled(), samples_of(30), ROWS))
+
+
+def test_memory_that_is_too_small_grows(monkeypatch):
+    whole = a_round(pooled(workers=2), samples_of(30), ROWS)
+    sizes = []
+
+    class Small(Arena):
+        def __init__(self, bytes):
+            sizes.append(bytes)
+            super().__init__(bytes)
+
+    monkeypatch.setattr(pool, "Arena", Small)
+    monkeypatch.setattr(pool, "_SPARE", -(10**9))  # down to one page, and `bytes` below nothing
+    engine = pooled(workers=2)
+    assert alike(a_round(engine, samples_of(30), ROWS), whole)
+    assert min(sizes) < 0 and max(sizes) > 0
+    grown = len(sizes)
+    assert alike(a_round(engine, samples_of(30), ROWS), whole) and len(sizes) > grown  # closed in between
+
+
+def test_a_round_leaves_its_workers_and_close_ends_them():
+    engine, started = pooled(workers=2), []
+
+    class Keep(pool._Worker):
+        def start(self, *sizes, **named):
+            super().start(*sizes, **named)
+            started.append(self.process.pid)
+
+    before = multiprocessing.active_children()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pool, "_Worker", Keep)
+        a_round(engine, samples_of(30), ROWS)  # closes it
+    assert len(started) == 2 and multiprocessing.active_children() == before == []
+    for pid in started:
+        with pytest.raises(ChildProcessError):  # waited for: no zombie is left
+            os.waitpid(pid, os.WNOHANG)
+
+
+def test_warnings_of_clients_reach_the_caller():
+    with pytest.warns(UserWarning, match="^odd$"):
+        a_round(pooled(Trips("warn")), samples_of(30), ROWS)
+
+
+def gone(pids, seconds=20.0):
+    """Whether processes end within some time."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if not any(_runs(pid) for pid in pids):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+SCRIPT = """
+import multiprocessing, os, signal, sys, time
+import cfl
+from tests import toy
+def show(info, client, params):
+    if info.task == 0 and info.round == 1 and client == max(info.clients):
+        print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+        {action}
+config = toy.config("tasks=1", "engine=pool", "block=1", "workers=3", method="fedavg")
+try:
+    cfl.run(config, stream=toy.stream(1), observe=show)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+def started(action):
+    signals = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job ignores it
+    return subprocess.run(
+        [sys.executable, "-c", signals + SCRIPT.format(action=action)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads the table of processes")
+def test_a_killed_parent_leaves_no_workers():
+    """Each worker's end of the pipe closes with the parent: no other worker has inherited it."""
+    done = started("os.kill(os.getpid(), signal.SIGKILL)")
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert done.returncode == -signal.SIGKILL and len(pids) == 3
+    assert gone(pids)
+
+
+def test_ctrl_c_is_left_to_the_parent():
+    """The signal goes to all processes of the group; the round ends with nothing lost, and then the run."""
+    done = started("os.killpg(0, signal.SIGINT)")
+    assert done.stdout.splitlines()[-1] == "interrupted" and len(done.stdout.split()) == 4, done.stderr
+    assert done.stderr.count("Traceback") == 0
+
+
+def test_a_gpu_is_refused_before_anything_is_forked():
+    engine = pooled()
+    engine.inner.model.params["0.weight"] = engine.inner.model.params["0.weight"].to("meta")
+    with pytest.raises(ConfigError, match="on a GPU use engine=vmapped"):
+        pool.PoolEngine(engine.inner, 1, 1, [])
+
+
+def test_workers_know_model_and_data():
+    """What is known goes as a number: a message of a round has no sample in it, but for the rows' numbers."""
+    config = toy.config("tasks=1", "engine=pool", "block=1", "workers=1", method="fedavg")
+    sent = []
+
+    class Counting(Arena):
+        def write(self, value, known=lambda value: None):
+            pickled = super().write(value, known)
+            sent.append(len(pickled))
+            return pickled
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pool, "Arena", Counting)
+        cfl.run(config, stream=toy.stream(1), model=toy.mlp(8, 600, 2))
+    assert sent and max(sent) < 4000  # bytes, of a model of 53 kB

@@ -1,0 +1,358 @@
+"""Blocks of clients at once, and in processes, against one by one: whole runs of every method, and what is ragged.
+
+Networks are in float64. Engines add the same numbers in another order, each sum off by some 1e-16 of its size; a run of
+a few dozen steps keeps that below 1e-10, and what must not differ (a wrong mask, a client's buffers) is above 1e-4.
+A few are in float32, whose sums are off by 1e-7: below 1e-5.
+"""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import cfl
+from cfl import engines, optim, plugins, rng
+from cfl.errors import UpdateError
+from cfl.local.chain import Chain
+from cfl.models.handle import Model
+from cfl.privacy.gaussian import SampleNoise
+from cfl.strategies.base import Strategy
+from cfl.streams import from_tensors
+from cfl.streams.store import Part, Pool
+from cfl.types import Client, Share
+from tests import toy
+from tests.engines.test_loop import info_of
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.int64: 0}
+BLOCKS = {f"vmapped, {block}": ("engine=vmapped", f"block={block}") for block in (2, 3, 99)}
+POOLS = {
+    "pool, 1": ("engine=pool", "block=1", "workers=2"),
+    "pool, 2": ("engine=pool", "block=2", "workers=3"),
+    "pool+vmapped, 2": ("engine=pool+vmapped", "block=2", "workers=1"),
+}
+RAGGED = ("partition.name=lda", "partition.alpha=0.5", "partition.min_samples=1", "local.batch_size=5", "local.lr=0.2")
+SMALL = ("tasks=2", "partition.clients=6", "cohort=5", *RAGGED)
+
+
+def images():
+    """Two tasks of 40 and 20 images of 1 x 6 x 6, a bright column by class."""
+    parts = []
+    for task in range(2):
+        x, y = torch.randn(60, 1, 6, 6, generator=rng.generator(task)) / 2, torch.arange(60) % 2
+        x[torch.arange(60), 0, :, 2 * task + y] += 1
+        parts.append((x[:40], y[:40], x[40:], y[40:]))
+    return from_tensors(parts, name="images", multi_head=False)
+
+
+def conv():
+    return toy.net(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 2))
+
+
+def conv_norm():
+    return toy.net(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 2))
+
+
+def norm():
+    return toy.net(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+
+
+def plain():
+    return toy.mlp(8, 6, 6, 2)
+
+
+def single():
+    return toy.mlp(8, 6, 6, 2).float()
+
+
+def conv_single():
+    return conv().float()
+
+
+def toys(multi_head=False):
+    return lambda: toy.stream(2, multi_head=multi_head)
+
+
+def run(make, stream, options, method="fedavg", **more):
+    """A run, and the rows that it reports."""
+    log = toy.Rows()
+    config = toy.config(*SMALL, *options, method=method)
+    return cfl.run(config, stream=stream(), model=make(), sink=log, **more), log.rows
+
+
+def assert_near(found, expected, where=""):
+    """Equal, but for rounding in floats; times aside."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for name in expected.keys() - {"seconds"}:
+            assert_near(found[name], expected[name], f"{where}/{name}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), where
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_near(one, other, f"{where}/{number}")
+    elif isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype and found.shape == expected.shape, where
+        assert float((found.double() - expected.double()).abs().max()) <= TOLERANCE[found.dtype], where
+    elif isinstance(expected, float):
+        close = 1e-10 if "/local/" in where else 1e-6  # blocks keep the losses of steps in float32
+        assert found == pytest.approx(expected, abs=close, rel=close, nan_ok=True), where
+    else:
+        assert found == expected, where
+
+
+def assert_same_run(make, stream, options, names, method="fedavg"):
+    """The loop's run and those of other engines; the loop's result and rows."""
+    whole, rows = run(make, stream, options, method)
+    for name in names:
+        found, found_rows = run(make, stream, (*options, *{**BLOCKS, **POOLS}[name]), method)
+        for what in ("params", "metrics"):
+            assert_near(getattr(found, what), getattr(whole, what), f"{name}: {what}")
+        assert_near(found_rows, rows, f"{name}: rows")
+    return whole, rows
+
+
+EPOCHS = ("local.epochs=2", "local.momentum=0.9", "local.weight_decay=0.01")
+CASES = {
+    "mlp": (plain, toys(), EPOCHS, "fedavg"),
+    "adam": (plain, toys(), ("local.optimizer=adam", "local.epochs=2", "local.lr=0.01"), "fedavg"),
+    "uniform weights": (plain, toys(True), ("agg.weights=uniform", "server.lr=0.7"), "fedavg"),
+    "conv": (conv, images, EPOCHS, "fedavg"),
+    "augmented": (conv, images, ("local.augment=[crop,flip]", "local.epochs=2"), "fedavg"),
+    "norm, per task": (conv_norm, images, EPOCHS, "fedavg"),
+    "norm, running": (conv_norm, images, ("model.norm_stats=running", *EPOCHS), "fedavg"),
+    "norm, batch": (conv_norm, images, ("model.norm_stats=batch", *EPOCHS), "fedavg"),
+    "norm, conv, augmented": (conv_norm, images, ("local.augment=[flip]", *EPOCHS), "fedavg"),
+    "memories": (plain, toys(True), ("strategy.memory=5", "tasks=2", "seed=1"), "er"),
+    "memories, norm": (conv_norm, images, ("strategy.memory=5",), "er"),
+    "all tasks at once": (single, toys(True), EPOCHS, "joint"),
+    "all tasks at once, augmented": (conv_single, images, ("local.augment=[crop]",), "joint"),
+    "poisson": (plain, toys(), ("sampling=poisson", "cohort=3", "rounds=4"), "fedavg"),
+    "drop-outs": (plain, toys(), ("drop_rate=0.4", "rounds=3"), "scaffold"),
+    "local models": (conv_norm, images, ("eval_local=1",), "fedavg"),
+    "sum": (plain, toys(), ("secagg=sum", "secure.fraction_bits=50"), "fot+scaffold"),
+    "masked": (plain, toys(), ("secagg=full", "secure.fraction_bits=50", "drop_rate=0.2"), "fedavg"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_is_that_of_the_loop(case):
+    make, stream, options, method = CASES[case]
+    names = [*BLOCKS, *POOLS] if case == "mlp" else ["vmapped, 3", "pool+vmapped, 2"]
+    whole, rows = assert_same_run(make, stream, options, names, method)
+    start = whole.model.params  # as the run began
+    assert max(float((whole.params[name] - start[name]).abs().max()) for name in start) > 1e-2  # it did train
+    if case == "poisson":
+        assert len({row["clients"] for row in rows}) > 2
+
+
+def test_the_clients_of_these_runs_are_ragged():
+    from cfl.population import Population
+
+    config = toy.config(*SMALL)
+    sizes = [size for deal in Population(toy.stream(2), config).deals for size in deal.sizes.tolist()]
+    assert len({-(-size // 5) for size in sizes}) > 2  # steps
+    assert len({size % 5 for size in sizes}) > 2  # samples in the last batch
+    assert max(sizes) > 5 * min(sizes)
+
+
+PRIVATE = ("dp.noise_multiplier=0.5", "dp.accountant=rdp", "agg.weights=uniform", "sampling=poisson", "dp.clip=0.1")
+
+
+@pytest.mark.parametrize("more", [(), ("secagg=sum", "secure.fraction_bits=40"), ("cohort=1", "dp.amplify=true")])
+def test_noise_on_whole_uploads_is_that_of_the_loop(more):
+    """Its key is of the round or of the client, not of the block. With cohort=1 some rounds draw nobody."""
+    options = ("tasks=1", "rounds=4", *PRIVATE, "dp.amplify=false", *more)
+    _, rows = assert_same_run(plain, toys(), options, ["vmapped, 3", "pool, 2", "pool+vmapped, 2"])
+    assert any(row["shortened"] for row in rows) and (("cohort=1" in more) == any(not row["clients"] for row in rows))
+
+
+def test_bounds_on_single_samples_are_those_of_the_loop():
+    """Draws of noise are of the block, so there is next to none: 1e-13 of a gradient bounded by 1."""
+    options = ("tasks=1", "dp.level=example", "dp.accountant=rdp", "agg.weights=uniform", "sampling=poisson")
+    noise = ("dp.noise_multiplier=1e-13", "dp.amplify=false", "dp.clip=0.3", "local.epochs=2")
+    found = []
+    for engine in ((), BLOCKS["vmapped, 3"], POOLS["pool, 2"], POOLS["pool+vmapped, 2"]):
+        found.append(run(plain, toys(), (*options, *noise, *engine))[0].params)
+    for other in found[1:]:
+        assert_near(other, found[0])
+
+
+METHODS = [name for name in plugins.strategies.names() if name != "fedavg"] + list(plugins.local.names())
+OPTIONS = {
+    "fedsol": ("regularizer.fedsol.scope=full",),
+    "moon": ("regularizer.moon.mu=1.0",),
+    **dict.fromkeys(("feddf", "fedet", "fedproj"), ("public.name=stream",)),
+}
+
+
+@pytest.mark.parametrize("multi_head", [False, True], ids=["one head", "heads"])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_gives_what_it_gives_one_by_one(method, multi_head):
+    options = ("local.momentum=0.5",) if method not in ("scaffold", "fednova") else ()
+    names = ["vmapped, 3", "pool, 2"] if multi_head else ["vmapped, 3"]
+    make = single if method == "joint" else plain  # its loss takes float32 only
+    assert_same_run(make, toys(multi_head), (*OPTIONS.get(method, ()), *options), names, method)
+
+
+# --- single rounds ---------------------------------------------------------------------------------------------------
+
+
+def engine_of(name, model, strategy=None, rules=None, block=None, workers=2, **options):
+    strategy = strategy or Strategy()
+    defaults = dict(optimizer=optim.sgd(), epochs=1, batch_size=4, weights="samples", on_bad_update="raise")
+    parts = dict(model=model, strategy=strategy, chain=Chain({"strategy": strategy, **(rules or {})}))
+    return engines.build(
+        name, block=block, cohort=9, workers=workers, known=[model], **parts, **{**defaults, **options}
+    )
+
+
+def model_of(make=plain, shape=(8,)):
+    return Model(make(), shape, [2, 2], multi_head=False)
+
+
+def samples_of(count, seed=0, bad=()):
+    x = torch.randn(count, 8, generator=rng.generator(seed))
+    y = (x[:, 0] > 0).long()
+    x[list(bad)] = math.nan
+    return Part(Pool(x), torch.arange(count), y)
+
+
+def a_round(engine, samples, rows, states=None, observe=None, **changes):
+    """A round of task 0; rows: client id to its rows."""
+    info = info_of(engine.inner.model if hasattr(engine, "inner") else engine.model, rows, **changes)
+    loop = getattr(engine, "inner", engine)
+    shared = loop.chain.broadcast({"params": loop.model.params}, info)
+    states = states or {id: loop.chain.client_state(None, shared["params"], loop.model) for id in rows}
+    clients = [Client(id, {0: Share(samples, torch.tensor(own))}, 0, (0,)) for id, own in rows.items()]
+    try:
+        return engine.round(info, shared, states, clients, observe)
+    finally:
+        engine.close()
+
+
+ROWS = {1: [0, 1, 2], 4: list(range(3, 17)), 6: [17, 18, 19], 7: [20, 21], 9: list(range(22, 30))}
+KINDS = [("vmapped", 2), ("vmapped", 9), ("pool", 2), ("pool+vmapped", 2)]
+
+
+@pytest.mark.parametrize(("name", "block"), KINDS)
+def test_a_client_that_is_not_finite_is_left_out_alone(name, block):
+    """Client 6, whose images are NaN, shares a block with others: nothing of it may reach them."""
+    samples = samples_of(30, bad=[17])
+    alone = a_round(engine_of("loop", model_of(), on_bad_update="exclude"), samples, ROWS)
+    found = a_round(engine_of(name, model_of(), block=block, on_bad_update="exclude"), samples, ROWS)
+    assert found.excluded == alone.excluded == [6] and list(found.states) == [1, 4, 7, 9]
+    assert_near(found.mean, alone.mean)
+    assert_near(found.loss, alone.loss, "loss")
+    with pytest.raises(UpdateError, match=r"client 6 sent an update with NaN or infinity \(task 0, phase train"):
+        a_round(engine_of(name, model_of(), block=block), samples, ROWS)
+
+
+@pytest.mark.parametrize(("name", "block"), KINDS)
+def test_observers_see_every_model_in_evaluation_mode(name, block):
+    def looked(engine):
+        seen, modes = {}, set()
+        model = getattr(engine, "inner", engine).model
+
+        def observe(id, params):
+            assert id not in seen
+            seen[id] = {key: leaf.clone() for key, leaf in params.items()}
+            modes.add(model.module.training)
+
+        a_round(engine, samples_of(30), ROWS, observe=observe)
+        assert modes == {False}
+        return {id: seen[id] for id in sorted(seen)}
+
+    alone = looked(engine_of("loop", model_of(norm)))
+    assert list(alone) == list(ROWS)
+    assert_near(looked(engine_of(name, model_of(norm), block=block)), alone)
+
+
+class Stacks(cfl.LocalRegularizer):
+    """Sends its client's id, to be stacked."""
+
+    gathers = "stack"
+
+    def finish(self, params, ctx, steps):
+        return {"id": ctx.client.double(), "steps": torch.tensor(float(steps))}, ctx.state
+
+
+@pytest.mark.parametrize(("name", "block"), [("loop", None), *KINDS])
+def test_stacked_uploads_are_in_the_order_of_ids(name, block):
+    found = a_round(engine_of(name, model_of(), rules={"stacks": Stacks()}, block=block), samples_of(30), ROWS)
+    assert found.mean["stacks"]["id"].tolist() == list(ROWS)
+    assert found.mean["stacks"]["steps"].tolist() == [1, 4, 1, 1, 2]  # batches of 4
+
+
+class Remembers(Strategy):
+    """Has a state whose shape is another one for odd clients."""
+
+    def init_client(self, params, model):
+        return {"seen": torch.zeros(2)}
+
+    def penalty(self, params, logits, ctx):
+        return 0.1 * ctx.state["seen"].sum() * params["0.bias"].sum()
+
+    def finish(self, params, ctx, steps):
+        upload, _ = super().finish(params, ctx, steps)
+        return upload, {"seen": ctx.state["seen"] + 1}
+
+
+@pytest.mark.parametrize(("name", "block"), KINDS)
+def test_states_of_other_shapes_go_in_other_blocks(name, block):
+    states = {id: {"strategy/seen": torch.full((1 + id % 2,), float(id))} for id in ROWS}
+    alone, found = (
+        a_round(engine_of(kind, model_of(), Remembers(), block=size), samples_of(30), ROWS, states)
+        for kind, size in (("loop", None), (name, block))
+    )
+    assert_near(found.mean, alone.mean)
+    assert_near(found.states, alone.states)
+    assert found.states[4]["strategy/seen"].tolist() == [5.0]
+
+
+def test_blocks_are_sorted_by_steps():
+    engine = engine_of("vmapped", model_of(), block=2)
+    clients = [Client(id, {0: Share(samples_of(30), torch.tensor(own))}, 0, (0,)) for id, own in ROWS.items()]
+    found = [[client.id for client in block] for block in engine.blocks(clients, dict.fromkeys(ROWS, {}))]
+    assert found == [[4, 9], [1, 6], [7]]  # 4, 2, 1, 1, 1 steps; the larger one first, then the lower id
+
+
+def uploads(engine, rows, samples):
+    """What each client would send: its model's distance from the global one."""
+    seen = {}
+    a_round(engine, samples, rows, observe=lambda id, params: seen.update({id: params["0.weight"].clone()}))
+    start = getattr(engine, "inner", engine).model.params["0.weight"]
+    return torch.stack([(seen[id] - start).flatten() for id in rows])
+
+
+def test_clients_of_a_block_do_not_share_their_noise():
+    """Six clients with the same 4 samples, and noise far above the gradients: what they share shows as correlation.
+
+    Of two independent vectors of 48 entries the correlation is below 0.6 in all but 1 of 10^5 pairs (4.1 deviations
+    of 1/sqrt(47)).
+    """
+    noise, rows = SampleNoise(1.0, 50.0, 4), {id: list(range(4)) for id in range(6)}
+    engine = engine_of("vmapped", model_of(), block=6, noise=noise, epochs=3)
+    found = uploads(engine, rows, samples_of(4))
+    pairs = torch.corrcoef(found).triu(1).abs()
+    assert 0 < float(pairs.max()) < 0.6
+    # deviation of the sum of 3 steps: lr x multiplier x clip / expected x sqrt(3), of 6 x 48 draws: +-4 %
+    assert float(found.std()) == pytest.approx(0.1 * 50 / 4 * 3**0.5, rel=0.2)
+
+
+def test_dropout_is_drawn_for_each_client_and_again_the_same():
+    def make():
+        return toy.net(nn.Linear(8, 6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 2))
+
+    rows = {id: list(range(8)) for id in range(4)}
+    first, again = (uploads(engine_of("vmapped", model_of(make), block=4), rows, samples_of(8)) for _ in range(2))
+    assert torch.equal(first, again)
+    assert all(not torch.allclose(first[0], other, atol=1e-4) for other in first[1:])
+
+
+def test_what_vmap_does_not_take_is_named_with_its_clients():
+    class Branches(cfl.LocalRegularizer):
+        def adjust(self, grads, params, ctx):
+            return grads if grads["0.weight"].sum() > 0 else {name: -leaf for name, leaf in grads.items()}
+
+    with pytest.raises(UpdateError, match=r"local training failed at clients 4, 9 \(task 0, phase train, round 0\): "):
+        a_round(engine_of("vmapped", model_of(), rules={"odd": Branches()}, block=2), samples_of(30), ROWS)
