@@ -251,8 +251,7 @@ class _Worker:
     def stop(self) -> int | None:
         """End the process; its exit code."""
         self.connection.close()
-        self.process.join(timeout=0.0 if self.process.exitcode is None else None)
-        self.process.terminate()
+        self.process.kill()  # it has nothing to put in order, and a handler of SIGTERM may be the parent's
         self.process.join()
         return self.process.exitcode
 

@@ -124,7 +124,8 @@ class VmappedEngine(LoopEngine):
         )
         local, steps = Local(params, buffers, step.optimizer.init(params)), together.steps
         ids = torch.tensor([client.id for client in block])
-        losses = torch.zeros(len(block), steps[0], device=block[0].device)
+        dtype = next((leaf.dtype for leaf in params.values()), torch.float32)
+        losses = torch.zeros(len(block), steps[0], device=block[0].device, dtype=dtype)
         self.model.module.train()
         with rng.fork(rng.key(info.key, "local", *ids.tolist()), block[0].device):
             for index in range(steps[0]):
@@ -138,7 +139,7 @@ class VmappedEngine(LoopEngine):
                         "state": {name: leaf[places] for name, leaf in together.state.items()},
                         "client": {"id": ids[places]},
                     }
-                    losses[places, index] = self._advance(step, local, places, own, shared, info, index)
+                    losses[places, index] = self._advance(step, local, places, own, shared, info, index).to(losses)
         for number, client in enumerate(block):
             last = losses[number, steps[number] - steps[number] // self.epochs : steps[number]]
             leaves = {name: leaf[number] for name, leaf in {**local.params, **local.buffers}.items()}

@@ -54,5 +54,6 @@ class Joint(Strategy):
         tasks = torch.arange(ctx.model.tasks, device=batch.y.device)
         members = (batch.task[:, None] == tasks) * batch.mask[:, None]  # (batch, tasks)
         counts = members.sum(dim=0)
-        means = (cross_entropy(logits, batch) @ members) / counts.clamp(min=1)
+        losses = cross_entropy(logits, batch)
+        means = (losses @ members.to(losses)) / counts.clamp(min=1)
         return means.sum() / (counts > 0).sum().clamp(min=1)
