@@ -1,9 +1,13 @@
 """Time and memory of GPSE: of a client against one epoch of its training, and each part against the plain way.
 
-    python benchmarks/gpse.py [--parts layers client memory server] [--repeats 5] [--json FILE]
+    python benchmarks/gpse.py [--parts layers precision client memory server] [--repeats 5] [--json FILE]
 
 layers: a sketch of each convolution from its Gram matrix (what `cfl` does), against drawing all of G.
-client: the whole of `FOT.work` against a round of local training of that client, one epoch, on the papers' models.
+precision: what float32 products miss of a Gram matrix (norm of the error over the largest eigenvalue), beside what a
+    rank rule that asks for everything (threshold 1) takes for zero; below a threshold of 0.999 `cfl` takes them.
+client: the whole of `FOT.work` against a round of local training of that client, one epoch, on the papers' models; with
+    the operations of either (products and Cholesky factors): what a sketch takes beyond sketch=gram is L Z, the product
+    of a factor of the Gram matrix with its s columns of draws, and the factor.
 memory: what `FOT.work` adds to the peak of a pass that sketches nothing, against the number of samples.
 server: leading singular vectors of a float32 sketch d x 5d by the eigenvectors of A A^T, against a full SVD.
 
@@ -20,11 +24,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import cfl
 from cfl import models, optim, rng
@@ -33,7 +38,7 @@ from cfl.local.chain import Chain
 from cfl.models import Layer
 from cfl.strategies.fot import FOT
 from cfl.subspace.basis import empty, residual_spectrum
-from cfl.subspace.layer_inputs import patch_gram, slides, stream
+from cfl.subspace.layer_inputs import Patches, slides, stream
 from cfl.subspace.sketch import Direct, Gram
 from cfl.types import Client, Phase, RoundInfo, Share
 
@@ -61,8 +66,9 @@ AUTHORS = {"criterion": "norm_ratio", "min_rank": 1, "bias": "free"}
 OPTIONS = {
     "mlp": {**ALL, "preset": {**AUTHORS, "s_mult": 1.0, "distribution": "uniform"}},
     "alexnet_cl": {**ALL, "preset": {**AUTHORS, "s_mult_conv": 1.0}},
-    "resnet18": ALL,
+    "resnet18": {**ALL, "authors": {**AUTHORS, "s_mult_conv": 1.0}},
 }
+CONVOLUTIONS = ("alexnet_cl", "resnet18")
 TRAIN, GPSE = Phase("train"), Phase("gpse", cohort="available", train=False, work=True)
 MEMORY_SAMPLES, SERVER_WIDTHS = (100, 1600, 3200, 6400), (288, 576, 1024)
 
@@ -100,8 +106,37 @@ def info_of(model: cfl.Model, phase: Phase) -> RoundInfo:
     return RoundInfo(0, 2, phase, 0, (0,), names, frozenset(), (0,), 1, 0.01, model, key=3)
 
 
+def gflop(run: Callable[[], Any]) -> float:
+    """Operations of a call's products and convolutions and of its Cholesky factors (d^3 / 3), in 10^9."""
+    cholesky = {torch.ops.aten.linalg_cholesky_ex: lambda shape, *_, **__: shape[0] ** 3 // 3}
+    with FlopCounterMode(display=False, custom_mapping=cholesky) as counter:
+        run()
+    return counter.get_total_flops() / 1e9
+
+
 def work(strategy: FOT, model: cfl.Model, client: Client) -> None:
     strategy.work(model.params, client, {"params": model.params}, {}, info_of(model, GPSE))
+
+
+def entering(name: str) -> list[tuple[Layer, torch.Tensor]]:
+    """Convolutions of a model, of those that cost the same one, and what enters (samples, channels, height, width)."""
+    model, own = client_of(name)
+    entered: dict[str, torch.Tensor] = {}
+    every = [layer for layer in model.layers if isinstance(layer.module, torch.nn.Conv2d)]
+
+    def keep(layer: Layer, x: torch.Tensor, batch: cfl.Batch) -> None:
+        entered[layer.name] = x
+
+    stream(model, model.params, 0, own.batches(len(own)), every, keep, patches=False)
+    alike = {(layer.size, layer.module.stride, entered[layer.name].shape): layer for layer in reversed(every)}
+    return [(layer, entered[layer.name]) for layer in reversed(alike.values())]
+
+
+def patches(layer: Layer, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    sums = Patches(layer, parts[0].shape[2:], dtype)
+    for part in parts:
+        sums.add(part)
+    return sums.gram()
 
 
 def layers(repeats: int) -> list[dict[str, Any]]:
@@ -109,32 +144,23 @@ def layers(repeats: int) -> list[dict[str, Any]]:
     print(
         f"{'model':>10} {'layer':>24} {'d':>5} {'vectors':>8} {'direct (s)':>11} {'gram (s)':>9} {'direct / gram':>14}"
     )
-    for name in ("alexnet_cl", "resnet18"):
-        model, own = client_of(name)
-        entered: dict[str, torch.Tensor] = {}
-        every = [layer for layer in model.layers if isinstance(layer.module, torch.nn.Conv2d)]
-
-        def keep(layer: Layer, x: torch.Tensor, batch: cfl.Batch, entered: dict = entered) -> None:
-            entered[layer.name] = x
-
-        stream(model, model.params, 0, own.batches(len(own)), every, keep, patches=False)
-        alike = {(layer.size, layer.module.stride, entered[layer.name].shape): layer for layer in reversed(every)}
-        for layer in reversed(alike.values()):  # of layers that cost the same, one
-            parts, d = entered[layer.name].split(16), layer.size
+    for name in CONVOLUTIONS:
+        for layer, x in entering(name):
+            parts, d = x.split(64), layer.size  # as a client takes them
             vectors = sum(len(layer.inputs(part).flatten(0, 1)) for part in parts)
 
             def sketch(sums: Gram | Direct, fast: bool, layer: Layer = layer, parts: tuple = parts) -> torch.Tensor:
-                for part in parts:
-                    if fast and slides(layer):
-                        sums.add_gram(patch_gram(layer, part))
-                    else:
+                if fast and slides(layer):
+                    sums.add_gram(patches(layer, parts, torch.float32))
+                else:
+                    for part in parts:
                         sums.add(layer.inputs(part), torch.arange(len(part)))
                 return sums.release()
 
             row = {"model": name, "layer": layer.name, "d": d, "vectors": vectors} | alternate(
                 repeats,
                 direct=lambda d=d: sketch(Direct(empty(d).float(), 5 * d, 0, by_sample=False), False),
-                gram=lambda d=d: sketch(Gram(empty(d).float(), 5 * d, 0), True),
+                gram=lambda d=d: sketch(Gram(empty(d).float(), 5 * d, 0, torch.float32), True),
             )
             rows.append(row)
             print(
@@ -145,9 +171,38 @@ def layers(repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
+def precision(repeats: int) -> list[dict[str, Any]]:
+    rows, eps = [], torch.finfo(torch.float32).eps
+    print(f"\n{'model':>10} {'layer':>24} {'d':>5} {'error':>9} {'zero, s = d':>12} {'s = 5d':>9} {'gram':>9}")
+    for name in CONVOLUTIONS:
+        for layer, x in entering(name):
+            if not slides(layer):
+                continue
+            exact, rounded = (patches(layer, x.split(64), dtype) for dtype in (torch.float64, torch.float32))
+            error, d = largest(rounded - exact) / largest(exact), layer.size
+            zero = [(d * eps) ** 2, (5 * d * eps) ** 2, d * eps]
+            rows.append({"model": name, "layer": layer.name, "d": d, "error": error, "zero": zero})
+            print(
+                f"{name:>10} {layer.name:>24} {d:>5} {error:>9.1e} {zero[0]:>12.1e} {zero[1]:>9.1e} {zero[2]:>9.1e}",
+                flush=True,
+            )
+    return rows
+
+
+def largest(matrix: torch.Tensor) -> float:
+    """The largest eigenvalue in size of a symmetric matrix (d, d), by 30 steps of the power method."""
+    vector = torch.randn(len(matrix), dtype=matrix.dtype, generator=rng.generator(0))
+    for _ in range(30):
+        vector = matrix @ (vector / vector.norm())
+    return float(vector.norm())
+
+
 def client(repeats: int) -> list[dict[str, Any]]:
     rows = []
-    print(f"\n{'model':>10} {'options':>22} {'GPSE (s)':>9} {'epoch (s)':>10} {'GPSE / epoch':>13}")
+    print(
+        f"\n{'model':>10} {'options':>22} {'GPSE (s)':>9} {'epoch (s)':>10} {'GPSE / epoch':>13} "
+        f"{'GFLOP':>7} {'epoch':>7}"
+    )
     for name, choices in OPTIONS.items():
         model, own = client_of(name)
         for title, options in choices.items():
@@ -171,8 +226,13 @@ def client(repeats: int) -> list[dict[str, Any]]:
 
             epoch()
             row = {"model": name, "options": title} | alternate(repeats, gpse=gpse, epoch=epoch)
+            row |= {"gflop": gflop(gpse), "epoch_gflop": gflop(epoch)}
             rows.append(row)
-            print(f"{name:>10} {title:>22} {row['gpse']:>9.3f} {row['epoch']:>10.3f} {row['ratio']:>13.2f}", flush=True)
+            print(
+                f"{name:>10} {title:>22} {row['gpse']:>9.3f} {row['epoch']:>10.3f} {row['ratio']:>13.2f} "
+                f"{row['gflop']:>7.1f} {row['epoch_gflop']:>7.1f}",
+                flush=True,
+            )
     return rows
 
 
@@ -227,7 +287,7 @@ def machine() -> dict[str, Any]:
 
 
 def main() -> None:
-    parts = {"layers": layers, "client": client, "memory": memory, "server": server}
+    parts = {"layers": layers, "precision": precision, "client": client, "memory": memory, "server": server}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts), help="what to measure")
     parser.add_argument("--repeats", type=int, default=5, help="alternating runs of each form")
@@ -243,11 +303,12 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
         "machine": machine(),
         "torch_threads": torch.get_num_threads(),
-        **{part: parts[part](options.repeats) for part in options.parts},
     }
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+    for part in options.parts:
+        found[part] = parts[part](options.repeats)
+        if options.json:  # after each part, so that what is measured is kept
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

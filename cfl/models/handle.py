@@ -62,7 +62,7 @@ class Layer:
             return x.reshape(x.shape[0], -1, x.shape[-1])
         conv = self.module
         mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-        x = F.pad(x, _margins(conv), mode=mode)
+        x = F.pad(x, margins(conv), mode=mode)
         channels = x.shape[1] // self.groups
         x = x[:, self.group * channels : (self.group + 1) * channels]
         return F.unfold(x, conv.kernel_size, dilation=conv.dilation, stride=conv.stride).transpose(1, 2)
@@ -264,7 +264,7 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _margins(conv: nn.Conv2d) -> list[int]:
+def margins(conv: nn.Conv2d) -> list[int]:
     """Left, right, top, bottom padding of a convolution, in pixels."""
     margins: list[int] = []
     for axis in (1, 0):

@@ -29,12 +29,13 @@ from cfl.options import option
 from cfl.strategies.base import Strategy
 from cfl.subspace import basis as bases
 from cfl.subspace import private
-from cfl.subspace.layer_inputs import patch_gram, slides, stream
+from cfl.subspace.layer_inputs import Patches, slides, some_patches, stream
 from cfl.subspace.projection import covered, input_vectors, project_step, width
-from cfl.subspace.sketch import Direct, Energies, Gram, some_patches, unpack
+from cfl.subspace.sketch import Direct, Energies, Gram, unpack
 from cfl.tree import Tree
 from cfl.types import Batch, Client, Parts, Phase, RoundInfo, Server
 
+ROUNDED = 1e-3  # share of the energy beside which what float32 rounds off is nothing
 _HALF = ("fot", "freeze", "finetune")
 
 
@@ -150,12 +151,16 @@ class FOT(Strategy):
                 sums[layer.name] = self._accumulator(layer, known, client, info)
 
         calls: Counter[str] = Counter()
+        images: dict[tuple[str, torch.Size], Patches] = {}
 
         def see(layer: Layer, x: Tensor, batch: Batch) -> None:
             calls[layer.name] += 1
             into, plain = sums[layer.name], not (self.max_patches or info.privacy or self._width(layer) > layer.size)
             if plain and isinstance(into, Gram) and slides(layer):
-                into.add_gram(patch_gram(layer, x))
+                kind = (layer.name, x.shape[2:])
+                if kind not in images:
+                    images[kind] = Patches(layer, x.shape[2:], into.products)
+                images[kind].add(x)
                 return
             inputs = some_patches(
                 layer.inputs(x), batch.ids, self.max_patches, rng.key(info.key, "patches", layer.name)
@@ -165,6 +170,10 @@ class FOT(Strategy):
 
         watched = [layer for layer in self._projected(info.model) if layer.name in sums]
         stream(info.model, params, info.task, client.batches(64), watched, see, patches=False)
+        for (name, _), seen in images.items():
+            into = sums[name]
+            assert isinstance(into, Gram)
+            into.add_gram(seen.gram())
         for name, times in calls.items():
             if info.privacy and info.privacy.level == "example" and times > client.steps(64):
                 raise ConfigError(
@@ -226,8 +235,7 @@ class FOT(Strategy):
             full, residual = sums[f"energy/{layer.name}"].tolist()
             remaining = residual / full if full > 0 else 0.0
         covered = 1 - remaining if self.criterion == "energy" else remaining
-        threshold = min(1.0, self.threshold + info.task * self.threshold_step)
-        rank = bases.choose_rank(squared, covered, threshold, self.criterion, self.min_rank)
+        rank = bases.choose_rank(squared, covered, self._threshold(info.task), self.criterion, self.min_rank)
         return bases.expand(basis, vectors[:, :rank])
 
     def _accumulator(self, layer: Layer, known: Tensor, client: Client, info: RoundInfo) -> Gram | Direct:
@@ -236,8 +244,16 @@ class FOT(Strategy):
         by_sample = self.draw == "sample"
         key = rng.key(info.key, "sketch", layer.name, *(() if by_sample else (client.id,)))
         if self.sketch == "gram" or not by_sample and self.distribution == "normal":
-            return Gram(known, None if self.sketch == "gram" else columns, key)
+            return Gram(known, None if self.sketch == "gram" else columns, key, self._products(known.dtype, info))
         return Direct(known, columns, key, by_sample=by_sample, distribution=self.distribution)
+
+    def _products(self, dtype: torch.dtype, info: RoundInfo) -> torch.dtype:
+        """float32 where the rank rule cannot see its errors: 1e-6 of the energy at most (benchmarks/gpse.py)."""
+        coarse = dtype == torch.float32 and self._threshold(info.task) <= 1 - ROUNDED
+        return torch.float32 if coarse else torch.float64
+
+    def _threshold(self, task: int) -> float:
+        return min(1.0, self.threshold + task * self.threshold_step)
 
     @property
     def _augment(self) -> bool:

@@ -28,12 +28,12 @@ def remove(x: Tensor, basis: Tensor) -> Tensor:
     return x - (x @ basis) @ basis.T
 
 
-def outer(a: Tensor) -> Tensor:
-    """A A^T (d, d) in float64 of A (d, s), computed on and below the diagonal and mirrored."""
-    a, d = a.double(), len(a)
+def outer(a: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A A^T (d, d), float64, of A (d, s), multiplied in `dtype` on and below the diagonal and mirrored."""
+    a, d = a.to(dtype), len(a)
     if d <= BLOCK:
-        return a @ a.T
-    result = a.new_empty(d, d)
+        return (a @ a.T).double()
+    result = a.new_empty(d, d, dtype=torch.float64)
     for start in range(0, d, BLOCK):
         rows = slice(start, start + BLOCK)
         result[rows, : rows.stop] = a[rows] @ a[: rows.stop].T

@@ -10,6 +10,7 @@ from cfl import rng
 from cfl.subspace import basis as bases
 
 BLOCK = 256  # rows of a triangular product that are taken at a time
+VECTORS = 4096  # vectors whose products are summed in the precision asked for
 
 
 class Energies:
@@ -44,34 +45,46 @@ class Gram(Energies):
 
     columns: None to release the residual's Gram matrix itself, packed; else the sketch's s. A sketch A = X* G with
     normal G has the law of P L Z, where L L^T = X X^T and Z is normal: all columns are N(0, X* X*^T). While there
-    are fewer vectors than dimensions, L is X itself; later it is (d, d), and Z has d x s numbers in place of n x s.
+    are few vectors, L is X itself; later it is (d, d), and Z has d x s numbers in place of n x s.
+    products: precision of the products; what they add up to, a few thousand vectors at a time, is float64.
     """
 
-    def __init__(self, basis: Tensor, columns: int | None, key: int) -> None:
+    def __init__(self, basis: Tensor, columns: int | None, key: int, products: torch.dtype = torch.float64) -> None:
         super().__init__(basis)
-        self.columns, self.key = columns, key
-        self.few: Tensor | None = basis.new_zeros(0, len(basis))  # the vectors (n, d), while n < d
+        self.columns, self.key, self.products = columns, key, products
+        d = len(basis)
+        self._most = d if columns and columns > d else 2 * d  # from there on a factor of X X^T costs less than X itself
+        self._few: list[Tensor] | None = [basis.new_zeros(0, d)]  # the vectors, while they are fewer
         self._sum: Tensor | None = None
 
+    @property
+    def few(self) -> Tensor | None:
+        """The vectors (n, d), while all are kept."""
+        if self._few and len(self._few) > 1:
+            self._few = [torch.cat(self._few)]
+        return self._few[0] if self._few else None
+
     def add(self, inputs: Tensor, ids: Tensor) -> None:
-        """As in `Energies`: vectors are kept while they are fewer than dimensions."""
+        """As in `Energies`: vectors are kept while they are few."""
         rows = inputs.flatten(0, 1)
-        if self.few is not None and len(self.few) + len(rows) < len(self.basis):
-            self.few = torch.cat([self.few, rows.to(self.few)])
-        else:
-            self.add_gram(bases.outer(rows.T))
+        if self._few is not None and sum(map(len, self._few)) + len(rows) < self._most:
+            self._few.append(rows.to(self.basis))
+            return
+        for part in rows.split(VECTORS):
+            self.add_gram(bases.outer(part.T, self.products))
 
     def add_gram(self, gram: Tensor) -> None:
         """Take in vectors of which the Gram matrix (d, d) is known."""
         if self.few is not None and len(self.few):
-            gram = gram + bases.outer(self.few.T)
-        self.few, self._sum = None, gram if self._sum is None else self._sum.add_(gram)
+            gram = gram + bases.outer(self.few.T, self.products)
+        self._few, self._sum = None, gram if self._sum is None else self._sum.add_(gram)
 
     @property
     def energies(self) -> Tensor:
         if self.few is not None:
+            whole = self.few.square().sum(dtype=torch.float64)
             rest = bases.remove(self.few, self.basis)
-            return torch.stack([part.square().sum(dtype=torch.float64) for part in (self.few, rest)])
+            return torch.stack([whole, whole if rest is self.few else rest.square().sum(dtype=torch.float64)])
         whole, basis = self._whole(), self.basis.double()
         inside = whole @ basis
         known = (2 * basis * inside).sum() - ((basis.T @ basis) * (basis.T @ inside)).sum()
@@ -86,7 +99,7 @@ class Gram(Energies):
         """The packed Gram matrix (d (d + 1) / 2,), or a sketch (d, s)."""
         if self.columns is None:
             return pack(self.matrix)
-        root, lower = (self.few.T, False) if self.few is not None else _root(self._whole(), self.basis.dtype)
+        root, lower = (self.few.T, False) if self.few is not None else self._root()
         if self.basis.shape[1]:
             root, lower = bases.remove(root.T, self.basis).T, False
         source = rng.generator(self.key)
@@ -105,18 +118,21 @@ class Gram(Energies):
         assert self._sum is not None
         return self._sum
 
-
-def _root(gram: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
-    """L (d, d), float64, with L L^T = gram up to what a sketch of that precision can hold; whether it is triangular."""
-    noise = len(gram) * torch.finfo(gram.dtype).eps
-    if dtype != gram.dtype:  # in float32 nobody sees 1e-13 of an energy, and a Cholesky factor takes d^3 / 3
-        diagonal = gram.diagonal()
-        factor, failed = torch.linalg.cholesky_ex(gram + torch.diag(noise * diagonal.max().expand_as(diagonal)))
-        if not failed:
-            return factor, True
-    values, vectors = torch.linalg.eigh(gram)
-    roots = torch.where(values > noise * values[-1], values, 0.0).sqrt()  # it would turn 1e-16 into 1e-8
-    return vectors * roots, False
+    def _root(self) -> tuple[Tensor, bool]:
+        """L (d, d), float64, with L L^T = X X^T up to what a sketch can hold of it, and whether it is triangular."""
+        gram = self._whole()
+        noise = len(gram) * torch.finfo(gram.dtype).eps
+        shifts = [noise * float(gram.diagonal().max())]  # in float32 nobody sees 1e-13 of an energy
+        if self.products != gram.dtype:  # what it rounded off may have made an eigenvalue negative
+            noise = torch.finfo(self.products).eps
+            shifts.append(noise * float(gram.trace()))
+        for shift in shifts if self.basis.dtype != gram.dtype else []:  # a Cholesky factor takes d^3 / 3
+            factor, failed = torch.linalg.cholesky_ex(gram.diagonal_scatter(gram.diagonal() + shift))
+            if not failed:
+                return factor, True
+        values, vectors = torch.linalg.eigh(gram)
+        roots = torch.where(values > noise * values[-1], values, 0.0).sqrt()  # it would turn 1e-16 into 1e-8
+        return vectors * roots, False
 
 
 class Direct(Energies):
@@ -131,33 +147,41 @@ class Direct(Energies):
         self.matrix = torch.zeros(basis.shape[0], columns, dtype=torch.float64, device=basis.device)
         self.key, self.by_sample, self.uniform = key, by_sample, distribution == "uniform"
         self.source = rng.generator(key)
+        self._waiting: list[Tensor] = []  # vectors not yet multiplied, while fewer than d: one large product is faster
 
     def add(self, inputs: Tensor, ids: Tensor) -> None:
-        parts = zip(ids.tolist(), inputs, strict=True) if self.by_sample else [(-1, inputs.flatten(0, 1))]
-        draw = torch.rand if self.uniform else torch.randn
-        for sample, rows in parts:
-            source = rng.generator(rng.key(self.key, sample)) if self.by_sample else self.source
-            g = draw(len(rows), self.matrix.shape[1], dtype=self.basis.dtype, generator=source).to(rows.device)
-            self.matrix += self._residual(rows).T @ (g.mul_(2).sub_(1) if self.uniform else g)
+        if self.by_sample:
+            for sample, rows in zip(ids.tolist(), inputs, strict=True):
+                self._multiply(rows, rng.generator(rng.key(self.key, sample)))
+            return
+        self._waiting.append(inputs.flatten(0, 1))
+        if sum(map(len, self._waiting)) >= len(self.basis):
+            self._finish()
+
+    @property
+    def energies(self) -> Tensor:
+        self._finish()
+        return self._energies
 
     def release(self) -> Tensor:
         """The sketch (d, s)."""
+        self._finish()
         return self.matrix
 
+    def _finish(self) -> None:
+        if self._waiting:
+            self._multiply(torch.cat(self._waiting), self.source)
+            self._waiting.clear()
 
-def some_patches(inputs: Tensor, ids: Tensor, most: int, key: int) -> Tensor:
-    """At most `most` of the positions (batch, positions, d) of each sample, drawn by (key, sample); 0 takes all."""
-    positions = inputs.shape[1]
-    if not 0 < most < positions:
-        return inputs
-    drawn = [torch.randperm(positions, generator=rng.generator(rng.key(key, sample)))[:most] for sample in ids.tolist()]
-    return inputs.gather(1, torch.stack(drawn).to(inputs.device)[:, :, None].expand(-1, -1, inputs.shape[2]))
+    def _multiply(self, rows: Tensor, source: torch.Generator) -> None:
+        draw = torch.rand if self.uniform else torch.randn
+        g = draw(len(rows), self.matrix.shape[1], dtype=self.basis.dtype, generator=source).to(rows.device)
+        self.matrix += self._residual(rows).T @ (g.mul_(2).sub_(1) if self.uniform else g)
 
 
 def pack(gram: Tensor) -> Tensor:
     """The upper triangle of a symmetric (d, d) matrix as a vector (d (d + 1) / 2,)."""
-    rows, columns = torch.triu_indices(*gram.shape)
-    return gram[rows, columns]
+    return torch.cat([row[i:] for i, row in enumerate(gram)])
 
 
 def unpack(vector: Tensor, size: int) -> Tensor:

@@ -212,6 +212,37 @@ def test_float32_data_that_is_covered_adds_nothing_at_threshold_one():
         assert torch.equal(again["basis"]["0"], server["basis"]["0"])
 
 
+@pytest.mark.parametrize(
+    "options,task,dtype,products",
+    [
+        (dict(threshold=0.9), 0, torch.float32, torch.float32),
+        (dict(threshold=0.9), 0, torch.float64, torch.float64),
+        (dict(threshold=1.0), 0, torch.float32, torch.float64),
+        (dict(threshold=0.99, threshold_step=0.005), 1, torch.float32, torch.float32),
+        (dict(threshold=0.99, threshold_step=0.005), 2, torch.float32, torch.float64),
+    ],
+)
+def test_products_are_float32_only_where_the_rule_does_not_ask_for_everything(options, task, dtype, products):
+    model = _handle(_mlp(12, 3).to(dtype), (12,))
+    client = _clients(_random(6, 12).float(), [torch.arange(6)])[0]
+    empty = torch.zeros(13, 0, dtype=dtype)
+    assert FOT(**options)._accumulator(model.layers[0], empty, client, _info(model, task=task)).products == products
+
+
+def test_products_in_float32_choose_the_subspace_of_those_in_float64(monkeypatch):
+    module = _Net(nn.Conv2d(2, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 6, 3, padding=1), nn.ReLU(), nn.Flatten())
+    module = module.extend([nn.Linear(6 * 64, 3)]).float()
+    model, x = _handle(module, (2, 8, 8)), _random(30, 2, 8, 8).float()
+    strategy, found = FOT(threshold=0.95, sketch="gram", bias="freeze"), []
+    for products in (torch.float32, torch.float64):
+        monkeypatch.setattr(FOT, "_products", lambda *_, products=products: products)
+        found.append(_one_gpse(strategy, model, x)[0])
+    assert _ranks(found[0]) == _ranks(found[1]) and _ranks(found[0])["2"] > 0
+    # The sums differ by 1e-7 of the largest eigenvalue; a direction turns by that over the gap to the next value.
+    for name, basis in found[0]["basis"].items():
+        assert (_projector(basis) - _projector(found[1]["basis"][name])).abs().max() < 1e-3
+
+
 @pytest.mark.parametrize("count", [2, 7, 50])
 @pytest.mark.parametrize("sort", [False, True])
 @pytest.mark.parametrize("patches", [0, 4])

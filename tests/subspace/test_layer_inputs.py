@@ -6,7 +6,7 @@ from torch import nn
 
 import cfl
 from cfl import models, tree
-from cfl.subspace.layer_inputs import patch_gram, slides, stream, watch
+from cfl.subspace.layer_inputs import Patches, slides, stream, watch
 from cfl.types import Batch
 
 
@@ -53,6 +53,11 @@ def _conv_model(conv, side=8):
     return _handle(module, (conv.in_channels, side, side), 3)
 
 
+def _random_images(count, channels, size):
+    """Images that float32 holds exactly, in float64."""
+    return torch.randn(count, channels, *size, generator=torch.Generator().manual_seed(0)).double()
+
+
 def _images(channels, side=8):
     return torch.randn(2, channels, side, side, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -83,18 +88,46 @@ def test_unusual_convolutions(options):
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
-@pytest.mark.parametrize("kernel", [2, 3, 4, (1, 4), (3, 2)])
+@pytest.mark.parametrize("size", [(8, 8), (7, 5), (3, 6)], ids=str)
+@pytest.mark.parametrize("kernel", [2, 3, (1, 4), (3, 2), (5, 3)])
 @pytest.mark.parametrize(
     "options",
-    [dict(), dict(padding=(2, 1)), dict(padding="same"), dict(groups=2), dict(padding=1, padding_mode="reflect")],
+    [
+        dict(),
+        dict(padding=1),
+        dict(padding=(2, 3)),
+        dict(padding="same"),
+        dict(groups=2),
+        dict(padding=(1, 0), padding_mode="reflect"),
+        dict(padding="same", padding_mode="circular"),
+    ],
     ids=str,
 )
-def test_the_gram_matrix_of_patches_is_that_of_the_unfolded_ones(kernel, options):
-    model = _conv_model(nn.Conv2d(4, 8, kernel, **options))
+def test_the_gram_matrix_of_patches_is_that_of_the_unfolded_ones(kernel, options, size):
+    conv = nn.Conv2d(4, 8, kernel, **options)
+    if conv.padding in ((0, 0), (1, 0)) and conv.kernel_size[0] > size[0] + 2 * conv.padding[0]:
+        pytest.skip("the kernel is larger than the image")
+    module = nn.Sequential(conv, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)).double()
+    model = _handle(module, (4, *size), 3)
+    x = _random_images(3, 4, size)
     for layer in model.layers[:-1]:  # one for each group
         assert slides(layer)
-        rows = layer.inputs(_images(4)).flatten(0, 1)
-        torch.testing.assert_close(patch_gram(layer, _images(4)), rows.T @ rows, atol=1e-11, rtol=0)
+        rows, sums = layer.inputs(x).flatten(0, 1), Patches(layer, size, torch.float64)
+        for part in x.split(2):
+            sums.add(part)
+        torch.testing.assert_close(sums.gram(), rows.T @ rows, atol=1e-11, rtol=0)
+
+
+def test_products_of_patches_in_float32_are_summed_in_float64():
+    # A product of two float32 numbers is exact in float64, so only sums of at most 2,048 numbers round: each of at most
+    # 2,048 additions by half an ulp, 2^-24 of the sum.
+    x = _random_images(40, 4, (16, 16)).abs()
+    layer = _conv_model(nn.Conv2d(4, 8, 3, padding=1)).layers[0]
+    rows, sums = layer.inputs(x).flatten(0, 1), Patches(layer, (16, 16), torch.float32)
+    sums.add(x)
+    exact = rows.T @ rows
+    error = (sums.gram() - exact).abs().max() / exact.max()
+    assert 0 < error < 1e-5 < 2048 * 2**-24
 
 
 def test_only_kernels_that_move_a_pixel_at_a_time_slide():

@@ -8,7 +8,8 @@ import scipy.stats
 import torch
 
 from cfl.subspace import basis as bases
-from cfl.subspace.sketch import Direct, Energies, Gram, pack, some_patches, unpack
+from cfl.subspace.layer_inputs import some_patches
+from cfl.subspace.sketch import Direct, Energies, Gram, pack, unpack
 
 
 def _random(*shape, seed=0):
@@ -93,11 +94,12 @@ def test_a_sketch_has_independent_normal_columns_with_the_gram_matrix_as_covaria
     assert abs(between) < 4.5 / math.sqrt(count)  # the product of two independent N(0, 1) has variance 1
 
 
-def test_a_sketch_in_float32_has_the_law_of_one_in_float64():
+@pytest.mark.parametrize("products", [torch.float64, torch.float32])
+def test_a_sketch_in_float32_has_the_law_of_one_in_float64(products):
     """The Cholesky factor's way: 600 dimensions, in three blocks of rows, and vectors that span 20 of them."""
     x = (_random(700, 20) @ _random(20, 600, seed=1)).float()[:, None, :]
     for basis in (bases.empty(600), bases.empty(600).float(), _orthonormal(600, 5).float()):
-        sums = _fed(Gram(basis, 1000, 7), x)
+        sums = _fed(Gram(basis, 1000, 7, products), x)
         assert sums.few is None and sums.release().dtype == basis.dtype
         residual = bases.remove(x[:, 0].double(), basis.double())
         cov, sketch = residual.T @ residual, sums.release().double()
@@ -107,15 +109,18 @@ def test_a_sketch_in_float32_has_the_law_of_one_in_float64():
             v = _random(600, seed=seed)
             seen = (v @ sketch).square().sum() / 1000 / (v @ cov @ v)
             assert abs(seen - 1) < 4.5 * 0.045
-        if basis.dtype == torch.float32:  # x is rounded to it: what is beyond the span is 1e-7 of it
+        if basis.dtype == products == torch.float32:  # sums of up to 700 squares, each rounded by 2^-24 at most
+            squared = bases.spectrum(sums.release())[1]
+            assert squared[20:].sum() < 1e-4 * squared.sum()
+        elif basis.dtype == torch.float32:  # x is rounded to it: what is beyond the span is 1e-7 of it
             assert int((bases.spectrum(sums.release())[1] > 0).sum()) == 20
 
 
-def test_vectors_are_kept_until_they_are_as_many_as_dimensions():
-    inputs, basis = _random(9, 1, 10), _orthonormal(10, 2)
+def test_vectors_are_kept_until_they_are_twice_as_many_as_dimensions():
+    inputs, basis = _random(19, 1, 10), _orthonormal(10, 2)
     few, many = (_fed(Gram(basis, None, 0), inputs, batch=4) for _ in range(2))
-    assert len(few.few) == 9
-    many.add(torch.zeros(1, 1, 10, dtype=torch.float64), torch.tensor([9]))  # the tenth changes no sum
+    assert len(few.few) == 19
+    many.add(torch.zeros(1, 1, 10, dtype=torch.float64), torch.tensor([19]))  # the twentieth changes no sum
     assert many.few is None
     torch.testing.assert_close(many.matrix, few.matrix, atol=1e-12, rtol=0)
     torch.testing.assert_close(many.energies, few.energies)
@@ -150,6 +155,17 @@ def test_patches_of_an_image_get_draws_of_their_own(by_sample):
     inputs = torch.eye(6, dtype=torch.float64)[None]  # one image with six patches
     g = _fed(Direct(bases.empty(6), 50, 0, by_sample=by_sample), inputs).release()
     assert torch.linalg.matrix_rank(g) == 6
+
+
+@pytest.mark.parametrize("distribution", ["normal", "uniform"])
+def test_few_vectors_are_multiplied_at_once_however_they_come(distribution):
+    inputs, basis = _random(20, 2, 50), _orthonormal(50, 3)
+    sums = [Direct(basis, 30, 3, by_sample=False, distribution=distribution) for _ in range(2)]
+    for one, batch in zip(sums, (3, 64), strict=True):
+        _fed(one, inputs, batch=batch)
+    expected = torch.stack([part.square().sum() for part in (inputs, bases.remove(inputs.flatten(0, 1), basis))])
+    torch.testing.assert_close(sums[0].energies, expected)
+    assert torch.equal(sums[0].release(), sums[1].release()) and torch.equal(sums[0].release(), sums[0].release())
 
 
 def test_different_keys_and_clients_draw_differently():
