@@ -9,8 +9,8 @@ from torch import nn
 
 import cfl
 from cfl import rng, tree
-from cfl.engines.evaluate import accuracy
 from cfl.engines import LoopEngine, Outcome
+from cfl.engines.evaluate import accuracy
 from cfl.models.handle import Model
 from cfl.strategies.single_task import SingleTask
 from cfl.types import Phase, RoundInfo
