@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -15,7 +16,8 @@ from cfl.engines.base import Engine
 from cfl.tree import Tree
 from cfl.types import Client, Parts, RoundInfo, Share
 
-STEPS, CLIENTS, REPEATS = 4, 64, 3  # of a trial: steps of a client, clients, timed rounds after one to warm up
+STEPS, CLIENTS = 4, 64  # of a trial: steps of a client, clients
+WARM, LEAST, MOST, SECONDS = 2, 3, 20, 0.5  # rounds before the timed ones; timed ones, until they have taken so long
 _BETTER = 0.95  # the share of the best time so far that a more involved choice has to stay below
 _MEMORY = 0.8  # share of what is free that a block may take
 
@@ -72,10 +74,13 @@ def choose(
 
 
 def _engines(engine: str, workers: int, device: torch.device) -> list[str]:
-    """The simplest first. One device is best kept busy by one process, several cores by several."""
+    """What can be the fastest: on a GPU one process keeps it busy, on a CPU there may be one for each core."""
     if engine != "auto":
         return [engine]
-    return ["pool", "pool+vmapped"] if workers > 1 and device.type == "cpu" else ["loop", "vmapped"]
+    if device.type != "cpu" or workers == 1:
+        return ["loop", "vmapped"]
+    # Autograd on a machine with a GPU starts threads, after which no process can be forked: there all is done in pools.
+    return ["pool", "pool+vmapped"] + (["vmapped"] if not torch.cuda.is_available() else [])
 
 
 def _blocks(clients: int, workers: int, name: str) -> Iterator[int]:
@@ -92,12 +97,12 @@ def _shortened(client: Client, batch_size: int) -> Client:
 
 
 def _seconds(engine: Engine, device: torch.device, work: Callable[[], object]) -> tuple[float, int]:
-    """The shortest time that the work takes, once it is warm, and how many bytes it made a process grow."""
+    """The median time that the work takes, once it is warm, and how many bytes it made a process grow."""
     before, times = machine.peak_bytes(device), list[float]()
-    for _ in range(1 + REPEATS):
+    while len(times) < WARM + LEAST or sum(times[WARM:]) < SECONDS and len(times) < WARM + MOST:
         machine.synchronize(device)
         began = time.perf_counter()
         work()
         machine.synchronize(device)
         times.append(time.perf_counter() - began)
-    return min(times[1:]), max(engine.grown, machine.peak_bytes(device) - before)
+    return statistics.median(times[WARM:]), max(engine.grown, machine.peak_bytes(device) - before)

@@ -163,7 +163,7 @@ def test_the_command_stores_what_it_prints(tp, work, monkeypatch, tmp_path, caps
     path = tmp_path / "new" / "found.json"
     tp.main(["--workload", "tiny", "--engine", "loop", "--runs", "1", "--json", str(path)])
     stored = json.loads(path.read_text())
-    assert stored["machine"]["peak"] == found and stored["machine"]["torch"] == torch.__version__
+    assert stored["workloads"][0]["peak"] == found and stored["machine"]["torch"] == torch.__version__
     (row,) = stored["workloads"]
     assert row["workload"] == "tiny" and f"{row['ratio_vs_plain']:.2f}" in capsys.readouterr().out
     with pytest.raises(SystemExit):

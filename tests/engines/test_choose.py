@@ -86,9 +86,12 @@ def test_blocks_double_as_long_as_memory_lasts(monkeypatch, free, most):
 
 def test_several_cores_are_for_processes(monkeypatch):
     """With 3 workers a worker's share of 20 clients is 7, and each of them takes the memory."""
-    times = {("pool", None): 10.0} | vmapped(8, 6, 4, name="pool+vmapped", last=7)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    times = {("pool", None): 10.0} | vmapped(8, 6, 4, name="pool+vmapped", last=7) | vmapped(12, 13)
     found, tried = chosen(monkeypatch, "auto", times, workers=3)
-    assert found == Choice("pool+vmapped", 7) and {name for name, _ in tried} == {"pool", "pool+vmapped"}
+    assert found == Choice("pool+vmapped", 7) and {name for name, _ in tried} == {"pool", "pool+vmapped", "vmapped"}
+    found, _ = chosen(monkeypatch, "auto", times | vmapped(5, 3, 3), workers=3)  # so small that processes do not pay
+    assert found == Choice("vmapped", 4)
     found, _ = chosen(monkeypatch, "auto", times, workers=3, bytes=100, free=700)  # 2 x 100 x 3 > 80 % of it
     assert found == Choice("pool+vmapped", 2)
     found, tried = chosen(monkeypatch, "auto", LOOP | vmapped(12, 13), workers=3, device=torch.device("cuda"))
