@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import resource
 import signal
 import sys
 import threading
@@ -42,7 +41,8 @@ def interrupts() -> Iterator[Callable[[], bool]]:
 def keep_memory() -> None:
     """Have the C library keep freed blocks of up to 32 MiB: gradients come and go at every step, and so do page faults.
 
-    A step of a network of megabytes takes 5 % less time. Elsewhere than in glibc nothing is done.
+    That is for the rest of the process. A step of a network of megabytes takes 5 % less time. Elsewhere than in glibc
+    nothing is done.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt
@@ -76,6 +76,8 @@ def peak_bytes(device: torch.device | None = None) -> int:
     """The most memory so far: tensors on a GPU, all of this process on a CPU."""
     if device is not None and device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    import resource  # not on all systems
+
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -86,7 +86,7 @@ def run(
             root = Path(data_root) if data_root else None
             stream = _stream(config, root, download, public=_need_public(members.values()))
         folder = RunFolder(output, resume=resume) if output is not None else None
-        if folder is not None and undecided(config.engine, config.block):
+        if folder is not None and resume and undecided(config.engine, config.block):
             config = _settled(config, folder.read_config())
         session = Session(config, stream, members, model, folder, sink or NullSink())
         with contextlib.closing(session), session.writer, machine.interrupts() as interrupted:
@@ -300,10 +300,11 @@ class Session:
     def _decide(self) -> None:
         """Settle what the configuration leaves to a measurement."""
         config = self.config
-        first = next((position for position, (_, phase, _) in enumerate(self.schedule) if phase.train), None)
-        if first is None or not undecided(config.engine, config.block):
+        if not undecided(config.engine, config.block):
             return
-        info, shared, clients, states = self.prepare(first)
+        training = (position for position, (_, phase, _) in enumerate(self.schedule) if phase.train)
+        rounds = (self.prepare(position) for position in training)
+        info, shared, clients, states = next(round for round in rounds if round.clients)
         choice = choose(
             config.engine,
             config.block,
@@ -422,8 +423,11 @@ class Session:
 
 def _settled(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
     """The configuration with the engine and the block that the run began with, where it leaves them open."""
-    same = {"engine", "block"} <= set(before) and config.engine in ("auto", before["engine"])
-    return config.model_copy(update={name: before[name] for name in ("engine", "block")}) if same else config
+    chosen = {name: before.get(name) for name in ("engine", "block")}
+    wanted = config.engine in ("auto", chosen["engine"]) and config.block in (None, chosen["block"])
+    aside = {name: before.get(name) for name in ("engine", "block", "workers")}
+    same = before == {**configuration.dump(config), **aside}
+    return config.model_copy(update=chosen) if wanted and same else config
 
 
 def _stream(config: RunConfig, data_root: Path | None, download: bool, public: bool) -> Stream:

@@ -13,6 +13,8 @@ import torch
 
 from cfl import machine
 from cfl.engines.base import Engine
+from cfl.engines.pool import forks
+from cfl.sums import Sum
 from cfl.tree import Tree
 from cfl.types import Client, Parts, RoundInfo, Share
 
@@ -56,7 +58,7 @@ def choose(
         for candidate in [block] if block or "vmapped" not in name else _blocks(len(clients), workers, name):
             trial = build(name, candidate)
             try:
-                seconds, taken = _seconds(trial, device, partial(trial.round, info, shared, states, short))
+                seconds, taken = _seconds(trial, device, partial(_round, trial, info, shared, states, short))
             except Exception:  # too much memory, or a method or a model that vmap does not take
                 if engine != "auto" and last == math.inf:
                     raise
@@ -79,8 +81,9 @@ def _engines(engine: str, workers: int, device: torch.device) -> list[str]:
         return [engine]
     if device.type != "cpu" or workers == 1:
         return ["loop", "vmapped"]
+    pools = ["pool", "pool+vmapped"] if forks() else ["loop"]
     # Autograd on a machine with a GPU starts threads, after which no process can be forked: there all is done in pools.
-    return ["pool", "pool+vmapped"] + (["vmapped"] if not torch.cuda.is_available() else [])
+    return pools if forks() and torch.cuda.is_available() else [*pools, "vmapped"]
 
 
 def _blocks(clients: int, workers: int, name: str) -> Iterator[int]:
@@ -88,6 +91,13 @@ def _blocks(clients: int, workers: int, name: str) -> Iterator[int]:
     most = max(2, -(-clients // (workers if "pool" in name else 1)))
     yield from (2**power for power in range(1, math.ceil(math.log2(most))))
     yield most
+
+
+def _round(
+    engine: Engine, info: RoundInfo, shared: Parts, states: Mapping[int, Tree], clients: Sequence[Client]
+) -> None:
+    """A round whose sum is a plain one: keys and masks take the same time with every engine."""
+    engine.collect(Sum(info, engine.gathers), info, shared, states, clients, None)
 
 
 def _shortened(client: Client, batch_size: int) -> Client:

@@ -17,6 +17,7 @@ from itertools import count
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,8 +45,8 @@ class PoolEngine(Engine):
     """
 
     def __init__(self, inner: LoopEngine, workers: int, block: int, known: Iterable[object]) -> None:
-        if "fork" not in multiprocessing.get_all_start_methods():
-            raise ConfigError("engine=pool forks processes, which this system cannot; use engine=vmapped or loop")
+        if not forks():
+            raise ConfigError("engine=pool forks processes, which this one cannot; use engine=vmapped or loop")
         if any(leaf.device.type != "cpu" for leaf in inner.model.params.values()):
             raise ConfigError("engine=pool keeps CPU cores busy; on a GPU use engine=vmapped")
         self.inner, self.workers, self.block = inner, workers, block
@@ -171,6 +172,7 @@ class PoolEngine(Engine):
     def _serve(self, connection: Connection, others: Sequence[Connection], down: Arena, up: Arena, own: Arena) -> None:
         """A worker's life: chunks in, results out, until the server's end of the connection is gone."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends the round first
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for other in others:
             other.close()
         torch.set_num_threads(1)
@@ -207,8 +209,13 @@ class PoolEngine(Engine):
             **vars(found),
             "models": models,
             "grown": machine.peak_bytes() - before,
-            "warnings": [(each.category, str(each.message)) for each in said],
+            "warnings": list(dict.fromkeys((each.category, str(each.message)) for each in said)),
         }
+
+
+def forks() -> bool:
+    """Whether this process can fork workers."""
+    return "fork" in multiprocessing.get_all_start_methods() and not multiprocessing.current_process().daemon
 
 
 class _Worker:
@@ -262,4 +269,4 @@ def _copied(value: Any) -> Any:
         return value.clone()
     if isinstance(value, Mapping):
         return {key: _copied(item) for key, item in value.items()}
-    return value.copy() if hasattr(value, "copy") else value
+    return value.copy() if isinstance(value, np.ndarray | list) else value

@@ -2,13 +2,14 @@
 
 A step of many small clients is mostly overhead: of `vmap`, of autograd, of hooks. `make_fx` sees through all three. A
 trace does the same operations on the same shapes, so its results are those of the step to the bit, and a run does not
-depend on when it was made.
+depend on when it was made. That holds for hooks and modules whose results depend on what they are given alone; state of
+their own, or Python's random numbers, would stay what they were at the trace.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -37,7 +38,10 @@ class Traces:
 
         work: its operations are decided by the shapes of its inputs, the task, and contexts, made as the given class.
         """
-        shapes = tuple((name, leaf.shape, leaf.dtype) for name, leaf in _leaves(inputs))
+        shapes = tuple(
+            (owner, *((name, leaf.shape, leaf.stride(), leaf.dtype) for name, leaf in tree.items()))
+            for owner, tree in inputs.items()
+        )
         place = shapes if alike and shapes not in self._of_one_task else (task, shapes)
         if place not in self._known:
             self._times[place] += 1
@@ -71,20 +75,21 @@ def _traced(work: Work, inputs: Trees) -> tuple[Callable[[Trees], Trees] | None,
         given = iter(leaves)
         result = work({owner: {name: next(given) for name in tree} for owner, tree in inputs.items()}, Noted)
         names.update((owner, list(tree)) for owner, tree in result.items())
-        return [leaf for _, leaf in _leaves(result)]
+        return _leaves(result)
 
-    leaves = [leaf for _, leaf in _leaves(inputs)]
+    leaves = _leaves(inputs)
     devices = [leaves[0].device] if leaves[0].is_cuda else []
     try:
         with torch.random.fork_rng(devices):
-            graph = make_fx(flat)(*leaves)
-    except (RuntimeError, TypeError, ValueError):  # some operation has no rule for it: the step runs as it did before
+            # with fake tensors, which have no values: what asks for one is not traced, rather than traced with it
+            graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*leaves)
+    except Exception:  # whatever is in the way of a trace: the step runs as it did, and raises what is wrong with it
         return None, read
     _tidy(graph)
 
     def repeat(inputs: Trees) -> Trees:
         with torch.no_grad():
-            results = iter(graph(*(leaf for _, leaf in _leaves(inputs))))
+            results = iter(graph(*_leaves(inputs)))
         return {owner: {name: next(results) for name in tree} for owner, tree in names.items()}
 
     return repeat, read
@@ -104,7 +109,5 @@ def _tidy(graph: fx.GraphModule) -> None:
     graph.recompile()
 
 
-def _leaves(trees: Trees) -> Iterator[tuple[str, Tensor]]:
-    for owner, tree in trees.items():
-        for name, leaf in tree.items():
-            yield f"{owner}/{name}", leaf
+def _leaves(trees: Trees) -> list[Tensor]:
+    return [leaf for tree in trees.values() for leaf in tree.values()]

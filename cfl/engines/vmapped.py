@@ -70,7 +70,7 @@ class Block:
             return _stacked([client.batch(part, rng.key(*change)) for client, part, change in mine])
         width = max(1, *(len(part) for _, part, _ in mine))
         which = slice(len(at)) if at[-1] + 1 == len(at) else at
-        rows, mask = self._rows[which, index, :width], self._mask[which, index, :width]
+        rows, mask = self._rows[which, index, :width], self._mask[which, index, :width].contiguous()
         flat = rows.flatten()
         x, y = self._samples.gather(flat)
         ids = self._samples.index[flat]

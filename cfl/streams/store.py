@@ -86,7 +86,8 @@ class Part:
             x = x.float().div_(255)
         x = self.pool.normalise_(x)
         if key is not None and self.augment:
-            black = self.pool.normalise_(x.new_zeros(x.shape[1], 1, 1))
+            black = x.new_zeros(x.shape[1], 1, 1)
+            black = self.pool.normalise_(black) if "crop" in self.augment else black
             x = augment(x, self.augment, rng.generator(key), black)
         if self.permutation is not None:
             x = x.flatten(1).index_select(1, self.permutation).view(x.shape)
