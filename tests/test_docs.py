@@ -295,3 +295,20 @@ def test_command_page_names_the_fields_of_the_files(tmp_path):
         assert sorted(named) == sorted(found)
     files = {cells[0].strip("`").rstrip("/") for cells in rows(page, after="## Files of a run")}
     assert files == {path.name for path in tmp_path.iterdir()} | {"accuracy.png"}  # drawn by the command alone
+
+
+def test_figures_of_the_speed_page_are_the_stored_ones():
+    page = ROOT / "docs/speed.md"
+    stored = json.loads((ROOT / "benchmarks/results/throughput/plain.json").read_text())["workloads"]
+    for row, (name, engine, steps, gflops, share, ratio) in zip(
+        stored, rows(page, after="python benchmarks/throughput.py"), strict=True
+    ):
+        assert name == f"`{row['workload']}`" and engine.startswith(f"`{row['engine']}`")
+        assert engine.endswith(f"block {row['block']}") or row["block"] is None
+        figures = f"{row['steps_per_second']:.0f}", f"{row['gflops']:.1f}", f"{row['share_of_peak']:.0%}"
+        assert (steps, gflops, share.replace(" ", "")) == figures and ratio == f"{row['ratio_vs_plain']:.2f}"
+    sketches = json.loads((ROOT / "benchmarks/results/gpse/gpse.json").read_text())
+    ratios = {f"{row['ratio']:.2f}" for row in sketches["client"]}
+    assert all(ratio in ratios for *_, ratio in rows(page, after="A client's sketches"))
+    slow = [row["ratio"] for row in sketches["layers"] if row["ratio"] < 5]
+    assert len(slow) == 4 and len(sketches["layers"]) == 14

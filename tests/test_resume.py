@@ -13,6 +13,7 @@ import torch
 
 import cfl
 from cfl import checkpoint, runner
+from cfl import config as configuration
 from cfl.engines.choose import Choice
 from cfl.errors import CheckpointError, ConfigError
 from cfl.record import NullSink, RunFolder
@@ -296,8 +297,11 @@ def test_a_choice_is_taken_again_whatever_a_new_measurement_says(
     assert all(torch.equal(leaf, whole.params[name]) for name, leaf in resumed.params.items())
     # an engine without a block takes the block of that engine, another one is another run
     open_block = toy.config(*OPTIONS, "engine=vmapped")
-    assert runner._settled(open_block, {"engine": "vmapped", "block": 3}).block == 3
-    assert runner._settled(open_block, {"engine": "loop", "block": None}) == open_block
+    stored = configuration.dump(fixed)
+    assert runner._settled(open_block, stored) == runner._settled(auto, {**stored, "workers": 7}) == fixed
+    for other in ({"engine": "loop", "block": None}, {"seed": 99}):
+        assert runner._settled(open_block, {**stored, **other}) == open_block
+    assert runner._settled(auto.model_copy(update={"block": 2}), stored).block == 2
     assert runner._settled(auto, {}) == auto and runner._settled(auto, {"engine": "loop"}) == auto
     with pytest.raises(CheckpointError, match="another configuration"):
         loop = toy.config(*OPTIONS, "engine=loop")
