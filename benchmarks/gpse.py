@@ -17,8 +17,6 @@ Data are random. Two forms alternate, medians are compared, and one thread compu
 import argparse
 import datetime
 import json
-import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -29,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from host import about
 from torch.utils.flop_counter import FlopCounterMode
 
 import cfl
@@ -273,19 +272,6 @@ def server(repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
-def machine() -> dict[str, Any]:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "processor": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "system": platform.system(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-
-
 def main() -> None:
     parts = {"layers": layers, "precision": precision, "client": client, "memory": memory, "server": server}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -301,7 +287,7 @@ def main() -> None:
     found = {
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.date.today().isoformat(),
-        "machine": machine(),
+        "machine": about("torch"),
         "torch_threads": torch.get_num_threads(),
     }
     for part in options.parts:

@@ -11,8 +11,6 @@ after each task, clients and server apart.
 import argparse
 import datetime
 import json
-import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -21,6 +19,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from host import about
 
 COHORTS = (8, 16, 32, 64, 128, 256)
 POPULATIONS = (100, 1_000, 10_000, 100_000, 1_000_000)
@@ -226,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = {
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.date.today().isoformat(),
-        "machine": {"cores": os.cpu_count(), "system": platform.system(), "python": platform.python_version()},
+        "machine": about("torch"),
         **curves(options.engine, options.cohorts, options.populations, options.tasks, options.rounds),
     }
     if options.json:

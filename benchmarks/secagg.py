@@ -11,19 +11,17 @@ import argparse
 import datetime
 import json
 import math
-import os
-import platform
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import wraps
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from host import about
 
 from cfl.privacy import secagg
 from cfl.privacy.secagg import Client
@@ -149,23 +147,6 @@ def compare() -> dict[str, Any]:
     return {"sparse": sparse, "complete": complete, "complete_over_sparse": ratios, "exponents": exponents}
 
 
-def machine() -> dict[str, Any]:
-    names = [line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")]
-    packages = ("cryptography", "pycryptodome", "numpy")
-    return {
-        "processor": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "system": platform.system(),
-        "python": platform.python_version(),
-        **{package: version(package) for package in packages},
-    }
-
-
-def _cpuinfo() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, nargs="+", default=[8, 64, 256], help="clients of a round")
@@ -181,7 +162,7 @@ def main() -> None:
     found = {
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.date.today().isoformat(),
-        "machine": machine(),
+        "machine": about("cryptography", "pycryptodome", "numpy"),
         "torch_threads": torch.get_num_threads(),
         "rows": rows,
         "comparison": compare(),

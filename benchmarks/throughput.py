@@ -18,8 +18,6 @@ import contextlib
 import datetime
 import json
 import math
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -30,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from host import about
 from throughput_peak import peak
 from throughput_peer import Peer
 from throughput_work import WORKLOADS, Workload, epoch, moved
@@ -239,21 +238,6 @@ def beside(name: str, work: Workload, device: str, python: str) -> Peer:
     return Peer(python, "throughput_pfl.py", [work.dump(), device, "2" if name == "pfl-2" else "1"])
 
 
-def about(device: str) -> dict[str, Any]:
-    """The machine that the figures are of."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "processor": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        **({} if device == "cpu" else {"gpu": torch.cuda.get_device_name(device)}),
-        "system": platform.system(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-
-
 def table(rows: Sequence[Mapping[str, Any]], against: Sequence[str]) -> Iterator[str]:
     """Lines of the table; ratios are the alternative's seconds over ours."""
     titles = ["workload", "engine", "steps/s", "GFLOP/s", "of peak", "ms/round", *(f"{name}/ours" for name in against)]
@@ -294,7 +278,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.date.today().isoformat(),
-        "machine": about(options.device),
+        "machine": about("torch"),
+        "gpu": None if options.device == "cpu" else torch.cuda.get_device_name(options.device),
         "workloads": [],
     }
     for name in options.workload:

@@ -41,8 +41,7 @@ def interrupts() -> Iterator[Callable[[], bool]]:
 def keep_memory() -> None:
     """Have the C library keep freed blocks of up to 32 MiB: gradients come and go at every step, and so do page faults.
 
-    That is for the rest of the process. A step of a network of megabytes takes 5 % less time. Elsewhere than in glibc
-    nothing is done.
+    That is for the rest of the process. Elsewhere than in glibc nothing is done.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt

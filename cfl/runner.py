@@ -304,14 +304,13 @@ class Session:
             return
         training = (position for position, (_, phase, _) in enumerate(self.schedule) if phase.train)
         rounds = (self.prepare(position) for position in training)
-        info, shared, clients, states = next(round for round in rounds if round.clients)
         choice = choose(
             config.engine,
             config.block,
             config.workers or machine.cores(),
             self.device,
             self._engine,
-            (info, shared, clients, states),
+            next(round for round in rounds if round.clients),
             config.local.batch_size,
         )
         self.config = config.model_copy(update=choice._asdict())

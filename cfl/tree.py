@@ -73,6 +73,6 @@ def nbytes(a: Mapping[str, Tensor]) -> int:
 def all_finite(a: Mapping[str, Tensor]) -> bool:
     """Whether no floating-point leaf holds a NaN or an infinity."""
     floating = [leaf for leaf in a.values() if leaf.is_floating_point()]
-    # A sum is finite only where all its terms are, and takes a fifth of the time; it may overflow, so look again.
+    # A sum is finite only where all its terms are, and needs one pass; it may overflow, so look again.
     total = sum((leaf.sum() for leaf in floating), torch.zeros(()))
     return bool(torch.isfinite(total)) or all(bool(torch.isfinite(leaf).all()) for leaf in floating)

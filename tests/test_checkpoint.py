@@ -309,10 +309,13 @@ def test_a_writer_writes_one_at_a_time_and_in_order(tmp_path, monkeypatch):
     assert names(tmp_path) == ["checkpoint-000004.safetensors", "checkpoint-000005.safetensors"]
 
 
-def test_a_writer_without_a_folder_writes_nothing():
+def test_a_writer_without_a_folder_writes_nothing(monkeypatch):
+    saved = []
+    monkeypatch.setattr(checkpoint, "save", lambda *arguments: saved.append(arguments))
     ours, _ = writer(None)
     with ours:
         ours.save(1, some_trees(), META)
+    assert saved == []
 
 
 def test_what_a_writer_could_not_write_is_raised_once_by_the_next_call(tmp_path):

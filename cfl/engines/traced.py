@@ -58,7 +58,7 @@ class Traces:
 
 def _traced(work: Work, inputs: Trees) -> tuple[Callable[[Trees], Trees] | None, set[str]]:
     """The work's trace, None where it cannot be traced, and what it reads of contexts."""
-    from torch.fx.experimental.proxy_tensor import make_fx  # takes a second to import
+    from torch.fx.experimental.proxy_tensor import make_fx  # slow to import, and most runs need none
 
     read: set[str] = set()
 

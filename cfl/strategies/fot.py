@@ -248,7 +248,7 @@ class FOT(Strategy):
         return Direct(known, columns, key, by_sample=by_sample, distribution=self.distribution)
 
     def _products(self, dtype: torch.dtype, info: RoundInfo) -> torch.dtype:
-        """float32 where the rank rule cannot see its errors: 1e-6 of the energy at most (benchmarks/gpse.py)."""
+        """float32 where a threshold cannot see its errors (`python benchmarks/gpse.py --parts precision`)."""
         coarse = dtype == torch.float32 and self._threshold(info.task) <= 1 - ROUNDED
         return torch.float32 if coarse else torch.float64
 
