@@ -78,7 +78,7 @@ class Ours:
     @property
     def choice(self) -> dict[str, Any]:
         """What computes the round; "auto" has chosen by the end of the first one."""
-        return self.session.config.model_dump(include={"engine", "block", "workers"})
+        return self.session.config.model_dump(include={"engine", "block", "threads", "workers"})
 
 
 class Plain:

@@ -34,10 +34,16 @@ def fork(key: int, device: torch.device | str = "cpu") -> Iterator[None]:
 
     Only for what takes no generator of its own: `nn.Dropout` and the initialisation of modules.
     """
-    devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        # not torch.manual_seed: it formats a stack trace for every kind of accelerator, a millisecond a call
-        torch.default_generator.manual_seed(key)
-        if devices:
-            torch.cuda.manual_seed(key)
+    sources = [torch.default_generator]
+    if torch.device(device).type == "cuda":
+        torch.cuda.init()
+        place = torch.device(device).index
+        sources.append(torch.cuda.default_generators[torch.cuda.current_device() if place is None else place])
+    before = [source.get_state() for source in sources]
+    try:
+        for source in sources:  # not torch.manual_seed and fork_rng: for small models, their time is that of a step
+            source.manual_seed(key)
         yield
+    finally:
+        for source, state in zip(sources, before, strict=True):
+            source.set_state(state)

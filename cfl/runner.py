@@ -24,7 +24,7 @@ from cfl import config as configuration
 from cfl import members as membership
 from cfl.config import RunConfig
 from cfl.engines import Engine, Outcome
-from cfl.engines.choose import choose, undecided
+from cfl.engines.choose import Choice, choose, undecided
 from cfl.engines.evaluate import LocalModels, Observer, accuracies, accuracy
 from cfl.errors import ConfigError, UpdateError
 from cfl.local.base import LocalRegularizer
@@ -88,6 +88,7 @@ def run(
         folder = RunFolder(output, resume=resume) if output is not None else None
         if folder is not None and resume and undecided(config.engine, config.block):
             config = _settled(config, folder.read_config())
+            torch.set_num_threads(config.threads)
         session = Session(config, stream, members, model, folder, sink or NullSink())
         with contextlib.closing(session), session.writer, machine.interrupts() as interrupted:
             session.start(resume)
@@ -308,12 +309,14 @@ class Session:
             config.engine,
             config.block,
             config.workers or machine.cores(),
+            config.threads,
             self.device,
             self._engine,
             next(round for round in rounds if round.clients),
             config.local.batch_size,
         )
         self.config = config.model_copy(update=choice._asdict())
+        torch.set_num_threads(choice.threads)
 
     def _info(self, task: int, phase: Phase, number: int, lr: float, trained: int) -> RoundInfo:
         key = schedule.key(self.config.seed, task, phase.name, number)
@@ -421,11 +424,11 @@ class Session:
 
 
 def _settled(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
-    """The configuration with the engine and the block that the run began with, where it leaves them open."""
-    chosen = {name: before.get(name) for name in ("engine", "block")}
-    wanted = config.engine in ("auto", chosen["engine"]) and config.block in (None, chosen["block"])
-    aside = {name: before.get(name) for name in ("engine", "block", "workers")}
-    same = before == {**configuration.dump(config), **aside}
+    """The configuration with what the run began with in place of what it leaves to a measurement."""
+    chosen = {name: before.get(name) for name in Choice._fields}
+    named = (config.engine, config.threads) == (chosen["engine"], chosen["threads"])
+    wanted = (config.engine == "auto" or named) and config.block in (None, chosen["block"])
+    same = before == {**configuration.dump(config), **chosen, "workers": before.get("workers")}
     return config.model_copy(update=chosen) if wanted and same else config
 
 

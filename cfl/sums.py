@@ -102,15 +102,16 @@ def _outline(leaf: Tensor) -> Tensor:
 def _check_shapes(uploads: Parts, others: Parts, client: int, info: RoundInfo) -> None:
     """Raise UpdateError where a client's upload has other names or shapes than the first one."""
     own, expected = (
-        {f"{owner}/{name}": tuple(leaf.shape) for owner, leaves in parts.items() for name, leaf in leaves.items()}
+        {(owner, name): leaf.shape for owner, leaves in parts.items() for name, leaf in leaves.items()}
         for parts in (uploads, others)
     )
-    for name in {**own, **expected}:
-        if own.get(name) != expected.get(name):
-            raise UpdateError(
-                f"client {client} sent '{name}' with shape {own.get(name)}, others {expected.get(name)} "
-                f"({info.place}); uploads of a round are summed"
-            )
+    if own != expected:
+        place = next(place for place in {**own, **expected} if own.get(place) != expected.get(place))
+        sent, other = (None if shape is None else tuple(shape) for shape in (own.get(place), expected.get(place)))
+        raise UpdateError(
+            f"client {client} sent '{'/'.join(place)}' with shape {sent}, others {other} "
+            f"({info.place}); uploads of a round are summed"
+        )
 
 
 def _gather(total: Tree, upload: Tree, weight: float) -> None:

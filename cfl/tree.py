@@ -1,5 +1,6 @@
 """Algebra on trees: dictionaries from names to tensors, in a fixed order."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -74,5 +75,5 @@ def all_finite(a: Mapping[str, Tensor]) -> bool:
     """Whether no floating-point leaf holds a NaN or an infinity."""
     floating = [leaf for leaf in a.values() if leaf.is_floating_point()]
     # A sum is finite only where all its terms are, and needs one pass; it may overflow, so look again.
-    total = sum((leaf.sum() for leaf in floating), torch.zeros(()))
-    return bool(torch.isfinite(total)) or all(bool(torch.isfinite(leaf).all()) for leaf in floating)
+    total = sum(leaf.sum() for leaf in floating)
+    return math.isfinite(total) or all(bool(torch.isfinite(leaf).all()) for leaf in floating)

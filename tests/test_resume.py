@@ -288,10 +288,10 @@ def test_a_choice_is_taken_again_whatever_a_new_measurement_says(
     auto = toy.config(*OPTIONS, "engine=auto")
     fixed = toy.config(*OPTIONS, "engine=vmapped", "block=3")
     whole = cfl.run(fixed, stream=toy.stream(), output=tmp_path / "whole")
-    choosing("vmapped", 3)
+    choosing("vmapped", 3, 1)
     with pytest.raises(Killed):
         cfl.run(auto, stream=toy.stream(), output=tmp_path / "killed", sink=Stop(6))
-    choosing("loop", None)
+    choosing("loop", None, 2)
     resumed = cfl.run(auto, stream=toy.stream(), output=tmp_path / "killed", resume=True)
     assert finished(tmp_path / "killed") == finished(tmp_path / "whole")
     assert all(torch.equal(leaf, whole.params[name]) for name, leaf in resumed.params.items())

@@ -1,4 +1,4 @@
-"""`auto`: the engine and the block that compute the first steps of a run the fastest."""
+"""`auto`: the engine, the block and the threads that compute the first steps of a run the fastest."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from cfl.sums import Sum
 from cfl.tree import Tree
 from cfl.types import Client, Parts, RoundInfo, Share
 
-STEPS, CLIENTS = 4, 64  # of a trial: steps of a client, clients
-WARM, LEAST, MOST, SECONDS = 2, 3, 20, 0.5  # rounds before the timed ones; timed ones, until they have taken so long
+STEPS, CLIENTS = 4, 32  # of a trial: steps of a client, clients
+WARM, LEAST, MOST, SECONDS = 2, 3, 20, 0.3  # rounds before the timed ones; timed ones, until they have taken so long
+_HOPELESS = 1.5  # times the best time so far: a round that takes longer, once warm, is the last of its trial
 _BETTER = 0.95  # the share of the best time so far that a more involved choice has to stay below
 _MEMORY = 0.8  # share of what is free that a block may take
 
 
 class Choice(NamedTuple):
-    """An engine, and the clients that are trained, or handed to a worker, at a time."""
+    """An engine, the clients that are trained, or handed to a worker, at a time, and threads inside an operation."""
 
     engine: str
     block: int | None
+    threads: int
 
 
 def undecided(engine: str, block: int | None) -> bool:
@@ -40,6 +42,7 @@ def choose(
     engine: str,
     block: int | None,
     workers: int,
+    threads: int,
     device: torch.device,
     build: Callable[[str, int | None], Engine],
     round: tuple[RoundInfo, Parts, Sequence[Client], Mapping[int, Tree]],
@@ -52,13 +55,15 @@ def choose(
     """
     info, shared, clients, states = round
     short = [_shortened(client, batch_size) for client in clients[:CLIENTS]]
-    best, chosen = math.inf, Choice("loop", None)
-    for name in _engines(engine, workers, device):
+    best, chosen = math.inf, Choice("loop", None, threads)
+    for name, inside in _engines(engine, workers, threads, device):
         last = math.inf
-        for candidate in [block] if block or "vmapped" not in name else _blocks(len(clients), workers, name):
+        for candidate in [block] if block or "vmapped" not in name else _blocks(len(short), workers, name):
             trial = build(name, candidate)
             try:
-                seconds, taken = _seconds(trial, device, partial(_round, trial, info, shared, states, short))
+                with machine.threads(inside):
+                    work = partial(_round, trial, info, shared, states, short)
+                    seconds, taken = _seconds(trial, device, work, _HOPELESS * best)
             except Exception:  # too much memory, or a method or a model that vmap does not take
                 if engine != "auto" and last == math.inf:
                     raise
@@ -66,7 +71,7 @@ def choose(
             finally:
                 trial.close()
             if seconds < best * _BETTER:
-                best, chosen = seconds, Choice(name, candidate)
+                best, chosen = seconds, Choice(name, candidate, inside)
             if seconds > last * _BETTER:  # small blocks may be slower than none, and large ones faster
                 break
             last = seconds
@@ -75,15 +80,17 @@ def choose(
     return chosen
 
 
-def _engines(engine: str, workers: int, device: torch.device) -> list[str]:
-    """What can be the fastest: on a GPU one process keeps it busy, on a CPU there may be one for each core."""
+def _engines(engine: str, workers: int, threads: int, device: torch.device) -> list[tuple[str, int]]:
+    """What can be the fastest, with threads: one process for a GPU; for a CPU one a core, or with a thread a core."""
     if engine != "auto":
-        return [engine]
+        return [(engine, threads)]
     if device.type != "cpu" or workers == 1:
-        return ["loop", "vmapped"]
-    pools = ["pool", "pool+vmapped"] if forks() else ["loop"]
-    # Autograd on a machine with a GPU starts threads, after which no process can be forked: there all is done in pools.
-    return pools if forks() and torch.cuda.is_available() else [*pools, "vmapped"]
+        return [("loop", threads), ("vmapped", threads)]
+    pools = [("pool", threads), ("pool+vmapped", threads)] if forks() else [("loop", threads)]
+    if forks() and torch.cuda.is_available():
+        # Autograd on a machine with a GPU starts threads, after which no process can be forked.
+        return pools
+    return [*pools, *(("vmapped", count) for count in sorted({threads, workers}))]
 
 
 def _blocks(clients: int, workers: int, name: str) -> Iterator[int]:
@@ -106,10 +113,15 @@ def _shortened(client: Client, batch_size: int) -> Client:
     return Client(client.id, kept, client.task, client.now)
 
 
-def _seconds(engine: Engine, device: torch.device, work: Callable[[], object]) -> tuple[float, int]:
-    """The median time that the work takes, once it is warm, and how many bytes it made a process grow."""
+def _seconds(engine: Engine, device: torch.device, work: Callable[[], object], most: float) -> tuple[float, int]:
+    """The median time that the work takes, once it is warm, and how many bytes it made a process grow.
+
+    most: seconds of the work after which it is not tried again.
+    """
     before, times = machine.peak_bytes(device), list[float]()
     while len(times) < WARM + LEAST or sum(times[WARM:]) < SECONDS and len(times) < WARM + MOST:
+        if len(times) > WARM and times[-1] > most:
+            break
         machine.synchronize(device)
         began = time.perf_counter()
         work()

@@ -68,9 +68,10 @@ class LoopEngine(Engine):
         observe: Observe | None,
     ) -> Collected:
         found = Collected()
-        for client, trained in self._after_training(info, shared, states, clients):
-            drawn = client.id in info.uploading
-            uploads, state = self._uploads(info, shared, states[client.id], client, trained, observe if drawn else None)
+        step, uploading = self.step(info), set(info.uploading)
+        for client, trained in self._after_training(step, info, shared, states, clients):
+            drawn, state = client.id in uploading, states[client.id]
+            uploads, state = self._uploads(step, info, shared, state, client, trained, observe if drawn else None)
             if not total.add(client.id, uploads, float(len(client)) if self.weights == "samples" else 1.0):
                 self._reject(client.id, info)
                 found.excluded.append(client.id)
@@ -103,16 +104,17 @@ class LoopEngine(Engine):
                 yield self._train(step, info, shared, states[client.id], client)
 
     def _after_training(
-        self, info: RoundInfo, shared: Parts, states: Mapping[int, Tree], clients: Sequence[Client]
+        self, step: LocalStep, info: RoundInfo, shared: Parts, states: Mapping[int, Tree], clients: Sequence[Client]
     ) -> Iterator[tuple[Client, Trained | None]]:
         if not info.phase.train:
             yield from ((client, None) for client in clients)
             return
-        for trained in self.trained(self.step(info), info, shared, states, clients):
+        for trained in self.trained(step, info, shared, states, clients):
             yield trained.client, trained
 
     def _uploads(
         self,
+        step: LocalStep,
         info: RoundInfo,
         shared: Parts,
         state: Tree,
@@ -126,9 +128,7 @@ class LoopEngine(Engine):
         if trained is not None:
             key = rng.key(info.key, "finish", client.id)
             with named("finish", [client], info), rng.fork(key, client.device):
-                ctx = self.step(info).context(
-                    shared, state, trained.steps, key, lr=info.lr, client=torch.tensor(client.id)
-                )
+                ctx = step.context(shared, state, trained.steps, key, lr=info.lr, client=torch.tensor(client.id))
                 uploads, state = self.chain.finish(trained.params, ctx, trained.steps)
             params = {**params, **trained.params}
             if observe is not None:

@@ -96,16 +96,25 @@ def _traced(work: Work, inputs: Trees) -> tuple[Callable[[Trees], Trees] | None,
 
 
 def _tidy(graph: fx.GraphModule) -> None:
-    """Take out the operations that give what they get."""
+    """Take out the operations that give what they or those before them get, and those whose results nobody needs."""
     aten = torch.ops.aten
+    views = (aten.expand.default, aten.view.default, aten._unsafe_view.default)
     for node in graph.graph.nodes:
-        if node.target in (aten.expand.default, aten.view.default, aten._unsafe_view.default):
-            same = node.meta["val"].shape == node.args[0].meta["val"].shape
+        given: Any = node.args[0] if node.args else None
+        how = [*node.args[1:]]
+        if node.target in views and node.meta["val"].shape == given.meta["val"].shape:
+            same = given
+        elif node.target == aten.mul.Scalar and how == [1]:
+            same = given
+        elif node.target == aten.transpose.int and given.target == aten.transpose.int and how == [*given.args[1:]]:
+            same = given.args[0]
         else:
-            same = node.target == aten.mul.Scalar and node.args[1] == 1
-        if same:
-            node.replace_all_uses_with(node.args[0])
-            graph.graph.erase_node(node)
+            continue
+        node.replace_all_uses_with(same)
+        graph.graph.erase_node(node)
+    # what draws random numbers stays, so that those after it are the same
+    drawn = torch.Tag.nondeterministic_seeded
+    graph.graph.eliminate_dead_code(lambda node: node.is_impure() or drawn in getattr(node.target, "tags", ()))
     graph.recompile()
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import repeat
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import pad_sequence
 
 from cfl import rng, tree
-from cfl.engines.loop import LoopEngine, Trained, named
+from cfl.engines.loop import LoopEngine, Trained, named, recorded
 from cfl.engines.step import Local, LocalStep
 from cfl.engines.traced import Traces
 from cfl.local.chain import STRATEGY
@@ -42,13 +44,14 @@ class Block:
 
     def __post_init__(self) -> None:
         self.steps = [len(plan) for plan in self.plans]
+        self._sizes = [[len(part) for part, _ in plan] for plan in self.plans]
         self._seen: tuple[list[Batch], Tree] = [], {}
         shares = [client.shares[client.task] for client in self.clients]
         self._samples = shares[0].samples
         self._plain = not self._samples.augment and all(client.now == (client.task,) for client in self.clients)
         if self._plain:  # one gather a step for all clients: rows of the samples (clients, steps, batch)
-            sizes = [torch.tensor([len(part) for part, _ in plan]) for plan in self.plans]
-            every = pad_sequence(sizes, batch_first=True)
+            most = max(self.steps)
+            every = torch.tensor([sizes + [0] * (most - len(sizes)) for sizes in self._sizes])
             mask = torch.arange(max(1, int(every.max()))) < every[:, :, None]
             held = [
                 share.rows[torch.cat([part for part, _ in plan])]
@@ -61,14 +64,14 @@ class Block:
 
     def sizes(self, index: int, live: int) -> list[int]:
         """Samples in the batch of step `index` of each of the first `live` clients."""
-        return [len(plan[index][0]) for plan in self.plans[:live]]
+        return [sizes[index] for sizes in self._sizes[:live]]
 
     def batch(self, index: int, at: list[int]) -> Tree:
         """The batches of step `index` of some clients, padded to the longest: leaves (clients, batch, ...)."""
-        mine = [(self.clients[i], *self.plans[i][index]) for i in at]
         if not self._plain:
+            mine = ((self.clients[i], *self.plans[i][index]) for i in at)
             return _stacked([client.batch(part, rng.key(*change)) for client, part, change in mine])
-        width = max(1, *(len(part) for _, part, _ in mine))
+        width = max(1, *(self._sizes[i][index] for i in at))
         which = slice(len(at)) if at[-1] + 1 == len(at) else at
         rows, mask = self._rows[which, index, :width], self._mask[which, index, :width].contiguous()
         flat = rows.flatten()
@@ -120,7 +123,7 @@ class VmappedEngine(LoopEngine):
         together = self._block(info, states, block)
         start = step.start(shared["params"])
         params, buffers = (
-            tree.map(lambda leaf: leaf.repeat(len(block), *[1] * leaf.dim()), part) for part in start[:2]
+            tree.map(lambda leaf: leaf.expand(len(block), *leaf.shape).clone(), part) for part in start[:2]
         )
         local, steps = Local(params, buffers, step.optimizer.init(params)), together.steps
         ids = torch.tensor([client.id for client in block])
@@ -132,18 +135,18 @@ class VmappedEngine(LoopEngine):
                 live = sum(index < count for count in steps)
                 drawn = [next(memory) for memory in together.memories[:live]]
                 for at in self._alike(together.sizes(index, live), drawn):
-                    places = slice(len(at)) if len(at) == live else torch.tensor(at)
+                    places = _places(at, live, len(block))
                     own = {
                         "batch": together.batch(index, at),
                         "memory": together.memory([drawn[i] for i in at]),
-                        "state": {name: leaf[places] for name, leaf in together.state.items()},
+                        "state": tree.map(itemgetter(places), together.state),
                         "client": {"id": ids[places]},
                     }
                     losses[places, index] = self._advance(step, local, places, own, shared, info, index).to(losses)
-        for number, client in enumerate(block):
-            last = losses[number, steps[number] - steps[number] // self.epochs : steps[number]]
-            leaves = {name: leaf[number] for name, leaf in {**local.params, **local.buffers}.items()}
-            yield Trained(client, leaves, steps[number], last.mean())
+        losses = _last(losses, torch.tensor(steps, device=losses.device), self.epochs)
+        leaves = local.params | local.buffers
+        for client, count, loss, *parts in zip(block, steps, losses, *leaves.values(), strict=True):
+            yield Trained(client, dict(zip(leaves, parts, strict=True)), count, loss)
 
     def _block(self, info: RoundInfo, states: Mapping[int, Tree], clients: list[Client]) -> Block:
         plans = []
@@ -151,8 +154,21 @@ class VmappedEngine(LoopEngine):
             epochs = [self.plan(info, client, epoch) for epoch in range(self.epochs)]
             plans.append([(part, (key, number)) for parts, key in epochs for number, part in enumerate(parts)])
         seen = [{name: leaf for name, leaf in states[client.id].items() if name != _UNSEEN} for client in clients]
-        memories = [self.memories(info, states[client.id], client) for client in clients]
-        return Block(clients, tree.stack(seen), plans, memories)
+        return Block(clients, tree.stack(seen), plans, list(self._memories(info, states, clients)))
+
+    def _memories(
+        self, info: RoundInfo, states: Mapping[int, Tree], clients: list[Client]
+    ) -> Iterator[Iterator[Batch]]:
+        """What each client draws from its memory; those that have none draw the same nothing."""
+        nothing: dict[int, Iterator[Batch]] = {}
+        for client in clients:
+            state, samples = states[client.id], id(client.shares[client.task].samples)
+            if len(recorded(state, client)):
+                yield self.memories(info, state, client)
+            else:
+                if samples not in nothing:
+                    nothing[samples] = repeat(next(self.memories(info, state, client)))
+                yield nothing[samples]
 
     def _alike(self, sizes: list[int], drawn: list[Batch]) -> list[list[int]]:
         """Places in a block that take a step together: all, or those without need of padding where it does harm."""
@@ -190,7 +206,11 @@ class VmappedEngine(LoopEngine):
             grads, buffers, losses = torch.func.vmap(gradient, randomness="different")(*(inputs[name] for name in mine))
             return {"grads": grads, "buffers": buffers, "losses": {"": losses}}
 
-        now = Local(*({name: leaf[at] for name, leaf in leaves.items()} for leaves in local))
+        now = (
+            local
+            if isinstance(at, slice) and at == slice(None)
+            else Local(*(tree.map(itemgetter(at), leaves) for leaves in local))
+        )
         mine = {"params": now.params, "buffers": now.buffers, **own}
         inputs = mine | {f"shared/{owner}": leaves for owner, leaves in shared.items()}
         alike = not self.model.multi_head and not self.model.buffers_per_task
@@ -209,7 +229,23 @@ class VmappedEngine(LoopEngine):
         return any(isinstance(layer, _BatchNorm) for layer in self.model.module.modules())
 
 
+def _places(at: list[int], live: int, clients: int) -> slice | Tensor:
+    """Places in a block as an index; a slice, whose leaves are views of the block's, where they are all that train."""
+    if len(at) == live:
+        return slice(None) if live == clients else slice(live)
+    return torch.tensor(at)
+
+
+def _last(losses: Tensor, steps: Tensor, epochs: int) -> Tensor:
+    """The mean over each client's last epoch (clients,) of losses (clients, steps), of which each made `steps`."""
+    index, first = torch.arange(losses.shape[1], device=losses.device), steps - steps // epochs
+    chosen = (first[:, None] <= index) & (index < steps[:, None])
+    return losses.where(chosen, 0).sum(1) / (steps - first)
+
+
 def _stacked(batches: Sequence[Batch]) -> Tree:
     """Batches padded to the longest and stacked, by field, without those that are None."""
     fields = [name for name, leaf in batches[0]._asdict().items() if leaf is not None]
-    return {name: pad_sequence([getattr(batch, name) for batch in batches], batch_first=True) for name in fields}
+    alike = len({len(batch.y) for batch in batches}) == 1
+    stack = torch.stack if alike else partial(pad_sequence, batch_first=True)
+    return {name: stack([getattr(batch, name) for batch in batches]) for name in fields}

@@ -1,6 +1,7 @@
-"""The choice of an engine: candidates, doubling, memory, and that a measurement changes nothing. No clock is read."""
+"""The choice of an engine: candidates, doubling, memory, and that a measurement changes nothing. No test waits for a clock."""
 
 import math
+import time
 
 import pytest
 import torch
@@ -32,25 +33,25 @@ class Trial:
         self.closed = True
 
 
-def chosen(monkeypatch, engine, times, block=None, workers=1, clients=20, bytes=0, free=1000, device=CPU):
-    """The choice where candidates (name, block) take so many seconds, or raise; and those that were tried."""
+def chosen(monkeypatch, engine, times, block=None, workers=1, threads=1, clients=20, bytes=0, free=1000, device=CPU):
+    """The choice where candidates (name, block) take so many seconds a thread, or raise; and those that were tried."""
     tried = []
 
     def build(name, block):
         tried.append(Trial(name, block))
         return tried[-1]
 
-    def seconds(engine, device, work):
+    def seconds(engine, device, work, most):
         time = times[engine.name, engine.block]
         if isinstance(time, Exception):
             raise time
-        return time, bytes
+        return time / torch.get_num_threads(), bytes
 
     monkeypatch.setattr(module, "_seconds", seconds)
     monkeypatch.setattr(machine, "free_bytes", lambda device: free)
     info, samples = info_of(model_of(), range(clients)), samples_of(9)
     members = [Client(id, {0: Share(samples, torch.arange(9))}, 0, (0,)) for id in range(clients)]
-    found = choose(engine, block, workers, device, build, (info, {}, members, {}), 2)
+    found = choose(engine, block, workers, threads, device, build, (info, {}, members, {}), 2)
     assert all(trial.closed for trial in tried)
     return found, [(trial.name, trial.block) for trial in tried]
 
@@ -74,14 +75,14 @@ def vmapped(*times, name="vmapped", last=20):
 )
 def test_blocks_double_as_long_as_that_saves_time(monkeypatch, times, expected, most):
     found, tried = chosen(monkeypatch, "auto", LOOP | vmapped(*times))
-    assert found == Choice(*expected) and tried[0] == ("loop", None) and tried[-1] == ("vmapped", most)
+    assert found == Choice(*expected, 1) and tried[0] == ("loop", None) and tried[-1] == ("vmapped", most)
 
 
 @pytest.mark.parametrize(("free", "most"), [(1000, 20), (250, 20), (249, 2)])
 def test_blocks_double_as_long_as_memory_lasts(monkeypatch, free, most):
     """A block grew the process by 100 bytes; one twice as large takes 200, at most 80 % of what is free: 250."""
     found, _ = chosen(monkeypatch, "vmapped", vmapped(8, 6, 4, 3, 2), bytes=100, free=free)
-    assert found == Choice("vmapped", most)
+    assert found == Choice("vmapped", most, 1)
 
 
 def test_several_cores_are_for_processes(monkeypatch):
@@ -89,30 +90,40 @@ def test_several_cores_are_for_processes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     times = {("pool", None): 10.0} | vmapped(8, 6, 4, name="pool+vmapped", last=7) | vmapped(12, 13)
     found, tried = chosen(monkeypatch, "auto", times, workers=3)
-    assert found == Choice("pool+vmapped", 7) and {name for name, _ in tried} == {"pool", "pool+vmapped", "vmapped"}
-    found, _ = chosen(monkeypatch, "auto", times | vmapped(5, 3, 3), workers=3)  # so small that processes do not pay
-    assert found == Choice("vmapped", 4)
-    found, _ = chosen(monkeypatch, "auto", times, workers=3, bytes=100, free=700)  # 2 x 100 x 3 > 80 % of it
-    assert found == Choice("pool+vmapped", 2)
+    assert found == Choice("pool+vmapped", 7, 1) and {name for name, _ in tried} == {"pool", "pool+vmapped", "vmapped"}
+    found, _ = chosen(monkeypatch, "auto", times | vmapped(5, 3, 3), workers=3)  # so small that processes do not pay,
+    assert found == Choice("vmapped", 4, 3)  # but threads do
+    found, _ = chosen(monkeypatch, "auto", times, workers=3, threads=3, bytes=100, free=700)  # 2 x 100 x 3 > 80 % of it
+    assert found == Choice("pool+vmapped", 2, 3)
     found, tried = chosen(monkeypatch, "auto", LOOP | vmapped(12, 13), workers=3, device=torch.device("cuda"))
-    assert found == Choice("loop", None) and "pool" not in dict(tried)  # a GPU is for one process
+    assert found == Choice("loop", None, 1) and "pool" not in dict(tried)  # a GPU is for one process
+
+
+def test_a_trial_without_hope_is_short():
+    """Rounds of 10 ms where 4 ms were hoped for: two to warm up, and one that shows it."""
+    rounds = []
+    engine = Trial("loop", None)
+    module._seconds(engine, CPU, lambda: (rounds.append(0), time.sleep(0.01)), 0.004)
+    assert len(rounds) == module.WARM + 1
+    module._seconds(engine, CPU, lambda: rounds.append(0), math.inf)
+    assert len(rounds) == 2 * module.WARM + 1 + module.MOST  # so fast that time is no bound
 
 
 def test_a_block_that_is_given_stays(monkeypatch):
     found, tried = chosen(monkeypatch, "auto", {("loop", 5): 10.0, ("vmapped", 5): 3.0}, block=5)
-    assert found == Choice("vmapped", 5) and tried == [("loop", 5), ("vmapped", 5)]  # the loop has no use for it
+    assert found == Choice("vmapped", 5, 1) and tried == [("loop", 5), ("vmapped", 5)]  # the loop has no use for it
 
 
 @pytest.mark.parametrize("error", [UpdateError("vmap"), torch.OutOfMemoryError("much"), TypeError("a tensor")])
 def test_what_fails_is_not_chosen(monkeypatch, error):
     found, _ = chosen(monkeypatch, "auto", LOOP | vmapped(error))
-    assert found == Choice("loop", None)
+    assert found == Choice("loop", None, 1)
     found, _ = chosen(monkeypatch, "auto", LOOP | vmapped(8, error))
-    assert found == Choice("vmapped", 2)
+    assert found == Choice("vmapped", 2, 1)
     with pytest.raises(type(error)):  # nothing else was asked for
         chosen(monkeypatch, "vmapped", vmapped(error))
     found, _ = chosen(monkeypatch, "vmapped", vmapped(8, error))
-    assert found == Choice("vmapped", 2)
+    assert found == Choice("vmapped", 2, 1)
 
 
 @pytest.mark.parametrize(
