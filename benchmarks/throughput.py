@@ -7,10 +7,11 @@ is downloaded. Ours and the alternatives take turns, and medians of their second
 
 - plain: the papers' codes: a module, DataLoader and torch.optim.SGD for one client after another, with one thread;
 - hand: the same steps as the `loop` engine makes, to the sample, written by hand: what an engine costs beside them;
+- products: the matrix products of the round alone, a process a core (MLPs only): what no engine can undercut;
 - pfl: pfl-research with one process, and ("pfl-2") with two; flower: its simulation, one core a client.
 
-The last two need packages (benchmarks/requirements-throughput.txt), which may have an environment of their own. Each
-alternative must move the weights as far as ours does, or the comparison stops: the work must be the same.
+The last two need packages (benchmarks/requirements-throughput.txt), which may have an environment of their own. All but
+the products must move the weights as far as ours does, or the comparison stops: the work must be the same.
 """
 
 import argparse
@@ -31,6 +32,7 @@ import torch.nn.functional as F
 from host import about
 from throughput_peak import peak
 from throughput_peer import Peer
+from throughput_products import Products
 from throughput_work import WORKLOADS, Workload, epoch, moved
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
@@ -40,7 +42,7 @@ from cfl import machine, members, rng, streams
 from cfl.record import NullSink
 from cfl.runner import Session
 
-AGAINST = {"plain": ("plain",), "hand": ("hand",), "pfl": ("pfl", "pfl-2"), "flower": ("flower",)}
+AGAINST = {name: (name,) for name in ("plain", "hand", "products", "flower")} | {"pfl": ("pfl", "pfl-2")}
 PACKAGES = {"pfl": "pfl", "pfl-2": "pfl", "flower": "flwr"}
 SAME = 0.1  # batches are drawn differently, so the weights move a little differently
 
@@ -184,6 +186,13 @@ def measure(
         distance = size(ours.round())
         contenders: dict[str, Rounds] = {"ours": timed(ours.round, device)}
         for name in against:
+            if name == "products":
+                if work.model != "mlp":
+                    notes[name] = "MLPs only"
+                    continue
+                contenders[name] = bound = Products(work)
+                stack.callback(bound.close)
+                continue
             if name in PACKAGES:
                 python = (pythons or {}).get(PACKAGES[name], sys.executable)
                 if not installed(PACKAGES[name], python):

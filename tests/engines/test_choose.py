@@ -1,4 +1,4 @@
-"""The choice of an engine: candidates, doubling, memory, and that a measurement changes nothing. No test waits for a clock."""
+"""The choice of an engine: candidates, doubling, memory; a measurement changes nothing. No test waits for a clock."""
 
 import math
 import time
