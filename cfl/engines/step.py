@@ -132,7 +132,8 @@ class LocalStep:
             (here if at is params else elsewhere).append(aux)
             return grads
 
-        ctx = ctx._replace(batch=self.chain.augment(ctx.batch, ctx))
+        if self.chain.acting["augment"]:
+            ctx = ctx._replace(batch=self.chain.augment(ctx.batch, ctx))
         grads = self.chain.around(grad_fn)(params, ctx)
         grads = self.chain.adjust(grads, params, ctx)
         if buffers and not here:  # running statistics are of the weights as they are
@@ -167,7 +168,10 @@ class LocalStep:
 
     def _loss(self, params: Tree, buffers: Tree, ctx: Ctx) -> tuple[Tensor, tuple[Tensor, Tree]]:
         logits, features, loss, buffers = self._pass(params, buffers, ctx)
-        return loss + self.chain.penalty(params, logits, ctx._replace(features=features)), (loss, buffers)
+        aux = loss, buffers
+        if self.chain.acting["penalty"]:
+            loss = loss + self.chain.penalty(params, logits, ctx._replace(features=features))
+        return loss, aux
 
     def _pass(self, params: Tree, buffers: Tree, ctx: Ctx) -> tuple[Tensor, Tensor | None, Tensor, Tree]:
         """Logits, features, mean loss, and the buffers after a pass at `params`."""
