@@ -48,12 +48,13 @@ def chosen(monkeypatch, engine, times, block=None, workers=1, threads=1, clients
         return time / torch.get_num_threads(), bytes
 
     monkeypatch.setattr(module, "_seconds", seconds)
+    monkeypatch.setattr(module, "SECONDS", math.inf)  # of all clients
     monkeypatch.setattr(machine, "free_bytes", lambda device: free)
     info, samples = info_of(model_of(), range(clients)), samples_of(9)
     members = [Client(id, {0: Share(samples, torch.arange(9))}, 0, (0,)) for id in range(clients)]
     found = choose(engine, block, workers, threads, device, build, (info, {}, members, {}), 2)
     assert all(trial.closed for trial in tried)
-    return found, [(trial.name, trial.block) for trial in tried]
+    return found, list(dict.fromkeys((trial.name, trial.block) for trial in tried))
 
 
 LOOP = {("loop", None): 10.0}
@@ -97,6 +98,24 @@ def test_several_cores_are_for_processes(monkeypatch):
     assert found == Choice("pool+vmapped", 2, 3)
     found, tried = chosen(monkeypatch, "auto", LOOP | vmapped(12, 13), workers=3, device=torch.device("cuda"))
     assert found == Choice("loop", None, 1) and "pool" not in dict(tried)  # a GPU is for one process
+
+
+def test_slow_steps_are_tried_with_few_clients(monkeypatch):
+    """A client takes 0.1 s by itself: 4 of them take the 0.4 s of a trial; each of 3 workers gets at least 2."""
+    seen = []
+
+    def seconds(engine, device, work, most):
+        seen.append(len(work.args[-1]))
+        return 0.1 * seen[-1], 0
+
+    monkeypatch.setattr(module, "_seconds", seconds)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    info, samples = info_of(model_of(), range(20)), samples_of(9)
+    members = [Client(id, {0: Share(samples, torch.arange(9))}, 0, (0,)) for id in range(20)]
+    for workers, clients in ((1, 4), (3, 6)):
+        seen.clear()
+        choose("auto", None, workers, 1, CPU, Trial, (info, {}, members, {}), 2)
+        assert seen[0] == 1 and set(seen[1:]) == {clients}
 
 
 def test_a_trial_without_hope_is_short():
@@ -144,6 +163,7 @@ def test_trials_are_short():
 @pytest.mark.parametrize("options", [(), ("secagg=full",), ("sampling=poisson", "cohort=1")])
 def test_a_measurement_changes_nothing_and_is_written_down(options, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "CLIENTS", 2)
+    monkeypatch.setattr(module, "_CLOSE", math.inf)
     monkeypatch.setattr(module, "_BETTER", math.inf)  # the last candidate wins
     common = ("tasks=1", "workers=1", *options)
     found = cfl.run(toy.config("engine=auto", *common, method="fedavg"), stream=toy.stream(1), output=tmp_path)
