@@ -299,7 +299,8 @@ def test_command_page_names_the_fields_of_the_files(tmp_path):
 
 def test_figures_of_the_speed_page_are_the_stored_ones():
     page = ROOT / "docs/speed.md"
-    stored = json.loads((ROOT / "benchmarks/results/throughput/plain.json").read_text())["workloads"]
+    throughput = {path.stem: path for path in (ROOT / "benchmarks/results/throughput").glob("*.json")}
+    stored = json.loads(throughput["plain"].read_text())["workloads"]
     for row, (name, engine, steps, gflops, share, ratio) in zip(
         stored, rows(page, after="python benchmarks/throughput.py"), strict=True
     ):
@@ -307,6 +308,14 @@ def test_figures_of_the_speed_page_are_the_stored_ones():
         assert engine.endswith(f"block {row['block']}") or row["block"] is None
         figures = f"{row['steps_per_second']:.0f}", f"{row['gflops']:.1f}", f"{row['share_of_peak']:.0%}"
         assert (steps, gflops, share.replace(" ", "")) == figures and ratio == f"{row['ratio_vs_plain']:.2f}"
+    files = {name: json.loads(path.read_text())["workloads"] for name, path in throughput.items()}
+    peers = {row["workload"]: row for name in ("pfl", "pfl-resnet") for row in files[name]}
+    for (name, engine, *ratios), row in zip(rows(page, after="pfl-research 0.6"), peers.values(), strict=True):
+        assert name == f"`{row['workload']}`" and engine.startswith(f"`{row['engine']}`")
+        assert ratios == [f"{row[ratio]:.2f}" for ratio in ("ratio_vs_pfl", "ratio_vs_pfl_2")]
+    text = page.read_text()
+    assert f"take {files['products'][0]['ratio_vs_products']:.2f} of the time" in text
+    assert f"takes {1 / files['hand'][0]['ratio_vs_hand'] - 1:.1%} longer".replace("%", " %") in text.replace("\n", " ")
     sketches = json.loads((ROOT / "benchmarks/results/gpse/gpse.json").read_text())
     ratios = {f"{row['ratio']:.2f}" for row in sketches["client"]}
     assert all(ratio in ratios for *_, ratio in rows(page, after="A client's sketches"))

@@ -24,7 +24,7 @@ WARM, LEAST, MOST = 2, 3, 20  # rounds of a trial before the timed ones; timed o
 SECONDS = 0.4  # that a round of a trial may take, and that its timed ones take unless there are too many
 _HOPELESS = 1.5  # times the best time so far: a round that takes longer, once warm, is the last of its trial
 _BETTER = 0.95  # the share of the best time so far that a more involved choice has to stay below
-_CLOSE = 1.3  # times the best time: candidates that stay below are timed once more
+_CLOSE, _AGAIN = 1.3, 2  # times the best time: candidates that stay below are timed so many times again
 _MEMORY = 0.8  # share of what is free that a block may take
 
 
@@ -87,7 +87,7 @@ def choose(
             if 2 * taken * (workers if "pool" in name else 1) > _MEMORY * machine.free_bytes(device):
                 break
     close = [choice for choice, seconds in found.items() if seconds <= _CLOSE * best]
-    for choice in close if len(close) > 1 else ():  # on a busy machine once is not enough
+    for choice in _AGAIN * close if len(close) > 1 else ():  # on a busy machine once is not enough
         found[choice] = min(found[choice], timed(choice, short)[0])
     chosen, *others = close or [Choice("loop", None, threads)]
     for choice in others:
