@@ -164,7 +164,7 @@ class RunConfig(Section):
     )
     eval_batch_size: Positive = Field(1024, description="samples a batch in evaluations")
     checkpoint_every: Positive = Field(1, description="rounds between checkpoints; the end of a task always has one")
-    threads: int = Field(1, ge=1, le=256, description="threads inside an operation; small models are fastest with 1")
+    threads: int = Field(1, ge=1, le=256, description="threads inside an operation; `auto` may take one a core")
     on_bad_update: Literal["raise", "exclude"] = Field("raise", description="what NaN in a client's update does")
     secagg: Literal["none", "sum", "full"] = Field(
         "none", description="secure aggregation: none, the same sums and bytes without masks, or in full"
