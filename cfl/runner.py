@@ -88,8 +88,8 @@ def run(
         folder = RunFolder(output, resume=resume) if output is not None else None
         if folder is not None and resume and undecided(config.engine, config.block):
             config = _settled(config, folder.read_config())
-            torch.set_num_threads(config.threads)
         session = Session(config, stream, members, model, folder, sink or NullSink())
+        torch.set_num_threads(session.config.threads)  # which may have been measured
         with contextlib.closing(session), session.writer, machine.interrupts() as interrupted:
             session.start(resume)
             for position in range(session.state.position, len(session.schedule)):
@@ -316,7 +316,6 @@ class Session:
             config.local.batch_size,
         )
         self.config = config.model_copy(update=choice._asdict())
-        torch.set_num_threads(choice.threads)
 
     def _info(self, task: int, phase: Phase, number: int, lr: float, trained: int) -> RoundInfo:
         key = schedule.key(self.config.seed, task, phase.name, number)

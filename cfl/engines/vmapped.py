@@ -26,6 +26,7 @@ from cfl.local.chain import STRATEGY
 from cfl.tree import Tree
 from cfl.types import MEMORY, Batch, Client, Ctx, Parts, RoundInfo
 
+_ALL = slice(None)
 _UNSEEN = f"{STRATEGY}/{MEMORY}"  # hooks see the samples themselves, as ctx.memory
 
 
@@ -206,11 +207,7 @@ class VmappedEngine(LoopEngine):
             grads, buffers, losses = torch.func.vmap(gradient, randomness="different")(*(inputs[name] for name in mine))
             return {"grads": grads, "buffers": buffers, "losses": {"": losses}}
 
-        now = (
-            local
-            if isinstance(at, slice) and at == slice(None)
-            else Local(*(tree.map(itemgetter(at), leaves) for leaves in local))
-        )
+        now = local if at is _ALL else Local(*(tree.map(itemgetter(at), leaves) for leaves in local))
         mine = {"params": now.params, "buffers": now.buffers, **own}
         inputs = mine | {f"shared/{owner}": leaves for owner, leaves in shared.items()}
         alike = not self.model.multi_head and not self.model.buffers_per_task
@@ -232,7 +229,7 @@ class VmappedEngine(LoopEngine):
 def _places(at: list[int], live: int, clients: int) -> slice | Tensor:
     """Places in a block as an index; a slice, whose leaves are views of the block's, where they are all that train."""
     if len(at) == live:
-        return slice(None) if live == clients else slice(live)
+        return _ALL if live == clients else slice(live)
     return torch.tensor(at)
 
 
