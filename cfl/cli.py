@@ -25,6 +25,9 @@ app = typer.Typer(
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Set an option; may be given again.")]
 DataRoot = Annotated[Path | None, typer.Option(help="Folder of the data sets (default: CFL_DATA).")]
 Download = Annotated[bool, typer.Option("--download", help="Fetch a data set that is missing.")]
+Scale = Annotated[
+    str | None, typer.Option(help="paper (the preset as written; default), small (minutes) or smoke (seconds).")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 Plot = Annotated[bool, typer.Option(help="Draw the results to a PNG file.")]
 
@@ -35,6 +38,7 @@ def train(
     method: Annotated[str | None, typer.Option(help="Method (default fedavg), such as fot or fot+fedsol.")] = None,
     local: Annotated[list[str], typer.Option("--local", help="Local regularizer; may be given again.")] = [],  # noqa: B006
     seed: Annotated[int | None, typer.Option(help="Seed of every draw (default 0).")] = None,
+    scale: Scale = None,
     overrides: Set = [],  # noqa: B006
     config: Annotated[Path | None, typer.Option(help="A resolved config.yaml to run again.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder of the run (default under runs/).")] = None,
@@ -51,7 +55,14 @@ def train(
     from cfl.report import plots, tables
 
     settings = _resolved(
-        benchmark, method=method, regularizers=local, overrides=overrides, seed=seed, file=config, engine=engine
+        benchmark,
+        method=method,
+        regularizers=local,
+        overrides=overrides,
+        seed=seed,
+        file=config,
+        engine=engine,
+        scale=scale,
     )
     folder = output or Path("runs") / f"{settings.benchmark}-{settings.label}-seed{settings.seed}"
     metrics = _run(settings, folder, resume, quiet, data_root=data_root, download=download)

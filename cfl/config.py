@@ -128,6 +128,9 @@ class RunConfig(Section):
     """All that decides the result of a run; `dump` makes plain data of it, `resolve` and `load` make one."""
 
     benchmark: str = Field(description="name of the benchmark; see `cfl-run list benchmarks`")
+    scale: Literal["paper", "small", "smoke"] = Field(
+        "paper", description="length of the run: the paper's, minutes on two cores, or seconds"
+    )
     method: str = Field(DEFAULT_METHOD, description="strategy of the run; see `cfl-run list methods`")
     regularizers: Annotated[tuple[str, ...], Tuple] = Field((), description="local regularizers, in order")
     seed: int = Field(0, ge=0, le=2**32 - 1, description="seed of every draw")  # the most that numpy takes
@@ -201,15 +204,16 @@ def resolve(
     seed: int | None = None,
     file: Path | None = None,
     engine: str | None = None,
+    scale: str | None = None,
 ) -> RunConfig:
     """The full configuration of a run, from the layers that the module names.
 
     method: a strategy, a local regularizer (then under FedAvg), or several joined by "+", such as "fot+fedsol";
     regularizers: more of them; overrides: "key=value" with dotted keys and YAML values; file: a resolved `config.yaml`,
-    which replaces the preset.
+    which replaces the preset; scale: which variant of the preset, "paper" (as written), "small" or "smoke".
     Raises ConfigError in one line for unknown names, wrong values and a file that cannot be read.
     """
-    flags = dict(benchmark=benchmark, method=method, seed=seed, engine=engine)
+    flags = dict(benchmark=benchmark, method=method, seed=seed, engine=engine, scale=scale)
     given = {name: value for name, value in flags.items() if value is not None}
     top = _named(merged(_routed(_shaped(parse(overrides))), given))
     base = _named(_routed(_shaped(read_yaml(file)))) if file else {}
@@ -220,6 +224,7 @@ def resolve(
         raise ConfigError("no benchmark is given; name one (see 'cfl-run list benchmarks') or pass --config FILE")
     if not file:
         base = _named(_routed(merged(preset(name), {"benchmark": name})))
+    _check_scale(base, top.get("scale"), f"'{file or name}'")
     if regularizers:  # further ones, whatever layer names the first
         members.roles("+".join([DEFAULT_METHOD, *regularizers]))
         top["regularizers"] = [*top.get("regularizers", base.get("regularizers", ())), *regularizers]
@@ -259,6 +264,13 @@ def preset(benchmark: str) -> dict[str, Any]:
     """The preset of a benchmark as written, `methods` and `variants` included; empty where there is none."""
     path = files("cfl") / "presets" / f"{benchmark}.yaml"
     return read_yaml(path) if path.is_file() else {}
+
+
+def _check_scale(base: Mapping[str, Any], scale: Any, where: str) -> None:
+    """Raise ConfigError for a scale that neither the preset nor the `config.yaml` has."""
+    known = [base.get("scale", "paper"), *base.get("variants", {}).get("scale", {})]
+    if scale is not None and scale not in known:
+        raise ConfigError(f"{where} has no scale '{scale}'; it has {', '.join(known)}")
 
 
 def _layered(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:

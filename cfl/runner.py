@@ -33,7 +33,7 @@ from cfl.population import Population
 from cfl.privacy import rules
 from cfl.privacy.budget import Budget
 from cfl.privacy.chain import Protection
-from cfl.record import NullSink, RunFolder, Sink
+from cfl.record import NullSink, RunFolder, Sink, plain
 from cfl.state import RunState
 from cfl.strategies.base import Strategy
 from cfl.streams import Stream
@@ -272,7 +272,6 @@ class Session:
     def finish(self) -> Result:
         """Metrics of the whole run, on disk where there is a folder."""
         state, acc = self.state, self.state.acc
-        report = self.strategy.report(state.server, self.model)
         owners = self.population.owners(tuple(range(len(self.stream))))
         stored = [self._stored(own) for own in state.clients.values()]
         bare, others = self._stored({}), len(owners) - len(stored)  # the others have no state
@@ -282,8 +281,9 @@ class Session:
             "seed": self.config.seed,
             **metrics.summary(acc, self.strategy.sequential),
             "accuracy_matrix": [_row(row) for row in acc],
-            "subspace_use": report.pop("subspace_use", {}),
-            **report,
+            "subspace_use": {},
+            **state.reports[-1],
+            "by_task": state.reports,
             **state.totals(),
             "client_bytes": (sum(stored) + others * bare) / len(owners),
             "client_bytes_max": max([*stored, bare]),  # a state can only add to it
@@ -382,6 +382,7 @@ class Session:
     def _end_task(self, task: int) -> None:
         """Append a row to the accuracy matrix: every task seen so far, with the global model."""
         self.state.acc[task, : task + 1] = self._accuracies(range(task + 1))
+        self.state.reports.append(plain(self.strategy.report(self.state.server, self.model)))
         if task + 1 < len(self.stream):
             server, self.state.clients = self.chain.end_task(self.state.server, self.state.clients)
             self.state.server = self.strategy.begin_task(server, task + 1, self.model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ class RunState:
 
     acc: (tasks, tasks) fractions, NaN where not evaluated; bytes: phase name to {"up", "down"}; seconds: who spent them
     ("clients", "server", "measurement") to phase name, "evaluate" or "checkpoint", to seconds; local: figures of the
-    local models when they were last looked at.
+    local models when they were last looked at; reports: the method's own figures after each task.
     """
 
     def __init__(self, server: Server, tasks: int) -> None:
@@ -32,6 +33,7 @@ class RunState:
         self.bytes: dict[str, dict[str, int]] = {}
         self.seconds: dict[str, dict[str, float]] = {"clients": {}, "server": {}, "measurement": {}}
         self.local: dict[str, list[float]] = {}
+        self.reports: list[dict[str, Any]] = []
 
     def count(self, row: Mapping[str, Any]) -> None:
         """Add a round's bytes to its phase."""
@@ -60,8 +62,9 @@ class RunState:
         trees = {f"server/{name}": dict(leaves) for name, leaves in self.server.items()}
         trees |= {f"client/{id}": dict(leaves) for id, leaves in sorted(self.clients.items())}
         trees["run"] = {"acc": torch.tensor(self.acc)}
-        counts = copy.deepcopy({"bytes": self.bytes, "seconds": self.seconds, "local": self.local})
-        meta = {"position": self.position, **counts}
+        kept = {"bytes": self.bytes, "seconds": self.seconds, "local": self.local}
+        reports = json.dumps(self.reports)  # as text: the checkpoint sorts keys, and layers have an order
+        meta = {"position": self.position, **copy.deepcopy(kept), "reports": reports}
         return trees, {**meta, "last_task": {str(id): task for id, task in sorted(self.last_task.items())}}
 
     def restore(self, trees: Mapping[str, Tree], meta: Mapping[str, Any], device: torch.device) -> None:
@@ -76,5 +79,5 @@ class RunState:
                 self.clients[int(rest)] = moved
         self.acc = trees["run"]["acc"].numpy().copy()
         self.position, self.bytes, self.seconds = meta["position"], dict(meta["bytes"]), dict(meta["seconds"])
-        self.local = dict(meta["local"])
+        self.local, self.reports = dict(meta["local"]), json.loads(meta["reports"])
         self.last_task = {int(id): task for id, task in meta["last_task"].items()}
