@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,6 +30,9 @@ Scale = Annotated[
     str | None, typer.Option(help="paper (the preset as written; default), small (minutes) or smoke (seconds).")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
+Jobs = Annotated[
+    int | None, typer.Option(min=1, help="Runs at a time (default: one a core; one where a run takes all cores).")
+]
 Plot = Annotated[bool, typer.Option(help="Draw the results to a PNG file.")]
 
 
@@ -86,7 +90,13 @@ def compare(
     benchmark: Annotated[str, typer.Argument(help="See 'cfl-run list benchmarks'.")],
     methods: Annotated[str, typer.Option(help="Methods, such as fedavg,fot,fot+fedsol.")],
     seeds: Annotated[str, typer.Option(help="Seeds, such as 0..2 or 0,3,5.")] = "0",
+    scale: Scale = None,
     overrides: Set = [],  # noqa: B006
+    vary: Annotated[
+        list[str], typer.Option(metavar="KEY=A,B", help="Run with each of the values; may be given again.")
+    ] = [],  # noqa: B006
+    against: Annotated[str | None, typer.Option(help="Method for paired differences (default: the first).")] = None,
+    jobs: Jobs = None,
     data_root: DataRoot = None,
     download: Download = False,
     output: Annotated[Path | None, typer.Option(help="Folder of the runs (default under runs/).")] = None,
@@ -94,47 +104,50 @@ def compare(
     quiet: Quiet = False,
     plot: Plot = True,
 ) -> None:
-    """Train several methods with several seeds, and tabulate mean and standard deviation."""
-    import json
+    """Train methods x settings x seeds side by side, and tabulate them."""
+    from cfl.compare import plan
+    from cfl.record import write_json
+    from cfl.report import paired, plots, tables
+    from cfl.side_by_side import run_all
 
-    from cfl.record import plain
-    from cfl.report import plots, tables
-
-    numbers, own = _seeds(seeds), _overrides(methods, overrides)
-    # All are resolved before the first runs: a wrong name must not wait for hours.
-    plan = {
-        name: [_resolved(benchmark, method=name, overrides=kept, seed=number) for number in numbers]
-        for name, kept in own.items()
-    }
     folder = output or Path("runs") / f"compare-{benchmark}"
-    results: dict[str, list[dict[str, Any]]] = {}
-    failed: list[tuple[str, CflError]] = []
-    for name, configs in plan.items():
-        for one in configs:
-            run = f"{name}-seed{one.seed}"
-            try:
-                metrics = _run_once(one, folder / run, quiet, data_root=data_root, download=download)
-                results.setdefault(name, []).append(metrics)
-            except CflError as error:  # the other runs are worth having
-                failed.append((run, error))
-                print(f"cfl-run: {run} failed: {error}", file=sys.stderr)
+    # All are resolved before the first runs: a wrong name must not wait for hours.
+    groups = plan(benchmark, methods, seeds, folder, overrides=overrides, vary=vary, scale=scale)
+    reference = groups[0].method if against is None else against
+    if reference not in (known := {group.method for group in groups}):
+        raise unknown("method of --against", reference, known)
+    runs = [run for group in groups for run in group.runs]
+    failed = run_all(runs, jobs=jobs, quiet=quiet, data_root=data_root, download=download)
+    results = {group.label: found for group in groups if (found := group.results())}
     if not results:
-        raise failed[0][1]
-    summaries = {name: tables.summary(runs) for name, runs in results.items()}
-    matrices = {name: tables.mean_matrix(runs) for name, runs in results.items()}
-    settings = [text for override in overrides for text in ("--set", override)]
-    command = shlex.join(["cfl-run", "compare", benchmark, "--methods", methods, "--seeds", seeds, *settings])
-    written = plain({"benchmark": benchmark, "command": command, "methods": summaries})
-    (folder / "compare.json").write_text(json.dumps(written, indent=2) + "\n")
-    title = f"{benchmark}, {len(numbers)} seed{'s' * (len(numbers) > 1)}"
+        raise CflError(next(iter(failed.values())))
+    summaries = {name: tables.summary(found) for name, found in results.items()}
+    gaps = {}
+    for group in groups:
+        other = group.counterpart(groups, reference)
+        if group.method != reference and other and (gap := paired.differences(group.results(), other.results())):
+            gaps[f"{group.label} less {other.label}"] = gap
+    given = [
+        text for name, values in (("--set", overrides), ("--vary", vary)) for one in values for text in (name, one)
+    ]
+    given += [text for name, one in (("--scale", scale), ("--against", against)) if one for text in (name, one)]
+    command = shlex.join(["cfl-run", "compare", benchmark, "--methods", methods, "--seeds", seeds, *chain(*given)])
+    write_json(
+        folder / "compare.json", {"benchmark": benchmark, "command": command, "methods": summaries, "paired": gaps}
+    )
+    matrices = {name: tables.mean_matrix(found) for name, found in results.items()}
+    most = max(map(len, results.values()))
+    title = f"{benchmark}, {most} seed{'s' * (most > 1)}" + (f", {scale} scale" if scale else "")
     if plot:
         plots.comparison(summaries, matrices, title, folder / "compare.png")
     for name, rows in matrices.items() if matrix else ():
         _print(tables.matrix(rows, f"Accuracy: {name}"))
     _print(tables.compared(summaries, title))
+    if gaps:
+        _print(paired.table(gaps))
     _print(f"results in {folder}")
     if failed:
-        raise CflError(f"{len(failed)} of {len(failed) + sum(map(len, results.values()))} runs failed, see above")
+        raise CflError(f"{len(failed)} of {len(runs)} runs failed, see above")
 
 
 @app.command("list")
@@ -230,53 +243,6 @@ def _continuation(folder: Path, data_root: Path | None, download: bool) -> str:
     again = ["cfl-run", "train", "--config", str(folder / "config.yaml"), "--output", str(folder), "--resume"]
     again += (["--data-root", str(data_root)] if data_root else []) + ["--download"] * download
     return f"interrupted; continue with: {shlex.join(again)}"
-
-
-def _run_once(config: "RunConfig", folder: Path, quiet: bool, **data: Any) -> dict[str, Any]:
-    """The metrics of a run: read where it is finished already, else run to its end, from where it was left."""
-    import json
-
-    from cfl.config import dump
-    from cfl.overrides import read_yaml
-
-    metrics, settings = folder / "metrics.json", folder / "config.yaml"
-    if settings.exists() and read_yaml(settings) != dump(config):
-        raise ConfigError(f"'{folder}' holds a run with another configuration; use another --output")
-    if not (metrics.exists() and settings.exists() and (folder / "timing.json").exists()):
-        _run(config, folder, settings.exists(), quiet, **data)
-    timing = json.loads((folder / "timing.json").read_text())
-    spent = {f"{kind.removesuffix('s')}_seconds": sum(timing[kind].values()) for kind in ("clients", "server")}
-    return {**json.loads(metrics.read_text()), **spent}
-
-
-def _overrides(methods: str, overrides: Sequence[str]) -> dict[str, list[str]]:
-    """The methods of "fedavg,fot+fedsol", each with the overrides that are for it: of hyper-parameters its own."""
-    from cfl import options, plugins
-    from cfl.members import roles
-    from cfl.overrides import scoped
-
-    names = [name.strip() for name in methods.split(",")]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"--methods takes each method once, not '{methods}'")
-    known: dict[str, list[str]] = {}
-    for name in names:
-        method, regularizers = roles(name)
-        owners = {"strategy": plugins.strategies.get(method)}
-        owners |= {f"regularizer.{own}": plugins.local.get(own) for own in regularizers}
-        known[name] = [f"{owner}.{row['name']}" for owner, item in owners.items() for row in options.describe(item)]
-    return scoped(overrides, known)
-
-
-def _seeds(text: str) -> list[int]:
-    """The seeds of "0..2" (both ends included) or "0,3,5"."""
-    first, dots, last = text.partition("..")
-    try:
-        numbers = list(range(int(first), int(last) + 1)) if dots else [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 0 or len(set(numbers)) < len(numbers):
-        raise ConfigError(f"--seeds takes 0..2 or 0,3,5, not '{text}'")
-    return numbers
 
 
 def _registries() -> dict[str, Any]:

@@ -24,6 +24,10 @@ class CheckpointError(CflError):
     """A checkpoint that is damaged or belongs to another run."""
 
 
+class Busy(CflError):
+    """A folder that another process writes to."""
+
+
 class UpdateError(CflError):
     """A client's upload that cannot be used (NaN or infinity)."""
 

@@ -11,16 +11,20 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 import yaml
+from filelock import FileLock, Timeout
 
 from cfl.config import RunConfig
-from cfl.errors import ConfigError
+from cfl.errors import Busy, ConfigError
+
+_LOCK = ".lock"
+_LOOK = 0.5  # seconds: longer than another process takes to see whether the folder is busy
 
 
 class RunFolder:
     """A run's folder: `config.yaml`, `metrics.json`, `timing.json`, `rounds.jsonl`, `checkpoints/`.
 
     resume: continue what the folder holds. Raises ConfigError where it cannot be written, or holds a run and
-    `resume` is False.
+    `resume` is False; Busy where another process is at it. It is this one's until `close`, or the end of the process.
     """
 
     def __init__(self, path: Path | str, *, resume: bool = False) -> None:
@@ -38,10 +42,30 @@ class RunFolder:
             raise ConfigError(
                 f"the output folder '{self.path}' cannot be written ({error.strerror}); choose another --output"
             ) from None
+        self._lock = FileLock(self.path / _LOCK)
+        try:
+            self._lock.acquire(timeout=_LOOK)
+        except Timeout:
+            raise Busy(f"another process is at '{self.path}'; wait for it, or choose another --output") from None
+
+    @staticmethod
+    def busy(path: Path) -> bool:
+        """Whether another process is at that folder."""
+        if not (path / _LOCK).exists():
+            return False
+        try:
+            with FileLock(path / _LOCK, timeout=0):
+                return False
+        except Timeout:
+            return True
+
+    def close(self) -> None:
+        """Let other processes have the folder."""
+        self._lock.release()
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write the resolved configuration (plain data) to `config.yaml`."""
-        self._replace(self.path / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False))
+        _replace(self.path / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False))
 
     def read_config(self) -> dict[str, Any]:
         """What `config.yaml` holds; nothing where there is none."""
@@ -50,11 +74,11 @@ class RunFolder:
 
     def write_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Write `metrics.json`, atomically: it is there whole or not at all; NaN is written as null."""
-        self._replace(self._metrics, json.dumps(plain(metrics), indent=2, allow_nan=False) + "\n")
+        write_json(self._metrics, metrics)
 
     def write_timing(self, seconds: Mapping[str, Mapping[str, float]]) -> None:
         """Write `timing.json`: who spent them, to phase, to seconds. No other figure differs when a run is repeated."""
-        self._replace(self.path / "timing.json", json.dumps(plain(seconds), indent=2) + "\n")
+        write_json(self.path / "timing.json", seconds)
 
     def append_round(self, row: Mapping[str, Any]) -> None:
         """Add a line to `rounds.jsonl`, on its way to the disk when this returns; ConfigError where it cannot be."""
@@ -76,18 +100,7 @@ class RunFolder:
             raise ConfigError(
                 f"'{self._rounds}' has {len(lines)} whole lines, {n_lines} were expected; use another --output"
             )
-        self._replace(self._rounds, "".join(f"{line.decode()}\n" for line in lines[:n_lines]))
-
-    def _replace(self, path: Path, text: str) -> None:
-        temporary = path.with_name(f".{path.name}.tmp")
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except OSError as error:
-            raise _unwritable(path, error) from None
+        _replace(self._rounds, "".join(f"{line.decode()}\n" for line in lines[:n_lines]))
 
 
 class Sink(Protocol):
@@ -167,7 +180,7 @@ class PlainSink:
 
     def task(self, row: dict[str, Any]) -> None:
         """row: task, name, accuracy (fractions on every task, None for those not yet seen)."""
-        self._say(_task_line(row))
+        self._say(task_line(row))
 
     def note(self, text: str) -> None:
         """Print the note."""
@@ -225,7 +238,7 @@ class RichSink:
     def task(self, row: dict[str, Any]) -> None:
         """Print the accuracies above the bar; rows as for `PlainSink`."""
         self._accuracy = row["accuracy"][row["task"]]
-        self._bar.console.print(_task_line(row), markup=False, highlight=False)
+        self._bar.console.print(task_line(row), markup=False, highlight=False)
 
     def note(self, text: str) -> None:
         """Print the note above the bar."""
@@ -251,6 +264,11 @@ def console_sink(quiet: bool) -> Sink:
     return RichSink() if sys.stdout.isatty() else PlainSink()
 
 
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a JSON file, atomically; NaN is written as null. Raises ConfigError where it cannot be written."""
+    _replace(path, json.dumps(plain(data), indent=2, allow_nan=False) + "\n")
+
+
 def plain(value: Any) -> Any:
     """JSON data of a value: NaN and infinities to None, tuples to lists, numpy and torch scalars to numbers."""
     if isinstance(value, Mapping):
@@ -262,6 +280,25 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def task_line(row: Mapping[str, Any]) -> str:
+    """What a finished task came to, in a line; rows as for `PlainSink.task`."""
+    seen = [f"{value:.1%}" for value in row["accuracy"] if value is not None]
+    spent = f", epsilon {row['epsilon']:.3g} so far" if "epsilon" in row else ""
+    return f"after task {row['task']} ({row['name']}): accuracy {' '.join(seen)}{spent}"
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
 def _unwritable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"'{path}' cannot be written ({error.strerror}); choose another --output")
 
@@ -269,12 +306,6 @@ def _unwritable(path: Path, error: OSError) -> ConfigError:
 def _scores(row: Mapping[str, Any]) -> str:
     parts = [f", loss {row['loss']:.3f}"] if row.get("loss") is not None else []
     return "".join(parts + ([f", accuracy {row['accuracy']:.1%}"] if row.get("accuracy") is not None else []))
-
-
-def _task_line(row: Mapping[str, Any]) -> str:
-    seen = [f"{value:.1%}" for value in row["accuracy"] if value is not None]
-    spent = f", epsilon {row['epsilon']:.3g} so far" if "epsilon" in row else ""
-    return f"after task {row['task']} ({row['name']}): accuracy {' '.join(seen)}{spent}"
 
 
 def _clock(seconds: float) -> str:

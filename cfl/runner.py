@@ -85,12 +85,17 @@ def run(
         if stream is None:
             root = Path(data_root) if data_root else None
             stream = _stream(config, root, download, public=_need_public(members.values()))
-        folder = RunFolder(output, resume=resume) if output is not None else None
-        if folder is not None and resume and undecided(config.engine, config.block):
-            config = _settled(config, folder.read_config())
-        session = Session(config, stream, members, model, folder, sink or NullSink())
-        torch.set_num_threads(session.config.threads)  # which may have been measured
-        with contextlib.closing(session), session.writer, machine.interrupts() as interrupted:
+        with contextlib.ExitStack() as at_end:
+            folder = RunFolder(output, resume=resume) if output is not None else None
+            if folder is not None:
+                at_end.callback(folder.close)
+                if resume and undecided(config.engine, config.block):
+                    config = _settled(config, folder.read_config())
+            session = Session(config, stream, members, model, folder, sink or NullSink())
+            torch.set_num_threads(session.config.threads)  # which may have been measured
+            at_end.enter_context(contextlib.closing(session))
+            at_end.enter_context(session.writer)
+            interrupted = at_end.enter_context(machine.interrupts())
             session.start(resume)
             for position in range(session.state.position, len(session.schedule)):
                 session.round(position, observe)

@@ -75,22 +75,29 @@ def test_train_writes_the_folder_and_its_config_repeats_it(tmp_path, capsys):
     assert invoke("train", "--config", config, "--output", str(again), "--quiet") == 2  # holds a run already
 
 
-def test_compare_tabulates_and_skips_what_is_finished(tmp_path, capsys, monkeypatch):
+def test_compare_tabulates_and_skips_what_is_finished(tmp_path, capsys):
     args = ("compare", "permuted-digits", "--methods", "fedavg,fot", "--seeds", "0..1", *SMALL, "--quiet", "--matrix")
     args += ("--set", "strategy.threshold=0.8")  # fedavg has no such option
     assert invoke(*args, "--output", str(tmp_path)) == 0
     assert "±" in capsys.readouterr().out
-    kept = {name: read_yaml(tmp_path / f"{name}-seed0" / "config.yaml")["strategy"] for name in ("fedavg", "fot")}
+    kept = {name: read_yaml(run_of(tmp_path, name) / "config.yaml")["strategy"] for name in ("fedavg", "fot")}
     assert kept["fedavg"] == {} and kept["fot"]["threshold"] == 0.8
     report = json.loads((tmp_path / "compare.json").read_text())["methods"]["fot"]
-    runs = [json.loads((tmp_path / f"fot-seed{seed}" / "metrics.json").read_text())["acc"] for seed in (0, 1)]
+    runs = [json.loads((run_of(tmp_path, "fot", seed) / "metrics.json").read_text())["acc"] for seed in (0, 1)]
     assert report["acc"]["mean"] == pytest.approx(sum(runs) / 2)
     assert report["acc"]["std"] == pytest.approx(abs(runs[0] - runs[1]) / 2)  # population std of two values
     assert (tmp_path / "compare.png").exists()
 
-    monkeypatch.setattr(runner, "run", lambda *args, **kwargs: pytest.fail("a finished run was run again"))
-    assert invoke(*args, "--output", str(tmp_path)) == 0
-    assert invoke(*args, "--output", str(tmp_path), "--set", "local.lr=0.5") == 2  # another configuration
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/metrics.json")}
+    assert invoke(*args, "--output", str(tmp_path), "--vary", "strategy.threshold=0.8,0.85") == 0  # two runs more
+    after = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/metrics.json")}
+    assert len(after) == 6 and before.items() < after.items()
+
+
+def run_of(folder, method, seed=0):
+    """The folder of the run, whose name ends in a hash."""
+    (found,) = folder.glob(f"{method}-seed{seed}-*")
+    return found
 
 
 def test_compare_shows_what_methods_spent(tmp_path, capsys):
@@ -121,7 +128,7 @@ def test_compare_goes_on_after_a_run_that_fails(tmp_path, capsys):
     # lambda x lr x Fisher far above 2: steps on the penalty grow without end
     assert invoke(*args, "--set", "strategy.strength=1e9", "--output", str(tmp_path)) == 1
     shown = capsys.readouterr()
-    assert "ewc-seed0 failed: client" in shown.err and "1 of 2 runs failed" in shown.err
+    assert "ewc, seed 0 failed: client" in shown.err and "1 of 2 runs failed" in shown.err
     assert list(json.loads((tmp_path / "compare.json").read_text())["methods"]) == ["fedavg"]
 
 

@@ -14,7 +14,8 @@ import typer
 
 import cfl
 from cfl import options, plugins
-from cfl.cli import _overrides, app
+from cfl.cli import app
+from cfl.compare import plan
 from cfl.config import RunConfig, resolve
 from cfl.strategies.fot import FOT
 
@@ -96,13 +97,14 @@ def test_commands_parse_and_their_options_exist(page):
     for name, *args in found:
         given = group.commands[name].make_context(name, list(args)).params  # raises on unknown flags
         if name in ("train", "compare") and given.get("config") is None:
-            overrides = given["overrides"]
-            runs = _overrides(given["methods"], overrides) if name == "compare" else {given["method"]: overrides}
-            for method, own in runs.items():
-                config = resolve(
-                    given["benchmark"], method=method, regularizers=given.get("local") or [], overrides=own
-                )
-                assert config.benchmark in plugins.benchmarks.names()
+            if name == "compare":
+                asked = [given[key] for key in ("benchmark", "methods", "seeds")]
+                also = {key: given[key] for key in ("overrides", "vary", "scale")}
+                configs = [run.config for group in plan(*asked, ROOT, **also) for run in group.runs]
+            else:
+                asked = {key: given[key] for key in ("method", "overrides", "scale")}
+                configs = [resolve(given["benchmark"], regularizers=given["local"], **asked)]
+            assert all(config.benchmark in plugins.benchmarks.names() for config in configs)
         if name == "describe":
             known = {
                 n for r in (plugins.strategies, plugins.benchmarks, plugins.models, plugins.local) for n in r.names()

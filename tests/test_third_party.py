@@ -154,6 +154,7 @@ def test_compare_takes_it_beside_a_built_in_method(cfl_run, tmp_path):
     status, shown, errors = cfl_run(*args, values=("tasks=2", "rounds=1", "strategy.rate=0"))
     assert status == 0, errors
     assert "fedavg" in shown and "slowdown" in shown
-    runs = [json.loads((tmp_path / f"{name}-seed0" / "metrics.json").read_text()) for name in ("fedavg", "slowdown")]
+    paths = [next(tmp_path.glob(f"{name}-seed0-*")) / "metrics.json" for name in ("fedavg", "slowdown")]
+    runs = [json.loads(path.read_text()) for path in paths]
     assert [run["method"] for run in runs] == ["fedavg", "slowdown"]
     assert runs[0]["accuracy_matrix"] == runs[1]["accuracy_matrix"]

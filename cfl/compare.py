@@ -1,0 +1,158 @@
+"""Many runs: which ones a comparison needs, and all of them run side by side, each in a process of its own.
+
+A run's folder is named by method, seed and a hash of what decides its result. So a killed comparison finds its runs
+again, several can share a folder, and what is finished is read and not run again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cfl import checkpoint, options, plugins
+from cfl.config import RunConfig, dump, resolve
+from cfl.errors import ConfigError
+from cfl.members import roles
+from cfl.overrides import scoped
+
+HOW = ("engine", "block", "workers", "threads", "device", "checkpoint_every")
+"""Options of how a run is computed: two that differ in nothing else have the same result, up to rounding."""
+
+
+def digest(config: RunConfig) -> str:
+    """Ten hex digits that differ between runs of different results."""
+    decisive = {name: value for name, value in dump(config).items() if name not in HOW}
+    return checkpoint.fingerprint(decisive)[:10]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run and the folder that it has, or is to have. name: for people, among its like."""
+
+    name: str
+    config: RunConfig
+    folder: Path
+
+    def results(self) -> dict[str, Any] | None:
+        """Its metrics, with `clients_seconds` and `server_seconds`; None where it is not finished."""
+        try:
+            metrics = json.loads((self.folder / "metrics.json").read_text(encoding="utf-8"))
+            timing = json.loads((self.folder / "timing.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        spent = {f"{kind.removesuffix('s')}_seconds": sum(timing[kind].values()) for kind in ("clients", "server")}
+        return {**metrics, **spent}
+
+
+def place(name: str, config: RunConfig, folder: Path) -> Run:
+    """A run in a folder of many."""
+    return Run(name, config, folder / f"{config.label}-seed{config.seed}-{digest(config)}")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in their seeds alone. varied: option to value, of those that are varied and that it has."""
+
+    method: str
+    varied: Mapping[str, Any]
+    runs: Sequence[Run]
+
+    @property
+    def label(self) -> str:
+        """The method, and the options in which it differs from other groups of the method."""
+        return _label(self.method, self.varied)
+
+    def results(self) -> list[dict[str, Any]]:
+        """The metrics of its finished runs."""
+        return [metrics for run in self.runs if (metrics := run.results()) is not None]
+
+    def counterpart(self, groups: Sequence[Group], method: str) -> Group | None:
+        """The group of another method under the same varied options, of which it may know fewer."""
+        for other in groups:
+            shared = other.varied.keys() & self.varied.keys()
+            if other.method == method and all(other.varied[name] == self.varied[name] for name in shared):
+                return other
+        return None
+
+
+def plan(
+    benchmark: str,
+    methods: str,
+    seeds: str,
+    folder: Path,
+    *,
+    overrides: Sequence[str] = (),
+    vary: Sequence[str] = (),
+    scale: str | None = None,
+) -> list[Group]:
+    """The runs of methods x settings x seeds, in that order.
+
+    methods: "fedavg,fot+fedsol"; seeds: "0..2" or "0,3,5"; overrides: "key=value" for all runs; vary: "key=a,b", each
+    combination of which is a setting. A method gets those of the others' hyper-parameters not.
+    Raises ConfigError in one line for whatever cannot be run: nothing may show after hours.
+    """
+    names, numbers = [name.strip() for name in methods.split(",")], _seeds(seeds)
+    if len(set(names)) < len(names):
+        raise ConfigError(f"--methods takes each method once, not '{methods}'")
+    groups: dict[str, Group] = {}
+    for combination in itertools.product(*map(_values, vary)):
+        settings = [f"{name}={json.dumps(value)}" for name, value in combination]
+        own = for_methods(names, [*overrides, *settings])
+        for name in names:
+            varied = {key: value for (key, value), text in zip(combination, settings, strict=True) if text in own[name]}
+            label, runs = _label(name, varied), []
+            if label in groups:  # what a method does not have is not varied for it
+                continue
+            for seed in numbers:
+                config = resolve(benchmark, method=name, overrides=own[name], seed=seed, scale=scale)
+                runs.append(place(f"{label}, seed {seed}", config, folder))
+            groups[label] = Group(name, varied, runs)
+    return sorted(groups.values(), key=lambda group: names.index(group.method))
+
+
+def for_methods(names: Sequence[str], overrides: Sequence[str]) -> dict[str, list[str]]:
+    """The methods, each with the overrides that are for it: of hyper-parameters its own."""
+    known: dict[str, list[str]] = {}
+    for name in names:
+        method, regularizers = roles(name)
+        owners = {"strategy": plugins.strategies.get(method)}
+        owners |= {f"regularizer.{own}": plugins.local.get(own) for own in regularizers}
+        known[name] = [f"{owner}.{row['name']}" for owner, item in owners.items() for row in options.describe(item)]
+    return scoped(overrides, known)
+
+
+def _label(method: str, varied: Mapping[str, Any]) -> str:
+    return ", ".join([method, *(f"{name}={value}" for name, value in varied.items())])
+
+
+def _seeds(text: str) -> list[int]:
+    """The seeds of "0..2" (both ends included) or "0,3,5"."""
+    first, dots, last = text.partition("..")
+    try:
+        numbers = list(range(int(first), int(last) + 1)) if dots else [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 0 or len(set(numbers)) < len(numbers):
+        raise ConfigError(f"--seeds takes 0..2 or 0,3,5, not '{text}'")
+    return numbers
+
+
+def _values(text: str) -> list[tuple[str, Any]]:
+    """The pairs of name and value of "key=a,b"."""
+    name, equals, values = text.partition("=")
+    name = name.strip()
+    try:
+        found = yaml.safe_load(f"[{values}]") if equals and name else []
+    except yaml.YAMLError:
+        found = []
+    if not found:
+        raise ConfigError(f"--vary takes key=value,value, such as strategy.threshold=0.8,0.9, not '{text}'")
+    if name in HOW or name in ("benchmark", "method", "seed"):
+        raise ConfigError(f"--vary cannot take {name}, which is no setting of a method; see 'cfl-run compare --help'")
+    return [(name, value) for value in found]

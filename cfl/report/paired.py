@@ -1,0 +1,60 @@
+"""Differences between methods on the same seeds: the draws that they share cancel, so few seeds show more."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from cfl.report.tables import NONE, Metrics
+
+MEASURES = ("acc", "fgt")
+
+
+def differences(runs: Sequence[Metrics], others: Sequence[Metrics]) -> dict[str, Any] | None:
+    """Mean difference (runs less others) of ACC and FGT over the seeds in both; None for fewer than two seeds.
+
+    Each is a dict of fractions: mean; low, high, the 95 % confidence interval; and p, that of a two-sided paired
+    t-test; NaN where FGT is not defined. seeds: the seeds in both.
+    """
+    by_seed = [{run["seed"]: run for run in each} for each in (runs, others)]
+    seeds = sorted(by_seed[0].keys() & by_seed[1].keys())
+    if len(seeds) < 2:
+        return None
+    out: dict[str, Any] = {"seeds": seeds}
+    for name in MEASURES:
+        ours, theirs = (np.array([each[seed][name] for seed in seeds], dtype=float) for each in by_seed)
+        out[name] = _paired(ours - theirs)
+    return out
+
+
+def _paired(gaps: np.ndarray) -> dict[str, float]:
+    from scipy import stats
+
+    mean, error = float(gaps.mean()), float(gaps.std(ddof=1) / len(gaps) ** 0.5)
+    if error == 0 or np.isnan(mean):  # the same difference everywhere: an interval of no width
+        return {"mean": mean, "low": mean, "high": mean, "p": float("nan") if np.isnan(mean) else float(mean == 0)}
+    student = stats.t(len(gaps) - 1)
+    half = float(student.ppf(0.975)) * error
+    return {"mean": mean, "low": mean - half, "high": mean + half, "p": float(2 * student.sf(abs(mean) / error))}
+
+
+def table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
+    """A line a comparison ("fot less fedavg"): mean differences in percentage points, with 95 % interval and p."""
+    shown = Table(title="paired differences, points of percent", title_justify="left")
+    shown.add_column("methods")
+    for name in MEASURES:
+        for title in (f"{name.upper()} difference", "95 % interval", "p"):
+            shown.add_column(title, justify="right")
+    shown.add_column("seeds", justify="right")
+    for label, row in rows.items():
+        cells = [cell for name in MEASURES for cell in _cells(row[name])]
+        shown.add_row(label, *cells, str(len(row["seeds"])))
+    return shown
+
+
+def _cells(row: Mapping[str, float]) -> list[str]:
+    if np.isnan(row["mean"]):
+        return [NONE] * 3
+    points = {name: 100 * row[name] for name in ("mean", "low", "high")}
+    return [f"{points['mean']:+.1f}", f"{points['low']:+.1f} to {points['high']:+.1f}", f"{row['p']:.3f}"]

@@ -1,0 +1,168 @@
+"""Comparisons: which runs they need, processes side by side, kills, and two of them in one folder."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+import cfl
+from cfl.compare import HOW, digest, plan
+from cfl.errors import Busy, ConfigError
+from cfl.record import RunFolder
+from cfl.report import paired
+from cfl.side_by_side import run_all
+
+FEW = ["tasks=2", "rounds=3", "model.hidden=[8]", "partition.clients=4"]
+OPTIONS = [text for one in FEW for text in ("--set", one)]
+
+
+def labels(*args, **also):
+    return [group.label for group in plan("permuted-digits", *args, Path("runs"), **also)]
+
+
+def test_a_plan_is_methods_by_settings_and_a_method_is_not_varied_in_what_it_lacks():
+    found = labels("fedavg,fot", "0", vary=["strategy.threshold=0.8,0.9", "partition.name=iid,shards"])
+    assert found == [
+        "fedavg, partition.name=iid",
+        "fedavg, partition.name=shards",
+        "fot, strategy.threshold=0.8, partition.name=iid",
+        "fot, strategy.threshold=0.8, partition.name=shards",
+        "fot, strategy.threshold=0.9, partition.name=iid",
+        "fot, strategy.threshold=0.9, partition.name=shards",
+    ]
+
+
+def test_the_counterpart_of_a_group_has_the_settings_that_both_know():
+    groups = plan("permuted-digits", "fedavg,fot", "0", Path(), vary=["strategy.threshold=0.8", "local.lr=0.1,0.2"])
+    pairs = {group.label: group.counterpart(groups, "fedavg").label for group in groups if group.method == "fot"}
+    assert pairs == {f"fot, strategy.threshold=0.8, local.lr={lr}": f"fedavg, local.lr={lr}" for lr in (0.1, 0.2)}
+
+
+def test_runs_have_names_of_their_own_and_folders_that_say_what_they_are():
+    runs = [run for g in plan("permuted-digits", "fot,fot+fedprox", "0..2", Path("x")) for run in g.runs]
+    assert len({run.folder for run in runs}) == len({run.name for run in runs}) == 6
+    assert runs[4].folder.name.startswith("fot+fedprox-seed1-") and runs[4].name == "fot+fedprox, seed 1"
+
+
+def test_the_hash_is_of_what_decides_the_result():
+    plain = digest(cfl.resolve("permuted-digits"))
+    how = {"engine": "pool", "block": 2, "workers": 3, "threads": 2, "device": "auto", "checkpoint_every": 7}
+    assert set(how) == set(HOW)
+    for name, value in how.items():
+        assert digest(cfl.resolve("permuted-digits", overrides=[f"{name}={value}"])) == plain
+    for text in ("seed=1", "local.lr=0.06", "method=fot", "eval_batch_size=7", "partition.name=shards"):
+        assert digest(cfl.resolve("permuted-digits", overrides=[text])) != plain
+
+
+@pytest.mark.parametrize(
+    ("vary", "named"),
+    [
+        ("strategy.threshold", "--vary takes key=value,value"),
+        ("local.lr=", "--vary takes key=value,value"),
+        ("engine=loop,pool", "--vary cannot take engine"),
+        ("local.lrr=1,2", "did you mean 'local.lr'"),
+        ("strategy.threshold=0.8,2", r"strategy.threshold must be in \(0, 1\], not 2"),
+    ],
+)
+def test_what_cannot_be_varied_is_said_before_anything_runs(vary, named):
+    with pytest.raises(ConfigError, match=named):
+        plan("permuted-digits", "fot", "0", Path(), vary=[vary])
+
+
+def test_paired_differences_are_those_of_a_paired_t_test():
+    ours, theirs = np.array([0.8, 0.9, 0.7, 0.85]), np.array([0.7, 0.85, 0.72, 0.7])
+    runs = [[{"seed": seed, "acc": one, "fgt": None} for seed, one in enumerate(each)] for each in (ours, theirs)]
+    runs[1].append({"seed": 9, "acc": 0.1, "fgt": None})  # no run of ours has this seed
+    found = paired.differences(runs[0], runs[1][::-1])
+    reference = stats.ttest_rel(ours, theirs)
+    low, high = reference.confidence_interval(0.95)
+    expected = {"mean": (ours - theirs).mean(), "low": low, "high": high, "p": reference.pvalue}
+    assert found["acc"] == pytest.approx(expected) and found["seeds"] == [0, 1, 2, 3]
+    assert np.isnan(list(found["fgt"].values())).all()
+    assert paired.differences(runs[0][:1], runs[1]) is None
+    same = paired.differences(runs[0], [{**run, "acc": run["acc"] + 0.25} for run in runs[0]])["acc"]
+    assert same["mean"] == pytest.approx(-0.25) and same["p"] == pytest.approx(0, abs=1e-12)
+
+
+def test_a_folder_is_one_process_s_at_a_time(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    assert RunFolder.busy(tmp_path / "run") and not RunFolder.busy(tmp_path)
+    with pytest.raises(Busy, match="another process is at"):
+        RunFolder(tmp_path / "run", resume=True)
+    folder.close()
+    assert not RunFolder.busy(tmp_path / "run")
+    RunFolder(tmp_path / "run", resume=True).close()
+
+
+def command(folder):
+    return [
+        *(sys.executable, "-c", "from cfl.cli import main; main()", "compare", "permuted-digits", *OPTIONS),
+        *("--methods", "fedavg,fot", "--seeds", "0..1", "--no-plot", "--output", str(folder)),
+    ]
+
+
+def results(folder):
+    """Run to accuracy matrix, for a folder whose runs are whole: a line of rounds.jsonl for each round."""
+    found = {}
+    for path in sorted(folder.glob("*-seed*")):
+        lines = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
+        trained = [(line["task"], line["round"]) for line in lines if line["phase"] == "train"]
+        assert trained == [(task, number) for task in range(2) for number in range(3)]
+        found[path.name] = json.loads((path / "metrics.json").read_text())["accuracy_matrix"]
+    return found
+
+
+@pytest.mark.slow
+def test_killed_or_twice_at_once_a_comparison_ends_as_one_that_was_not(tmp_path):
+    groups = plan("permuted-digits", "fedavg,fot", "0..1", tmp_path / "whole", overrides=FEW)
+    assert run_all([run for group in groups for run in group.runs], jobs=1, quiet=True) == {}
+    whole = results(tmp_path / "whole")
+    assert len(whole) == 4
+
+    folder = tmp_path / "killed"
+    process = subprocess.Popen(command(folder), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    while not list(folder.glob("*/rounds.jsonl")):  # in the middle of its first runs
+        assert process.poll() is None, process.stderr.read().decode()
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (folder / "compare.json").exists()
+
+    two = [subprocess.Popen([*command(folder), "--quiet"], stdout=subprocess.PIPE) for _ in range(2)]
+    tables = [one.communicate()[0].decode() for one in two]
+    assert [one.returncode for one in two] == [0, 0]
+    assert tables[0] == tables[1] and "fot" in tables[0]
+    assert results(folder) == whole
+    assert list(json.loads((folder / "compare.json").read_text())["methods"]) == ["fedavg", "fot"]
+
+
+def test_a_run_that_fails_or_dies_leaves_the_others_alone(tmp_path):
+    groups = plan("permuted-digits", "fedavg", "0..2", tmp_path, overrides=[*FEW, "rounds=200"])
+    first, second, third = groups[0].runs
+    first.folder.mkdir()
+    (first.folder / "config.yaml").write_text("engine: [")
+    short = replace(third, config=cfl.resolve("permuted-digits", overrides=FEW, seed=2))
+
+    def kill() -> None:
+        while not (second.folder / "rounds.jsonl").exists():
+            time.sleep(0.02)
+        for process in multiprocessing.active_children():
+            process.kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    failed = run_all([first, second, short], jobs=1, quiet=True)
+    killer.join()
+    assert list(failed) == [first.name, second.name]
+    assert "not valid YAML" in failed[first.name] and "ended with status -9" in failed[second.name]
+    assert first.results() is None and second.results() is None and short.results()["method"] == "fedavg"
