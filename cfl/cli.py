@@ -150,6 +150,58 @@ def compare(
         raise CflError(f"{len(failed)} of {len(runs)} runs failed, see above")
 
 
+@app.command()
+def reproduce(
+    table: Annotated[str | None, typer.Argument(help="Such as fot-table1; without one, the tables are listed.")] = None,
+    only: Annotated[
+        list[str], typer.Option(metavar="NAME", help="A column, row or part of the table; may be given again.")
+    ] = [],  # noqa: B006
+    seeds: Annotated[str, typer.Option(help="Seeds, such as 0..2 or 0,3,5.")] = "0..2",
+    scale: Annotated[str, typer.Option(help="paper, small (minutes a run) or smoke (seconds).")] = "paper",
+    overrides: Set = [],  # noqa: B006
+    engine: Annotated[str, typer.Option(help="How clients are computed; see 'train'.")] = "auto",
+    jobs: Jobs = None,
+    stored: Annotated[list[Path], typer.Option(help="Folder with finished runs to use; may be given again.")] = [],  # noqa: B006
+    output: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/reproduce"),
+    show: Annotated[bool, typer.Option("--show", help="Run nothing, show what there is.")] = False,
+    data_root: DataRoot = None,
+    download: Download = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run what a paper's table needs and is not there yet, and show it beside the paper's."""
+    from cfl import reproduce as papers
+    from cfl.compare import seeds_of
+    from cfl.report import reproduced, tables
+    from cfl.side_by_side import run_all
+
+    if table is None:
+        _print(tables.listing([(one.name, one.title, "") for one in papers.tables().values()], "tables"))
+        return
+    wanted = papers.table(table)
+    options = [*overrides, f"engine={engine}"]
+    runs = wanted.runs(only, seeds_of(seeds), scale, options, output, stored)
+    failed = (
+        {}
+        if show
+        else run_all(
+            [run for each in runs.values() for run in each],
+            jobs=jobs,
+            quiet=quiet,
+            data_root=data_root,
+            download=download,
+        )
+    )
+    ours = {cell: papers.scores(wanted.measures, each) for cell, each in runs.items()}
+    for block in reproduced.blocks(wanted, ours):
+        _print(reproduced.rich(block))
+    for note in wanted.notes:
+        _print(f"note: {note}")
+    if scale != "paper":
+        _print(f"note: at {scale} scale the numbers are others than the paper's; compare their order")
+    if failed:
+        raise CflError(f"{len(failed)} runs failed, see above")
+
+
 @app.command("list")
 def list_(
     what: Annotated[str | None, typer.Argument(help="benchmarks, methods, models or regularizers")] = None,

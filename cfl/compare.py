@@ -16,10 +16,10 @@ from typing import Any
 import yaml
 
 from cfl import checkpoint, options, plugins
-from cfl.config import RunConfig, dump, resolve
+from cfl.config import RunConfig, dump, load, resolve
 from cfl.errors import ConfigError
 from cfl.members import roles
-from cfl.overrides import scoped
+from cfl.overrides import read_yaml, scoped
 
 HOW = ("engine", "block", "workers", "threads", "device", "checkpoint_every")
 """Options of how a run is computed: two that differ in nothing else have the same result, up to rounding."""
@@ -40,19 +40,25 @@ class Run:
     folder: Path
 
     def results(self) -> dict[str, Any] | None:
-        """Its metrics, with `clients_seconds` and `server_seconds`; None where it is not finished."""
+        """Its metrics, `timing` as in timing.json, `client_seconds` and `server_seconds`; None where not finished."""
         try:
             metrics = json.loads((self.folder / "metrics.json").read_text(encoding="utf-8"))
             timing = json.loads((self.folder / "timing.json").read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
         spent = {f"{kind.removesuffix('s')}_seconds": sum(timing[kind].values()) for kind in ("clients", "server")}
-        return {**metrics, **spent}
+        return {**metrics, **spent, "timing": timing}
 
 
 def place(name: str, config: RunConfig, folder: Path) -> Run:
     """A run in a folder of many."""
     return Run(name, config, folder / f"{config.label}-seed{config.seed}-{digest(config)}")
+
+
+def finished(*folders: Path) -> dict[str, Path]:
+    """The folders of finished runs below some folders, at any depth, by the hash of their configurations."""
+    paths = [path.parent for folder in folders for path in sorted(folder.rglob("metrics.json"))]
+    return {digest(load(read_yaml(path / "config.yaml"))): path for path in paths}
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,7 @@ def plan(
     combination of which is a setting. A method gets those of the others' hyper-parameters not.
     Raises ConfigError in one line for whatever cannot be run: nothing may show after hours.
     """
-    names, numbers = [name.strip() for name in methods.split(",")], _seeds(seeds)
+    names, numbers = [name.strip() for name in methods.split(",")], seeds_of(seeds)
     if len(set(names)) < len(names):
         raise ConfigError(f"--methods takes each method once, not '{methods}'")
     groups: dict[str, Group] = {}
@@ -131,7 +137,7 @@ def _label(method: str, varied: Mapping[str, Any]) -> str:
     return ", ".join([method, *(f"{name}={value}" for name, value in varied.items())])
 
 
-def _seeds(text: str) -> list[int]:
+def seeds_of(text: str) -> list[int]:
     """The seeds of "0..2" (both ends included) or "0,3,5"."""
     first, dots, last = text.partition("..")
     try:
