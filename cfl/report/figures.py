@@ -58,7 +58,7 @@ def matrices(groups: Sequence[Group]) -> Iterator[Figure]:
         about = f"Accuracy matrix of {group.label}; the last row in percent: {_numbers(rows[-1])}"
         names = [str(task) for task in range(len(rows))]
         drawn = plots.heat(rows, names, about=about, xlabel="tested on task", ylabel="after task")
-        yield Figure("accuracy, %", drawn, group.label)
+        yield Figure("", drawn, group.label)
 
 
 def subspaces(groups: Sequence[Group]) -> Iterator[Figure]:
@@ -72,25 +72,9 @@ def subspaces(groups: Sequence[Group]) -> Iterator[Figure]:
                 shares = [[[one.get(field, {}).get(name) for one in tasks] for name in layers] for tasks in reports]
                 rows = 100 * _mean(np.array(shares, dtype=float))
                 about = f"{title}, of {group.label}; after the last task: {_numbers(rows[:, -1], layers)}"
-                yield Figure(title, plots.heat(rows, layers, about=about, xlabel="after task", ylabel=""), group.label)
-
-
-def costs(groups: Sequence[Group], styles: Styles) -> Iterator[Figure]:
-    """Bytes by phase and direction, and seconds by who spent them and on what, where they are stored."""
-    yield from _amounts("Sent by and to all clients, MB", "MB", _megabytes, groups, styles)
-    yield from _amounts("Seconds, by who spent them", "seconds", _seconds, groups, styles)
-
-
-def _amounts(
-    title: str, unit: str, amounts: Callable[[Run], dict[str, float]], groups: Sequence[Group], styles: Styles
-) -> Iterator[Figure]:
-    """Bars for each name under which some run has spent something."""
-    found = [amounts(run) for group in groups for run in group.runs]
-    names = list(dict.fromkeys(name for one in found for name, amount in one.items() if amount))
-    if names:
-        series = _series(groups, styles, lambda run: [amounts(run).get(name, np.nan) for name in names])
-        said = "; ".join(f"{one.label}: {_numbers(one.mean, names)}" for one in series)
-        yield Figure(title, plots.bars(names, series, about=f"{title}. {said}", across=True, xlabel=unit))
+                yield Figure(
+                    title, plots.heat(rows, layers, about=about, xlabel="after task", ylabel="layer"), group.label
+                )
 
 
 def _lines(title: str, series: Sequence[Series], **look: Any) -> Figure:
@@ -152,12 +136,3 @@ def _training(run: Run) -> list[dict[str, Any]]:
 
 def _losses(run: Run) -> np.ndarray:
     return np.array([row["loss"] for row in _training(run)], dtype=float)
-
-
-def _megabytes(run: Run) -> dict[str, float]:
-    phases = run.metrics.get("bytes_by_phase", {})
-    return {f"{phase}, {way}": phases[phase][way] / 1e6 for phase in phases for way in ("up", "down")}
-
-
-def _seconds(run: Run) -> dict[str, float]:
-    return {f"{who}, {what}": value for who, phases in run.timing.items() for what, value in phases.items()}

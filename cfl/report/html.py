@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -12,10 +12,12 @@ import numpy as np
 
 import cfl
 from cfl.report import figures, tables
+from cfl.report.figures import Figure
 from cfl.report.plots import Style
-from cfl.report.runs import Found, Group, Scene, command, differing, option_text, overview, scenes
+from cfl.report.runs import Found, Group, Run, Scene, command, differing, option_text, overview, scenes
 from cfl.report.tables import Cell
 
+_NAMED = 4  # groups that a sentence can name
 Styles = Mapping[str, Style]
 _WORDS = (
     "Scores: mean ± population standard deviation over seeds; the best is bold. ACC: mean accuracy on all tasks after "
@@ -32,15 +34,16 @@ def page(found: Found, *, date: str) -> str:
     styles = {label: Style(number) for number, label in enumerate(labels)}
     table = overview(shown)
     title = f"{_listed(scene.benchmark for scene in shown)}: {_listed(run.metrics['method'] for run in found.runs)}"
-    seeds = map(str, sorted({run.metrics["seed"] for run in found.runs}))
+    numbers = sorted({run.metrics["seed"] for run in found.runs})
+    seeds = f"seed{'s' * (len(numbers) > 1)} {_listed(map(str, numbers))}"
     parts = [
         f"<h1>{escape(title)}</h1>",
-        _quiet(f"{_count(found.runs, 'run')}, seeds {_listed(seeds)}. Written {date} by cfl {cfl.__version__}."),
+        _quiet(f"{_count(found.runs, 'run')}, {seeds}. Written {date} by cfl {cfl.__version__}."),
         *(f'<p class="lead">{escape(_verdict(scene, several))}</p>' for scene in shown),
         _table(*table),
         _quiet(_WORDS),
         *map(_quiet, _missing(found)),
-        *(part for scene in shown for part in _scene(scene, styles, several)),
+        *(_scene(scene, styles, several) for scene in shown),
         _section("Privacy spent", _privacy(shown, several)),
         _section("Configuration", *_configuration(shown, several)),
         _section("How to repeat it", *_repeat(shown, several)),
@@ -93,26 +96,57 @@ def _verdict(scene: Scene, several: bool) -> str:
             value = tables.percent(summaries[marks.index(True)][name]["mean"])
             won.setdefault(_listed(group.label for group in best), []).append(f"{what} ({value} %)")
     claims = [f"{who} {'have' if ' and ' in who else 'has'} {' and '.join(what)}" for who, what in won.items()]
-    return f"{place}{_listed(group.label for group in scene.groups)} are compared; {', '.join(claims)}."
+    number = len(scene.groups)
+    who = _listed(group.label for group in scene.groups) if number <= _NAMED else f"{number} lines of the table"
+    return f"{place}{who} are compared; {' and '.join(claims)}."
 
 
-def _scene(scene: Scene, styles: Styles, several: bool) -> Iterator[str]:
-    """The figures of groups that are compared, in the order of the questions they answer."""
-    place, groups = f": {_place(scene)}" if several else "", scene.groups
+def _scene(scene: Scene, styles: Styles, several: bool) -> str:
+    """The figures and costs of groups that are compared, in the order of the questions they answer."""
+    groups = scene.groups
     items = "".join(f"<li>{_mark(styles[group.label])} {escape(group.label)}</li>" for group in groups)
     key = f'<ul class="key">{items}</ul>' if len(groups) > 1 else ""
+    parts = []
     for title, drawn, above in (
-        ("Accuracy", figures.accuracy(groups, styles), key),
-        ("Accuracy matrices", figures.matrices(groups), ""),
+        ("Accuracy and forgetting", figures.accuracy(groups, styles), key),
+        ("Accuracy matrices, percent", figures.matrices(groups), ""),
         ("Subspaces", figures.subspaces(groups), ""),
-        ("Bytes and seconds", figures.costs(groups, styles), key),
     ):
-        texts = []
-        for figure in drawn:
-            whose = f"{_mark(styles[figure.label])} {escape(figure.label)}: " if figure.label else ""
-            texts.append(f"<figure><figcaption>{whose}{escape(figure.title)}</figcaption>\n{figure.svg}</figure>")
-        if texts:
-            yield _section(f"{title}{place}", above, f'<div class="figures">{"".join(texts)}</div>')
+        if texts := [_figure(figure, styles) for figure in drawn]:
+            parts.append(f'<h3>{title}</h3>{above}<div class="figures">{"".join(texts)}</div>')
+    for title, table in (
+        ("Bytes by phase", _costs(groups, "MB", _megabytes)),
+        ("Seconds by who spent them", _costs(groups, "s", _seconds)),
+    ):
+        parts += [f"<h3>{title}</h3>{table}"] if table else []
+    return _section(_place(scene) if several else "Results", *parts)
+
+
+def _figure(figure: Figure, styles: Styles) -> str:
+    whose = f"{_mark(styles[figure.label])} {escape(figure.label)}" if figure.label else ""
+    title = ": ".join(filter(None, (whose, escape(figure.title))))
+    return f"<figure><figcaption>{title}</figcaption>\n{figure.svg}</figure>\n"
+
+
+def _costs(groups: Sequence[Group], unit: str, amounts: Callable[[Run], dict[str, float]]) -> str:
+    """A table of what the groups spent, on the mean of their runs; nothing where it is not stored."""
+    found = {group.label: [spent for run in group.runs if (spent := amounts(run))] for group in groups}
+    names = sorted({name for runs in found.values() for run in runs for name, amount in run.items() if amount})
+    rows = [
+        [label, *(f"{np.mean([run.get(name, 0) for run in runs]):.2f}" if runs else tables.NONE for name in names)]
+        for label, runs in found.items()
+    ]
+    titles = ["method", *(f"{name}, {unit}" for name in names)]
+    return _table(titles, [[Cell(text) for text in row] for row in rows]) if names else ""
+
+
+def _megabytes(run: Run) -> dict[str, float]:
+    phases = run.metrics.get("bytes_by_phase", {})
+    return {f"{phase} {way}": phases[phase][way] / 1e6 for phase in phases for way in ("up", "down")}
+
+
+def _seconds(run: Run) -> dict[str, float]:
+    return {f"{who}: {what}": value for who, phases in run.timing.items() for what, value in phases.items()}
 
 
 def _privacy(shown: Sequence[Scene], several: bool) -> str:
@@ -142,28 +176,21 @@ def _configuration(shown: Sequence[Scene], several: bool) -> Iterator[str]:
 
 
 def _repeat(shown: Sequence[Scene], several: bool) -> Iterator[str]:
-    yield "<p>Each line repeats a group, seed by seed, in a shell.</p>"
+    """A line of the shell for each group, and the machines that computed the runs, where they are stored."""
     lines = []
     for scene, group in _all(shown):
-        name, first = _name(scene, group, several), group.runs[0]
-        output = f"runs/again/{re.sub(r'[^a-zA-Z0-9.=+-]+', '-', name).strip('-')}-seed"
-        again = command(first.config) if first.config else None
-        if again is None:  # no flags lead to it: its own file does
-            again = [
-                "cfl-run",
-                "train",
-                "--config",
-                str(first.path / "config.yaml"),
-                "--seed",
-                str(first.metrics["seed"]),
-            ]
-        seeds = " ".join(str(run.metrics["seed"]) for run in group.runs)
-        line = shlex.join(again).replace(f"--seed {first.metrics['seed']}", "--seed $seed", 1)
-        lines.append(f"# {name}\nfor seed in {seeds}; do {line} --output {output}$seed; done\n")
+        name, run = _name(scene, group, several), group.runs[0]
+        again = command(run.config) if run.config else None
+        if again is None:  # no options lead to it: its own file does
+            again = ["cfl-run", "train", "--config", str(run.path / "config.yaml"), "--seed", str(run.metrics["seed"])]
+        folder = f"runs/again/{re.sub('[^a-zA-Z0-9.=+-]+', '-', name).strip('-')}-seed$seed"
+        once = shlex.join(again).replace(f"--seed {run.metrics['seed']}", "--seed $seed", 1)
+        seeds = " ".join(str(other.metrics["seed"]) for other in group.runs)
+        lines.append(f"# {' '.join(name.split())}\nfor seed in {seeds}; do {once} --output {folder}; done\n")
     yield _code("\n".join(lines))
     machines = {json.dumps(run.machine) for _, group in _all(shown) for run in group.runs if run.machine}
     for text in sorted(machines):
-        yield _quiet("Computed with " + ", ".join(f"{name}: {value}" for name, value in json.loads(text).items()))
+        yield _quiet("Computed on: " + ", ".join(f"{name} {value}" for name, value in json.loads(text).items()))
 
 
 def _missing(found: Found) -> Iterator[str]:

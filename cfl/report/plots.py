@@ -71,27 +71,18 @@ def lines(series: Sequence[Series], *, about: str, marks: bool = True, breaks: S
         return _svg(figure, about)
 
 
-def bars(names: Sequence[str], series: Sequence[Series], *, about: str, across: bool = False, **axes: Any) -> str:
-    """SVG: for each name a bar a group, upwards or, with their numbers, `across`; about, axes: as for `lines`."""
+def bars(names: Sequence[str], series: Sequence[Series], *, about: str, **axes: Any) -> str:
+    """SVG: for each name a bar a group, with its standard deviation; about, axes: as for `lines`."""
     with _drawing():
-        figure, plot = _svg_figure(1.1 + len(names) * (0.16 * len(series) + 0.12) if across else _HEIGHT)
+        figure, plot = _svg_figure()
         width = 0.84 / len(series)
         for number, one in enumerate(series):
-            places = np.arange(len(names)) + (number - (len(series) - 1) / 2) * width
-            draw, error = (plot.barh, "xerr") if across else (plot.bar, "yerr")
-            look = {"color": one.style.colour, "error_kw": {"ecolor": _INK, "elinewidth": 0.8, "capsize": 1.5}}
-            drawn = draw(places, one.mean, width * 0.92, **{error: one.std if one.std.any() else None}, **look)
-            if across:
-                plot.bar_label(drawn, [f"{value:.3g}" for value in one.mean], padding=3, fontsize=8, color=_INK)
-        if across:
-            plot.set_yticks(range(len(names)), names)
-            plot.invert_yaxis()
-            plot.margins(x=0.15)
-        else:
-            chosen = _ticks(len(names))
-            plot.set_xticks(chosen, [names[place] for place in chosen])
-        plot.grid(visible=False, axis="y" if across else "x")
-        plot.set(**axes)
+            places = one.x + (number - (len(series) - 1) / 2) * width
+            error = {"ecolor": _INK, "elinewidth": 0.8, "capsize": 1.5}
+            std = one.std if one.std.any() else None
+            plot.bar(places, one.mean, width * 0.92, color=one.style.colour, yerr=std, error_kw=error)
+        plot.set(xticks=range(len(names)), xticklabels=names, **axes)
+        plot.grid(visible=False, axis="x")
         return _svg(figure, about)
 
 

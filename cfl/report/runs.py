@@ -1,6 +1,7 @@
 """Finished runs read back from their folders, sorted into groups that differ in the seed alone."""
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -51,7 +52,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in the seed alone. label: the method, and the options in which it differs from its scene."""
+    """Runs that differ in the seed alone. label: the method, and the options in which it differs from the others."""
 
     label: str
     runs: list[Run]
@@ -113,13 +114,14 @@ def scenes(runs: Sequence[Run]) -> list[Scene]:
         ordered = [sorted(group, key=lambda run: run.metrics["seed"]) for group in groups.values()]
         free = [name for name in differing([group[0] for group in ordered]) if not _of_method(name)]
         ordered.sort(key=lambda group: _order(group[0], free))
-        by_setting: dict[str, list[list[Run]]] = {}
-        for group in ordered:
-            by_setting.setdefault(_texts(group[0], free), []).append(group)
-        if all(len(groups) == 1 for groups in by_setting.values()):
-            out.append(_scene(benchmark, "", ordered, free))
-        else:
-            out += [_scene(benchmark, setting, groups, []) for setting, groups in by_setting.items()]
+        settings = _settings([group[0] for group in ordered], free)
+        if len(set(settings)) == len(ordered):
+            named = zip(ordered, settings, strict=True)
+            out.append(Scene(benchmark, "", [Group(_label(group[0], [setting]), group) for group, setting in named]))
+            continue
+        for setting in dict.fromkeys(settings):
+            own = [group for group, its in zip(ordered, settings, strict=True) if its == setting]
+            out.append(Scene(benchmark, setting, _groups(own)))
     return out
 
 
@@ -224,14 +226,27 @@ def _json(path: Path) -> dict[str, Any]:
     return data
 
 
-def _scene(benchmark: str, setting: str, groups: Sequence[list[Run]], shown: Sequence[str]) -> Scene:
+def _settings(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
+    """These options of each run in words; a value that most of the settings share goes without saying."""
+    texts = [tuple(_text(run, name) for name in names) for run in runs]
+    columns = [Counter(column) for column in zip(*set(texts), strict=True)]
+    usual = [text if 2 * count > len(set(texts)) else "" for column in columns for text, count in column.most_common(1)]
+    return [", ".join(text for text, other in zip(row, usual, strict=True) if text not in ("", other)) for row in texts]
+
+
+def _groups(groups: Sequence[list[Run]]) -> list[Group]:
+    """Groups of one setting: by their methods, and the options in which those of a method differ."""
     made = []
     for group in groups:
         first = group[0]
-        peers = [other[0] for other in groups if other[0].metrics["method"] == first.metrics["method"]]
-        own = [name for name in differing(peers) if _of_method(name)] if not shown else []
-        made.append(Group(", ".join([first.metrics["method"], *filter(None, [_texts(first, [*shown, *own])])]), group))
-    return Scene(benchmark, setting, made)
+        own = differing([other[0] for other in groups if other[0].metrics["method"] == first.metrics["method"]])
+        made.append(Group(_label(first, [_text(first, name) for name in own]), group))
+    return made
+
+
+def _label(run: Run, texts: Iterable[str]) -> str:
+    shown = ", ".join(filter(None, texts))
+    return f"{run.metrics['method']} ({shown})" if shown else run.metrics["method"]
 
 
 def _of_method(name: str) -> bool:
@@ -240,10 +255,6 @@ def _of_method(name: str) -> bool:
 
 def _text(run: Run, name: str) -> str:
     return assignment(name, run.options[name]) if name in run.options else ""
-
-
-def _texts(run: Run, names: Iterable[str]) -> str:
-    return ", ".join(filter(None, (_text(run, name) for name in names)))
 
 
 def _order(run: Run, names: Iterable[str]) -> list[Any]:
