@@ -98,7 +98,7 @@ def _verdict(scene: Scene, several: bool) -> str:
     claims = [f"{who} {'have' if ' and ' in who else 'has'} {' and '.join(what)}" for who, what in won.items()]
     number = len(scene.groups)
     who = _listed(group.label for group in scene.groups) if number <= _NAMED else f"{number} lines of the table"
-    return f"{place}{who} are compared; {' and '.join(claims)}."
+    return place + "; ".join(filter(None, (f"{who} are compared", " and ".join(claims)))) + "."
 
 
 def _scene(scene: Scene, styles: Styles, several: bool) -> str:
