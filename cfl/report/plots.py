@@ -92,8 +92,8 @@ def heat(rows: np.ndarray, names: Sequence[str], *, about: str, xlabel: str, yla
         figure, plot = _svg_figure(max(1.5, min(4.2, 0.7 + 0.36 * len(rows))))
         image = _cells(plot, rows)
         figure.colorbar(image, ax=plot, label="%", fraction=0.05, pad=0.02).ax.patch.set_visible(False)
-        chosen = _ticks(len(rows))
-        plot.set_yticks(chosen, [names[place] for place in chosen])
+        every = slice(None, None, 1 + len(names) // 25)  # there is room for the names of 24 layers
+        plot.set_yticks(range(len(names))[every], names[every])
         plot.set(xticks=_ticks(rows.shape[1]), xlabel=xlabel, ylabel=ylabel, aspect="auto")
         plot.grid(visible=False)
         return _svg(figure, about)
