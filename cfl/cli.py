@@ -1,4 +1,4 @@
-"""The command `cfl-run`: train, compare, list, describe.
+"""The command `cfl-run`: train, compare, list, describe, report.
 
 Exit status: 0 done; 1 a run that cannot go on; 2 wrong use, in one line; 130 interrupted.
 """
@@ -54,6 +54,9 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the output folder.")] = False,
     quiet: Quiet = False,
     plot: Plot = True,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write TensorBoard's event files into the folder of the run.")
+    ] = False,
 ) -> None:
     """Train a method over the tasks of a benchmark."""
     from cfl.report import plots, tables
@@ -69,7 +72,7 @@ def train(
         scale=scale,
     )
     folder = output or Path("runs") / f"{settings.benchmark}-{settings.label}-seed{settings.seed}"
-    metrics = _run(settings, folder, resume, quiet, data_root=data_root, download=download)
+    metrics = _run(settings, folder, resume, quiet, tensorboard, data_root=data_root, download=download)
     title = f"{settings.benchmark}, {settings.label}, seed {settings.seed}"
     if plot:
         plots.accuracy(metrics["accuracy_matrix"], title, folder / "accuracy.png")
@@ -232,6 +235,20 @@ def describe(name: Annotated[str, typer.Argument(help="A benchmark, method, mode
         _describe(kind, name, item)
 
 
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or folders that hold them.")],
+    output: Annotated[
+        list[Path], typer.Option("--output", "-o", help="FILE.html, FILE.md or FILE.tex; may be given again.")
+    ],
+) -> None:
+    """Write a page on runs, or the table of their results."""
+    from cfl.report import write
+
+    for path in write.files(runs, output):
+        _print(f"written: {path}")
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Run `cfl-run` and exit: errors are one line on standard error."""
     try:
@@ -274,11 +291,14 @@ def _resolved(benchmark: str | None, **layers: Any) -> "RunConfig":
     return config
 
 
-def _run(config: "RunConfig", folder: Path, resume: bool, quiet: bool, **data: Any) -> dict[str, Any]:
-    from cfl.record import console_sink
+def _run(
+    config: "RunConfig", folder: Path, resume: bool, quiet: bool, tensorboard: bool = False, **data: Any
+) -> dict[str, Any]:
+    from cfl.record import Sinks, console_sink
     from cfl.runner import run
+    from cfl.tensorboard import TensorBoardSink
 
-    sink = console_sink(quiet)
+    sink = Sinks(console_sink(quiet), *([TensorBoardSink(folder / "tensorboard")] if tensorboard else []))
     try:
         return run(config, output=folder, resume=resume, sink=sink, **data).metrics
     except KeyboardInterrupt:

@@ -257,6 +257,48 @@ class RichSink:
         self._bar.stop()
 
 
+class Sinks:
+    """Several sinks that are told the same."""
+
+    def __init__(self, *sinks: Sink) -> None:
+        self._sinks = sinks
+
+    def start(self, config: RunConfig, notes: list[str], total_rounds: int) -> None:
+        """Tell each one."""
+        for sink in self._sinks:
+            sink.start(config, notes, total_rounds)
+
+    def round(self, row: dict[str, Any]) -> None:
+        """Tell each one."""
+        for sink in self._sinks:
+            sink.round(row)
+
+    def task(self, row: dict[str, Any]) -> None:
+        """Tell each one."""
+        for sink in self._sinks:
+            sink.task(row)
+
+    def note(self, text: str) -> None:
+        """Tell each one."""
+        for sink in self._sinks:
+            sink.note(text)
+
+    def warn(self, text: str) -> None:
+        """Tell each one."""
+        for sink in self._sinks:
+            sink.warn(text)
+
+    def finish(self, metrics: dict[str, Any]) -> None:
+        """Tell each one."""
+        for sink in self._sinks:
+            sink.finish(metrics)
+
+    def close(self) -> None:
+        """Close each one."""
+        for sink in self._sinks:
+            sink.close()
+
+
 def console_sink(quiet: bool) -> Sink:
     """The sink for this process's standard output: none, a live bar on a terminal, plain lines elsewhere."""
     if quiet:

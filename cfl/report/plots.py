@@ -1,10 +1,102 @@
-"""Pictures of results; matplotlib is imported when one is drawn, and draws to files only."""
+"""Pictures of results; matplotlib is imported when one is drawn, and draws to files or to SVG text only."""
 
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from io import StringIO
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
+
+# Okabe and Ito (2008), without black and yellow: told apart by colour-blind readers, on white and on black.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_MARKERS = {"o": "●", "s": "■", "^": "▲", "D": "◆", "v": "▼", "*": "★"}
+_INK = "#010203"  # stands for the colour of the text around an SVG, as in page.mplstyle
+
+
+@dataclass(frozen=True)
+class Style:
+    """Colour and marker of a group in every figure, the same for the same number; symbol: the marker as a letter."""
+
+    number: int
+
+    @property
+    def colour(self) -> str:
+        return _COLOURS[self.number % len(_COLOURS)]
+
+    @property
+    def marker(self) -> str:
+        """Another one for the same colour once the colours are used up."""
+        return list(_MARKERS)[(self.number + self.number // len(_COLOURS)) % len(_MARKERS)]
+
+    @property
+    def symbol(self) -> str:
+        return _MARKERS[self.marker]
+
+
+@dataclass(frozen=True)
+class Series:
+    """Values of a group: mean and standard deviation over its runs, NaN where there is none, at the places x."""
+
+    label: str
+    style: Style
+    x: np.ndarray
+    mean: np.ndarray
+    std: np.ndarray
+
+
+def lines(series: Sequence[Series], *, about: str, marks: bool = True, breaks: Sequence[int] = (), **axes: Any) -> str:
+    """SVG: a line a group, with its standard deviation as a shade. about: what is to be seen, for who cannot see it.
+
+    breaks: places of vertical lines, such as the ends of tasks; axes: what the axes take, such as xlabel.
+    """
+    with _drawing():
+        figure, plot = _svg_figure()
+        for one in series:
+            look = {"color": one.style.colour, "linewidth": 1.6}
+            plot.plot(one.x, one.mean, **look, marker=one.style.marker if marks else "", markersize=5)
+            if np.nanmax(one.std, initial=0) > 0:
+                low, high = one.mean - one.std, one.mean + one.std
+                plot.fill_between(one.x, low, high, color=one.style.colour, alpha=0.18, linewidth=0)
+        for place in breaks:
+            plot.axvline(place, color=_INK, alpha=0.25, linewidth=0.6, linestyle=":")
+        plot.set(**axes)
+        if marks:
+            plot.set_xticks(_ticks(max(len(one.x) for one in series)))
+        return _svg(figure, about)
+
+
+def bars(names: Sequence[str], series: Sequence[Series], *, about: str, **axes: Any) -> str:
+    """SVG: for each name a bar a group, with its standard deviation; about, axes: as for `lines`."""
+    with _drawing():
+        figure, plot = _svg_figure()
+        width = 0.84 / len(series)
+        for number, one in enumerate(series):
+            places = one.x + (number - (len(series) - 1) / 2) * width
+            error = {"ecolor": _INK, "elinewidth": 0.8, "capsize": 1.5}
+            std = one.std if one.std.any() else None
+            plot.bar(places, one.mean, width * 0.92, color=one.style.colour, yerr=std, error_kw=error)
+        plot.set(xticks=range(len(names)), xticklabels=names, **axes)
+        plot.grid(visible=False, axis="x")
+        return _svg(figure, about)
+
+
+def heat(rows: np.ndarray, names: Sequence[str], *, about: str, xlabel: str, ylabel: str) -> str:
+    """SVG: percent as colours, with numbers where there is room; rows: NaN for none; names: of the rows."""
+    with _drawing():
+        figure, plot = _svg_figure(max(1.5, min(4.2, 0.7 + 0.36 * len(rows))))
+        image = _cells(plot, rows)
+        figure.colorbar(image, ax=plot, label="%", fraction=0.05, pad=0.02).ax.patch.set_visible(False)
+        every = slice(None, None, 1 + len(names) // 25)  # there is room for the names of 24 layers
+        plot.set_yticks(range(len(names))[every], names[every])
+        plot.set(xticks=_ticks(rows.shape[1]), xlabel=xlabel, ylabel=ylabel, aspect="auto")
+        plot.grid(visible=False)
+        return _svg(figure, about)
 
 
 def accuracy(rows: Sequence[Sequence[float | None]], title: str, path: Path) -> None:
@@ -58,26 +150,31 @@ def comparison(
     figure.savefig(path, dpi=150)
 
 
-def _figure(columns: int, height: float = 4.2) -> tuple[Any, Any]:
+def _figure(columns: int, height: float = 4.2, width: float = 10) -> tuple[Any, Any]:
     # Not pyplot: it would choose a window system and keep every figure alive.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(1, columns)
 
 
 def _heat_map(axes: Any, matrix: np.ndarray, figure: Any) -> None:
-    image = axes.imshow(matrix, vmin=0, vmax=100, cmap="viridis")
+    image = _cells(axes, matrix)
     figure.colorbar(image, ax=axes, label="accuracy, %", shrink=0.85)
-    if len(matrix) <= 12:  # more numbers than that cannot be read
-        for (after, task), value in np.ndenumerate(matrix):
-            if not np.isnan(value):
-                colour = "black" if value > 60 else "white"
-                axes.text(task, after, f"{value:.0f}", ha="center", va="center", color=colour, fontsize=9)
     ticks = _ticks(len(matrix))
     axes.set(xticks=ticks, yticks=ticks, xlabel="tested on task", ylabel="after task", title="accuracy matrix")
+
+
+def _cells(axes: Any, percent: np.ndarray) -> Any:
+    image = axes.imshow(percent, vmin=0, vmax=100, cmap="viridis", interpolation="none")
+    if max(percent.shape) <= 12:  # more numbers than that cannot be read
+        for (row, column), value in np.ndenumerate(percent):
+            if not np.isnan(value):
+                colour = "black" if value > 60 else "white"
+                axes.text(column, row, f"{value:.0f}", ha="center", va="center", color=colour, fontsize=9)
+    return image
 
 
 def _curves(axes: Any, matrix: np.ndarray) -> None:
@@ -91,3 +188,37 @@ def _curves(axes: Any, matrix: np.ndarray) -> None:
 
 def _ticks(tasks: int) -> list[int]:
     return list(range(0, tasks, 1 + tasks // 16))
+
+
+_HEIGHT = 3.1  # inches, as the 5.2 across: on a phone the letters are still as large as a footnote's
+
+
+def _drawing() -> AbstractContextManager[None]:
+    from matplotlib import rc_context
+
+    return rc_context(fname=str(files("cfl") / "report" / "page.mplstyle"))
+
+
+def _svg_figure(height: float = _HEIGHT) -> tuple[Any, Any]:
+    return _figure(1, height, width=5.2)
+
+
+def _svg(figure: Any, about: str) -> str:
+    """The figure as an element of a page, which sets its width, colour and letters; no two figures share an id."""
+    file = StringIO()
+    figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    head, _, body = file.getvalue().partition("<svg ")[2].partition(">")
+    names = dict(re.findall(r'(\S+)="([^"]*)"', head))
+    used, own = set(re.findall(r"#([\w.]+)", body)), f"f{crc32(body.encode()):08x}-"
+    for pattern, new in (
+        (r"<style.*?</style>| font-family:[^;]*;| transform=\"rotate\(-0 [^\"]*\"", ""),
+        (r' id="([\w.]+)"', lambda found: f' id="{own}{found[1]}"' if found[1] in used else ""),
+        (r'(url\(|href=")#', rf"\1#{own}"),
+        (r"<[^>]+>", lambda found: re.sub(r"(\d\.\d\d)\d+", r"\1", found[0])),  # hundredths of a point will do
+        (r"(?<=base64,)\s+|\s+(?=[<\"])", ""),
+        (r"\s*\n\s*", " "),
+        (_INK, "currentColor"),
+    ):
+        body = re.sub(pattern, new, body, flags=re.DOTALL)
+    spaces = " ".join(f'{name}="{names[name]}"' for name in ("viewBox", "xmlns", "xmlns:xlink"))
+    return f'<svg role="img" aria-label="{escape(about)}" {spaces}>{body}'

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.table import Table
 
 Metrics = Mapping[str, Any]
 Matrix = Sequence[Sequence[float | None]]
+_SCORES = {"acc": "ACC %", "fgt": "FGT %", "learning_accuracy": "LA %"}
 _COSTS = {  # title in a table, and its unit
     "bytes_up": ("up MB", 1e6),
     "bytes_down": ("down MB", 1e6),
@@ -16,9 +17,27 @@ _COSTS = {  # title in a table, and its unit
     "client_seconds": ("clients s", 1),
     "server_seconds": ("server s", 1),
 }
-
-
+_TITLES = {
+    **_SCORES,
+    "epsilon": "epsilon",
+    **{name: title for name, (title, _) in _COSTS.items()},
+    "seconds": "seconds",
+    "seeds": "seeds",
+}
+# What is written in another way inside code in a Markdown table, and in LaTeX.
+_IN_CODE = str.maketrans({"`": "'", "|": r"\|", "\n": " "})
+_IN_TEX = str.maketrans(
+    {name: rf"\{name}" for name in "&%$#_{}"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "–": "--"}
+)
 NONE = "–"  # stands where there is no number
+
+
+class Cell(NamedTuple):
+    """A cell of a table of results; best: whether it is to be marked as the best of those compared."""
+
+    text: str
+    best: bool = False
 
 
 def matrix(rows: Matrix, title: str) -> Table:
@@ -44,13 +63,13 @@ def mean_matrix(runs: Sequence[Metrics]) -> list[list[float | None]]:
 def summary(runs: Sequence[Metrics]) -> dict[str, Any]:
     """Mean and population standard deviation over runs of one method.
 
-    acc, fgt (fractions, NaN where not defined), bytes_up, bytes_down (of all clients), client_bytes (stored on a client
+    acc, fgt, learning_accuracy (fractions), bytes_up, bytes_down (of all clients), client_bytes (stored on a client
     between rounds, mean), seconds, client_seconds (of all clients, one by one), server_seconds, and epsilon where
-    there is privacy: each a dict with mean and std; seeds: the seeds.
+    there is privacy: each a dict with mean and std, NaN where not defined or not stored; seeds: the seeds.
     """
     out: dict[str, Any] = {"seeds": [run["seed"] for run in runs]}
-    for name in ("acc", "fgt", *_COSTS, "seconds", *(["epsilon"] if "epsilon" in runs[0] else [])):
-        values = np.array([run[name] for run in runs], dtype=float)  # None becomes NaN
+    for name in (*_SCORES, *_COSTS, "seconds", *(["epsilon"] if "epsilon" in runs[0] else [])):
+        values = np.array([run.get(name) for run in runs], dtype=float)  # None becomes NaN
         out[name] = {"mean": float(values.mean()), "std": float(values.std())}
     return out
 
@@ -66,6 +85,30 @@ def spread(score: Mapping[str, float], runs: int) -> str:
     return mean if runs == 1 or math.isnan(score["mean"]) else f"{mean} ± {percent(score['std'])}"
 
 
+def head(names: Sequence[str]) -> list[str]:
+    """Titles, with units, of columns that `cells` fills."""
+    return [_TITLES[name] for name in names]
+
+
+def cells(summaries: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[list[Cell]]:
+    """A row for each summary: scores in percent with their deviation, means of costs; the best scores are marked.
+
+    names: of columns, fields of a summary. Scores that print the same are equally good; one row has no best.
+    """
+    best = {name: _best(summaries, name) for name in names}
+    return [[Cell(_text(row, name), place in best[name]) for name in names] for place, row in enumerate(summaries)]
+
+
+def _best(summaries: Sequence[Mapping[str, Any]], name: str) -> set[int]:
+    """Places of the rows whose score prints as the best one; none where nothing is compared."""
+    means = [row[name]["mean"] for row in summaries] if name in _SCORES else []
+    known = [mean for mean in means if not math.isnan(mean)]
+    if len(known) < 2:
+        return set()
+    top = percent(min(known) if name == "fgt" else max(known))
+    return {place for place, mean in enumerate(means) if percent(mean) == top}
+
+
 def compared(summaries: Mapping[str, Mapping[str, Any]], title: str) -> Table:
     """A line a method: mean ± standard deviation of ACC and FGT in percent, and the means of what it costs.
 
@@ -74,14 +117,34 @@ def compared(summaries: Mapping[str, Mapping[str, Any]], title: str) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("method")
     spent = ["epsilon"] if any("epsilon" in row for row in summaries.values()) else []
-    for name in ("ACC %", "FGT %", *spent, *(title for title, _ in _COSTS.values()), "seeds"):
-        table.add_column(name, justify="right")
-    for method, row in summaries.items():
-        scores = [spread(row[name], len(row["seeds"])) for name in ("acc", "fgt")]
-        scores += [f"{row[name]['mean']:.2f}" for name in spent]
-        costs = [f"{row[name]['mean'] / unit:.1f}" for name, (_, unit) in _COSTS.items()]
-        table.add_row(method, *scores, *costs, str(len(row["seeds"])))
+    names = ["acc", "fgt", *spent, *_COSTS, "seeds"]
+    for text in head(names):
+        table.add_column(text, justify="right")
+    for method, row in zip(summaries, cells(list(summaries.values()), names), strict=True):
+        table.add_row(method, *(cell.text for cell in row))
     return table
+
+
+def markdown(titles: Sequence[str], rows: Sequence[Sequence[Cell]], labels: int = 1) -> str:
+    """A Markdown table: the first `labels` columns are code to the left, numbers lie to the right, the best bold."""
+    lines = [list(titles), ["---"] * labels + ["---:"] * (len(titles) - labels)]
+    for row in rows:
+        names = [f"`{cell.text.translate(_IN_CODE)}`" if cell.text else "" for cell in row[:labels]]
+        lines.append([*names, *(f"**{cell.text}**" if cell.best else cell.text for cell in row[labels:])])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def latex(titles: Sequence[str], rows: Sequence[Sequence[Cell]], labels: int = 1) -> str:
+    """A LaTeX table with the rules of the package booktabs: the first `labels` columns to the left, the best bold."""
+    lines = [[text.translate(_IN_TEX) for text in titles]]
+    for row in rows:
+        texts = [(cell.text.translate(_IN_TEX), cell.best) for cell in row]
+        lines.append([rf"\textbf{{{text}}}" if best else text for text, best in texts])
+    first, *rest = [" & ".join(line) + r" \\" for line in lines]
+    columns = "l" * labels + "r" * (len(titles) - labels)
+    begin, end = rf"\begin{{tabular}}{{{columns}}}", r"\end{tabular}"
+    table = [begin, r"\toprule", first, r"\midrule", *rest, r"\bottomrule", end]
+    return "".join(f"{line}\n" for line in table)
 
 
 def listing(rows: Sequence[tuple[str, str, str]], title: str) -> Table:
@@ -113,3 +176,13 @@ def hyper_parameters(rows: Sequence[Mapping[str, Any]], prefix: str) -> Table:
         default = "none" if row["default"] is None else str(row["default"])
         table.add_row(f"{prefix}{row['name']}", default, row["range"], row["help"], row["source"])
     return table
+
+
+def _text(row: Mapping[str, Any], name: str) -> str:
+    if name == "seeds":
+        return str(len(row["seeds"]))
+    score = row.get(name, {"mean": math.nan})
+    if name in _SCORES:
+        return spread(score, len(row["seeds"]))
+    digits, unit = (2 if name == "epsilon" else 1), _COSTS.get(name, ("", 1))[1]
+    return NONE if math.isnan(score["mean"]) else f"{score['mean'] / unit:.{digits}f}"

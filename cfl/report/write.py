@@ -1,0 +1,33 @@
+"""Reports as files; the suffix says of which kind."""
+
+from collections.abc import Callable, Sequence
+from datetime import date
+from pathlib import Path
+
+from cfl.errors import ConfigError
+from cfl.report import html, runs, tables
+from cfl.report.runs import Found
+
+_KINDS: dict[str, Callable[[Found], str]] = {
+    ".html": lambda found: html.page(found, date=date.today().isoformat()),
+    ".md": lambda found: tables.markdown(*runs.overview(runs.scenes(found.runs))),
+    ".tex": lambda found: tables.latex(*runs.overview(runs.scenes(found.runs))),
+}
+
+
+def files(folders: Sequence[Path], outputs: Sequence[Path]) -> Sequence[Path]:
+    """Write what the folders of runs hold to each output: a page, or the summary as a Markdown or LaTeX table.
+
+    Raises ConfigError for a suffix that is not known, a folder without a finished run, an output that is no place.
+    """
+    for path in outputs:
+        if path.suffix not in _KINDS:
+            raise ConfigError(f"the name of a report must end in {', '.join(_KINDS)}, not '{path.name}'")
+    found = runs.read(folders)
+    for path in outputs:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(_KINDS[path.suffix](found), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"'{path}' cannot be written ({error.strerror}); choose another --output") from None
+    return outputs

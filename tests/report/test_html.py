@@ -1,0 +1,218 @@
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from cfl import cli
+from cfl.overrides import read_yaml
+from cfl.report import figures, html, plots, runs
+
+VOID = {"meta", "br", "img", "link", "input", "hr"}
+
+
+class Reader(HTMLParser):
+    """What a browser would make of a page: tags that close, attributes, tables and texts."""
+
+    def __init__(self, page):
+        super().__init__(convert_charrefs=True)
+        self.open, self.attributes, self.tables, self.texts = [], [], [], []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.attributes.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        if tag == "tr":
+            self.tables[-1].append([])
+        if tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+
+    def handle_startendtag(self, tag, attrs):
+        self.attributes.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+        if "td" in self.open or "th" in self.open:
+            self.tables[-1][-1][-1] += data
+
+
+@pytest.fixture(scope="module")
+def page(stored):
+    return html.page(runs.read([stored]), date="2026-11-21")
+
+
+@pytest.fixture(scope="module")
+def read(page):
+    return Reader(page)
+
+
+def changed(stored, folder, **results):
+    """A copy of a stored run with other results."""
+    shutil.copytree(stored / "a" / "fot-seed0", folder)
+    path = folder / "metrics.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **results}))
+    return folder
+
+
+def test_the_page_is_well_formed_and_asks_for_nothing(page, read):
+    assert read.open == []
+    policy = next(own["content"] for _, own in read.attributes if own.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'")
+    for tag, own in read.attributes:
+        assert tag not in ("script", "link", "iframe", "object") and not any(name.startswith("on") for name in own)
+        for name in ("src", "href", "xlink:href", "srcset", "action"):
+            assert own.get(name, "#").startswith(("#", "data:image/png;base64,"))
+    assert not re.search(r"@import|url\((?!#)", page)
+    assert len(page) < 200_000  # bytes of four small runs: 2 MB would hold forty
+
+
+def test_what_refers_to_something_finds_it_and_nothing_is_there_twice(page, read):
+    ids = [own["id"] for _, own in read.attributes if "id" in own]
+    used = set(re.findall(r'(?:url\(|href=")#([^")]+)', page))
+    assert used and used == set(ids) and len(ids) == len(set(ids))
+
+
+def test_the_same_runs_give_the_same_page(page, stored):
+    assert html.page(runs.read([stored]), date="2026-11-21") == page
+
+
+def test_the_summary_has_the_stored_figures(read, stored):
+    titles, *rows = read.tables[0]
+    assert titles[:4] == ["method", "ACC %", "FGT %", "LA %"]
+    assert [row[0] for row in rows] == ["fedavg", "fot"]
+    for row, paths in zip(rows, (["seed0", "seed1"], ["a/fot-seed0", "a/fot-seed1"]), strict=True):
+        found = [json.loads((stored / path / "metrics.json").read_text()) for path in paths]
+        for cell, name in zip(row[1:4], ("acc", "fgt", "learning_accuracy"), strict=True):
+            values = [100 * run[name] for run in found]
+            assert cell == f"{np.mean(values):.1f} ± {np.std(values):.1f}"
+        assert row[titles.index("seeds")] == "2"
+
+
+def test_bytes_and_seconds_are_means_of_what_is_stored(read, stored):
+    tables = {rows[0][1]: rows for rows in read.tables}
+    megabytes, seconds = tables["gpse down, MB"], tables["clients: gpse, s"]
+    stored_runs = [stored / "a" / f"fot-seed{seed}" for seed in (0, 1)]
+    sent = [json.loads((path / "metrics.json").read_text())["bytes_by_phase"]["gpse"]["down"] for path in stored_runs]
+    spent = [json.loads((path / "timing.json").read_text())["clients"]["gpse"] for path in stored_runs]
+    assert [megabytes[2][1], seconds[2][1]] == [f"{np.mean(sent) / 1e6:.2f}", f"{np.mean(spent):.2f}"]
+    assert megabytes[1][:2] == ["fedavg", "0.00"]  # it has no such phase
+
+
+def test_every_figure_says_what_it_shows(read, stored):
+    drawn = [own["aria-label"] for tag, own in read.attributes if tag == "svg"]
+    assert sum(tag == "figure" for tag, _ in read.attributes) == len(drawn) and all(drawn)
+    found = [json.loads((stored / f"a/fot-seed{seed}" / "metrics.json").read_text()) for seed in (0, 1)]
+    last = 100 * np.mean([run["accuracy_matrix"][-1] for run in found], axis=0)
+    (matrix,) = [text for text in drawn if text.startswith("Accuracy matrix of fot")]
+    assert matrix.endswith(f"percent: {last[0]:.3g}, {last[1]:.3g}")
+    (seen,) = [text for text in drawn if text.startswith("Mean accuracy on the tasks seen")]
+    assert seen.endswith(f"fot {last.mean():.3g}")
+    (first,) = [text for text in drawn if text.startswith("Accuracy on the first task")]
+    assert first.endswith(f"fot {last[0]:.3g}")
+    lost = 100 * np.mean([run["accuracy_matrix"][0][0] - run["accuracy_matrix"][1][0] for run in found])
+    (forgotten,) = [text for text in drawn if text.startswith("Forgetting")]
+    assert forgotten.endswith(f"fot {lost:.3g}")
+    for field in ("subspace_use", "coverage"):
+        use = 100 * np.mean([list(run["by_task"][-1][field].values()) for run in found], axis=0)
+        assert any(text.endswith(f"3 {use[-1]:.3g}") and f"1 {use[0]:.3g}" in text for text in drawn)
+
+
+def test_the_sentence_names_the_best(page):
+    assert re.search(r'<p class="lead">fedavg and fot are compared; \w+ has the highest ACC \([\d.]+ %\)', page)
+
+
+def test_the_page_names_what_it_leaves_out(page, stored, tmp_path):
+    assert f"Not finished, and not on this page: {stored / 'killed'}" in page
+    shutil.copytree(stored / "seed0", tmp_path / "bare")
+    for name in ("rounds.jsonl", "timing.json"):
+        (tmp_path / "bare" / name).unlink()
+    (tmp_path / "bare" / "machine.json").write_text('{"date": "2026-11-21", "machine": "2 cores"}')
+    bare = html.page(runs.read([tmp_path]), date="2026-11-21")
+    assert "No training loss of 1 run: rounds.jsonl is not stored." in bare
+    assert "No seconds by phase of 1 run: timing.json is not stored." in bare
+    assert "Computed on: date 2026-11-21, machine 2 cores" in bare
+    assert "Training loss" not in bare and "Seconds by who" not in bare and "Subspaces" not in bare
+    assert "fedavg reaches an ACC of" in bare
+
+
+def test_names_are_text_whatever_they_hold(stored, tmp_path):
+    name = "<script>alert('&\"$x_y$')</script>"
+    run = changed(stored, tmp_path / name.replace("/", ""), method=name, bytes_by_phase={name: {"up": 1e6, "down": 0}})
+    other = Reader(html.page(runs.read([run]), date=name))
+    assert other.open == [] and "script" not in [tag for tag, _ in other.attributes]
+    assert sum(name in text for text in other.texts) > 3  # whole, as it was
+
+
+def test_privacy_is_shown_where_there_is_any(stored, tmp_path, page):
+    spent = {"epsilon": 2.0, "epsilon_by_client": {"0": 1.0, "1": 2.0}, "delta": 1e-5}
+    run = changed(stored, tmp_path / "run", **spent, epsilon_of="all uploads", noise_multiplier=1.25)
+    tables = Reader(html.page(runs.read([run]), date="")).tables
+    assert ["fot", "all uploads", "2", "1.5", "1e-05", "1.25"] in [row for table in tables for row in table]
+    assert "epsilon" in tables[0][0] and "Privacy" not in page
+
+
+def test_the_configuration_and_its_differences_are_there(read, stored):
+    options = {row[0]: row[1:] for table in read.tables for row in table if table[0][0] == "option"}
+    threshold = read_yaml(stored / "a/fot-seed0/config.yaml")["strategy"]["threshold"]
+    assert options["strategy.threshold"] == ["–", str(threshold)]
+    assert (stored / "seed0" / "config.yaml").read_text() in read.texts
+
+
+def test_the_line_that_repeats_a_group_is_a_command(read):
+    words = next(text for text in read.texts if text.startswith("# fedavg"))
+    options = "--set tasks=2 --set rounds=1 --set partition.clients=4 --set 'model.hidden=[8]'"
+    line = f"cfl-run train permuted-digits --method fedavg --seed $seed {options} --output runs/again/fedavg-seed$seed"
+    assert f"for seed in 0 1; do {line}; done\n" in words
+
+
+def test_a_command_writes_each_kind_of_report(stored, tmp_path, capsys):
+    outputs = [tmp_path / "new" / f"report{suffix}" for suffix in (".html", ".md", ".tex")]
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["report", str(stored / "seed0"), *(word for path in outputs for word in ("-o", str(path)))])
+    assert stop.value.code == 0 and capsys.readouterr().out.count("written: ") == 3
+    starts = ["<!doctype html>", "| method |", "\\begin{tabular}"]
+    assert all(path.read_text().startswith(start) for path, start in zip(outputs, starts, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("args", "hint"),
+    [
+        (("nowhere", "-o", "a.html"), "'nowhere' is no run"),
+        (("nowhere", "-o", "a.pdf"), "must end in .html, .md, .tex, not 'a.pdf'"),
+        (("nowhere",), "'--output'"),
+    ],
+)
+def test_wrong_use_is_one_line(args, hint, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["report", *args])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and hint in error and len(error.splitlines()) == 1
+
+
+def test_a_long_stream_has_lines_for_bars_and_few_points_of_loss(stored, tmp_path):
+    """20 tasks of 3 groups are 60 bars, more than can be told apart; 1000 rounds are more points than a screen has."""
+    matrix = [[0.5 if task <= after else None for task in range(20)] for after in range(20)]
+    folder = changed(stored, tmp_path / "run", accuracy_matrix=matrix)
+    rows = [{"task": n // 50, "phase": "train", "loss": n % 2} for n in range(1000)]
+    (folder / "rounds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (scene,) = runs.scenes(runs.read([folder]).runs)
+    groups = [runs.Group(name, scene.groups[0].runs) for name in "abc"]
+    drawn = {figure.title: figure.svg for figure in figures.accuracy(groups, {g.label: plots.Style(0) for g in groups})}
+    assert len(drawn) == 5 and max(map(len, drawn.values())) < 60_000
+    loss = drawn["Training loss; dotted lines: a new task"]
+    assert "a 0.5, b 0.5, c 0.5" in loss.partition(">")[0]  # of the last four rounds: 0, 1, 0, 1
+
+
+def test_groups_are_told_apart_by_colour_and_marker_together():
+    styles = [plots.Style(number) for number in range(36)]
+    assert len({(style.colour, style.marker) for style in styles}) == 36
+    assert len({style.colour for style in styles[:6]}) == len({style.symbol for style in styles[:6]}) == 6

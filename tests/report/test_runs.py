@@ -1,0 +1,186 @@
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import cfl
+from cfl.config import dump
+from cfl.errors import ConfigError
+from cfl.report import runs
+from cfl.report.runs import Run, command, flat, read, scenes
+
+
+def made(method="fot", seed=0, benchmark="permuted-digits", **results):
+    """A run that was never made: its configuration, and the results given."""
+    overrides = results.pop("overrides", ())
+    config = cfl.resolve(benchmark, method=method, seed=seed, overrides=overrides)
+    metrics = {"method": config.label, "benchmark": benchmark, "seed": seed, "acc": 0.5, "fgt": 0.1, **results}
+    return Run(Path(f"{method}-{seed}"), metrics, flat(dump(config)), config)
+
+
+def shown(found):
+    return [(scene.setting, [(group.label, len(group.runs)) for group in scene.groups]) for scene in scenes(found)]
+
+
+def test_runs_are_found_at_any_depth_and_unfinished_ones_named(stored):
+    found = read([stored])
+    assert [run.path.relative_to(stored).as_posix() for run in found.runs] == [
+        "a/fot-seed0",
+        "a/fot-seed1",
+        "seed0",
+        "seed1",
+    ]
+    assert found.unfinished == [stored / "killed"] and found.twice == {}
+    assert all(run.rounds and run.timing["clients"] and run.config for run in found.runs)
+
+
+def test_a_folder_counts_once_and_so_does_a_repeated_run(stored, tmp_path):
+    shutil.copytree(stored / "seed0", tmp_path / "again")
+    found = read([stored / "seed0", stored, tmp_path])
+    assert len(found.runs) == 4 and found.twice == {tmp_path / "again": stored / "seed0"}
+
+
+def test_what_is_no_run_is_named(stored, tmp_path):
+    (tmp_path / "config.yaml").write_text("name: of something else\n")
+    with pytest.raises(ConfigError, match=f"'{tmp_path}' is no run and holds none"):
+        read([stored, tmp_path])
+    with pytest.raises(ConfigError, match="'nowhere' is no run"):
+        read([Path("nowhere")])
+    with pytest.raises(ConfigError, match="no run is finished in '.*killed'"):
+        read([stored / "killed"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fault"),
+    [
+        ("metrics.json", "{", "metrics.json' is damaged"),
+        ("metrics.json", "[]", "metrics.json' is damaged"),
+        ("metrics.json", '{"method": "fot"}', "is not the result of a run: it has no 'benchmark'"),
+        ("rounds.jsonl", '{"task": 0}\n{"ta', "rounds.jsonl' is damaged"),
+        ("timing.json", "", "timing.json' is damaged"),
+    ],
+)
+def test_damaged_files_are_named(stored, tmp_path, name, text, fault):
+    shutil.copytree(stored / "seed0", tmp_path / "run")
+    (tmp_path / "run" / name).write_text(text)
+    with pytest.raises(ConfigError, match=fault):
+        read([tmp_path])
+
+
+def test_results_alone_are_enough(stored, tmp_path):
+    for name in ("config.yaml", "metrics.json"):
+        shutil.copy(stored / "seed0" / name, tmp_path / name)
+    (tmp_path / "machine.json").write_text('{"date": "2026-11-21"}')
+    (run,) = read([tmp_path]).runs
+    assert (run.rounds, run.timing, run.machine) == ([], {}, {"date": "2026-11-21"})
+
+
+def test_a_method_of_another_package_needs_not_be_installed(stored, tmp_path):
+    shutil.copytree(stored / "seed0", tmp_path / "run")
+    path = tmp_path / "run" / "config.yaml"
+    path.write_text(path.read_text().replace("method: fedavg", "method: theirs"))
+    (run,) = read([tmp_path]).runs
+    assert run.config is None and run.options["method"] == "theirs" and run.options["model.hidden"] == [8]
+
+
+def test_groups_differ_in_more_than_the_seed_and_how_they_are_computed():
+    fast = ("engine=pool", "workers=2", "checkpoint_every=5", "device=auto")
+    found = [made(seed=1), made(seed=0, overrides=fast), made("fedavg")]
+    assert shown(found) == [("", [("fedavg", 1), ("fot", 2)])]
+    assert [run.metrics["seed"] for run in scenes(found)[0].groups[1].runs] == [0, 1]
+
+
+def test_a_label_has_the_options_in_which_runs_of_a_method_differ_in_the_order_of_numbers():
+    found = [made(overrides=[f"strategy.threshold={value}"]) for value in (0.99, 1.0, 0.5)] + [made("gpm")]
+    labels = [f"fot (strategy.threshold={value})" for value in (0.5, 0.99, 1.0)]
+    assert shown(found) == [("", [(label, 1) for label in [*labels, "gpm"]])]
+
+
+def test_settings_are_apart_where_methods_are_compared_within_them():
+    found = [made(m, overrides=[f"partition.name={p}"]) for p in ("shards", "iid") for m in ("fot", "fedavg")]
+    groups = [("fedavg", 1), ("fot", 1)]
+    assert shown(found) == [("partition.name=iid", groups), ("partition.name=shards", groups)]
+    alone = [run for run in found if run.metrics["method"] == "fot"]
+    labels = ["fot (partition.name=iid)", "fot (partition.name=shards)"]
+    assert shown(alone) == [("", [(label, 1) for label in labels])]
+
+
+def test_an_option_of_the_method_that_follows_from_the_setting_is_no_label():
+    """The preset of permuted-mnist gives fot 0.94 for iid and 0.96 for shards."""
+    setups = [(m, p) for p in ("iid", "shards") for m in ("fot", "fedavg")]
+    found = [made(m, benchmark="permuted-mnist", overrides=[f"partition.name={p}"]) for m, p in setups]
+    assert {run.options.get("strategy.threshold") for run in found} == {0.94, 0.96, None}
+    assert [label for _, groups in shown(found) for label, _ in groups] == ["fedavg", "fot"] * 2
+
+
+def test_what_most_settings_share_goes_without_saying():
+    options = [("local.lr=0.1",), ("local.lr=0.2",), ("local.lr=0.2", "cohort=5")]
+    found = [made(method, overrides=own) for own in options for method in ("fot", "fedavg")]
+    # cohort is 10 in two of three, local.lr 0.2 in two of three
+    assert [setting for setting, _ in shown(found)] == ["cohort=5", "local.lr=0.1", ""]
+
+
+def test_benchmarks_are_apart():
+    found = [made(benchmark=name) for name in ("split-digits", "permuted-digits")]
+    assert [(scene.benchmark, len(scene.groups)) for scene in scenes(found)] == [
+        ("permuted-digits", 1),
+        ("split-digits", 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "layers", "words"),
+    [
+        ("permuted-digits", {"method": "fot"}, ["--method", "fot", "--seed", "0"]),
+        ("permuted-digits", {"method": "fedsol", "seed": 7}, ["--method", "fedsol", "--seed", "7"]),
+        ("permuted-digits", {"scale": "smoke"}, ["--method", "fedavg", "--seed", "0", "--scale", "smoke"]),
+        (
+            "permuted-mnist",  # shards bring a threshold of their own
+            {"method": "fot", "overrides": ["partition.name=shards"]},
+            ["--method", "fot", "--seed", "0", "--set", "partition.name=shards"],
+        ),
+        (
+            "permuted-mnist",
+            {"method": "fot", "overrides": ["partition.name=shards", "strategy.threshold=0.94"]},
+            ["--method", "fot", "--seed", "0", "--set", "partition.name=shards", "--set", "strategy.threshold=0.94"],
+        ),
+        (
+            "permuted-digits",
+            {"method": "fot+fedprox", "overrides": ["rounds=[2,1]", "tasks=2", "regularizer.fedprox.mu=1e-5"]},
+            ["--method", "fot+fedprox", "--seed", "0"]
+            + ["--set", "tasks=2", "--set", "rounds=[2,1]", "--set", "regularizer.fedprox.mu=1e-05"],
+        ),
+        (
+            "permuted-digits",
+            {
+                "overrides": ["model.hidden=[8]", "public.name=mnist", "dp.target_epsilon=1", "dp.amplify=false"]
+                + ["agg.weights=uniform"]
+            },
+            ["--method", "fedavg", "--seed", "0", "--set", "model.hidden=[8]", "--set", "agg.weights=uniform"]
+            + ["--set", "public.name=mnist", "--set", "dp.target_epsilon=1.0", "--set", "dp.amplify=false"],
+        ),
+    ],
+)
+def test_the_command_is_the_shortest_that_gives_the_configuration(benchmark, layers, words):
+    config = cfl.resolve(benchmark, **layers)
+    assert command(config) == ["cfl-run", "train", benchmark, *words]
+
+
+def test_an_option_that_cannot_be_taken_back_leaves_no_command():
+    config = cfl.resolve("permuted-digits")
+    bare = config.model_copy(update={"model": config.model.model_copy(update={"options": {}})})
+    assert command(bare) is None  # the preset has model.hidden, and --set removes nothing
+
+
+def test_texts_of_options_are_read_as_the_same_values():
+    for value in ("shards", "1e-5", "null", "", None, True, 1e-05, [1, 2], ["crop"], "a b"):
+        assert runs.parse([runs.assignment("a.b", value)]) == {"a": {"b": value}}
+
+
+def test_seconds_of_clients_and_server_are_sums_over_phases(stored):
+    (group,) = scenes(read([stored / "seed0"]).runs)[0].groups
+    timing = json.loads((stored / "seed0" / "timing.json").read_text())
+    (row,) = group.metrics
+    assert row["client_seconds"] == sum(timing["clients"].values())
+    assert row["server_seconds"] == sum(timing["server"].values())

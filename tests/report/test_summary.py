@@ -1,0 +1,52 @@
+"""The summary as text: which cells are the best, and tables of Markdown and LaTeX."""
+
+import pytest
+
+from cfl.report import tables
+from cfl.report.tables import Cell
+
+
+def row(acc, fgt=None, seeds=1, **costs):
+    runs = [{"seed": seed, "acc": acc, "fgt": fgt, **costs} for seed in range(seeds)]
+    return tables.summary(runs)
+
+
+def test_the_best_have_the_highest_accuracy_and_the_lowest_forgetting_as_printed():
+    rows = [row(0.8004, 0.2), row(0.7996, 0.1), row(0.6)]  # the first two print 80.0
+    cells = tables.cells(rows, ["acc", "fgt"])
+    assert [[cell.text for cell in line] for line in cells] == [["80.0", "20.0"], ["80.0", "10.0"], ["60.0", "–"]]
+    assert [[cell.best for cell in line] for line in cells] == [[True, False], [True, True], [False, False]]
+
+
+def test_nothing_is_best_alone():
+    ((cell,),) = tables.cells([row(0.8)], ["acc"])
+    assert cell == Cell("80.0", False)
+
+
+def test_costs_are_in_the_units_of_their_titles_and_what_is_not_stored_is_a_dash():
+    (line,) = tables.cells(
+        [row(0.5, bytes_up=2.5e6, seconds=3, seeds=2)], ["acc", "bytes_up", "seconds", "server_seconds", "seeds"]
+    )
+    assert tables.head(["bytes_up", "seconds"]) == ["up MB", "seconds"]
+    assert [cell.text for cell in line] == ["50.0 ± 0.0", "2.5", "3.0", "–", "2"]
+
+
+def test_markdown():
+    text = tables.markdown(["setting", "method", "ACC %"], [[Cell(""), Cell("a`b|c"), Cell("1.0 ± 0.5", True)]], 2)
+    assert text == "| setting | method | ACC % |\n| --- | --- | ---: |\n|  | `a'b\\|c` | **1.0 ± 0.5** |\n"
+
+
+def test_latex():
+    text = tables.latex(["method", "ACC %"], [[Cell("a_b{1}~\\^"), Cell("1.0 ± 0.5", True)], [Cell("c"), Cell("–")]])
+    assert text == (
+        "\\begin{tabular}{lr}\n\\toprule\nmethod & ACC \\% \\\\\n\\midrule\n"
+        "a\\_b\\{1\\}\\textasciitilde{}\\textbackslash{}\\textasciicircum{} & \\textbf{1.0 $\\pm$ 0.5} \\\\\n"
+        "c & -- \\\\\n\\bottomrule\n\\end{tabular}\n"
+    )
+
+
+@pytest.mark.parametrize("name", ["acc", "learning_accuracy", "fgt"])
+def test_the_mean_and_the_population_deviation_are_printed(name):
+    summary = tables.summary([{"seed": 0, "acc": 0, name: 0.2}, {"seed": 1, "acc": 0, name: 0.4}])
+    ((cell,),) = tables.cells([summary], [name])
+    assert cell.text == "30.0 ± 10.0"
