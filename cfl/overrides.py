@@ -10,7 +10,7 @@ import yaml
 from cfl.errors import ConfigError, unknown
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml where it is there
     """YAML 1.1 takes `1e-5` for a string; this loader takes it for a number, as everybody means it."""
 
 

@@ -8,8 +8,9 @@ A third-party package adds to one with, in its own setup.cfg:
 """
 
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from cfl.errors import unknown
@@ -44,7 +45,7 @@ class Registry:
     def names(self) -> list[str]:
         """All names, sorted, those of installed third-party packages included."""
         import_module(self.home)
-        return sorted({*self._items, *(point.name for point in entry_points(group=self.group))})
+        return sorted({*self._items, *(point.name for point in _points(self.group))})
 
     def source(self, name: str) -> str:
         """Where the object of that name comes from: paper and section."""
@@ -54,13 +55,19 @@ class Registry:
         """The object of that name; raises ConfigError with the nearest valid name."""
         import_module(self.home)
         if name not in self._items:
-            for point in entry_points(group=self.group):
+            for point in _points(self.group):
                 if point.name == name:
                     self._items[name] = point.load()
                     break
             else:
                 raise unknown(self.kind, name, self.names())
         return self._items[name]
+
+
+@cache
+def _points(group: str) -> tuple[EntryPoint, ...]:
+    """What is installed does not change while a process runs, and looking for it takes long."""
+    return tuple(entry_points(group=group))
 
 
 def _place(item: Any) -> Any:

@@ -55,11 +55,8 @@ class Cell:
             return []
         own = [*self.spec["set"], *(self.spec["exact"] if scale == "paper" else []), *overrides]
         name = ", ".join(filter(None, (self.column, self.part, self.row)))
-        configs = [
-            resolve(self.spec["benchmark"], method=self.spec["method"], overrides=own, seed=seed, scale=scale)
-            for seed in seeds
-        ]
-        return [place(f"{name}, seed {config.seed}", config, folder) for config in configs]
+        config = resolve(self.spec["benchmark"], method=self.spec["method"], overrides=own, scale=scale)
+        return [place(f"{name}, seed {seed}", config.model_copy(update={"seed": seed}), folder) for seed in seeds]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ def registry():
 def third_party(monkeypatch):
     """One installed package that offers `square-root`, as importlib.metadata would list it."""
     points = EntryPoints([EntryPoint("square-root", "math:sqrt", "cfl.test-things")])
-    monkeypatch.setattr(plugins, "entry_points", lambda group: points.select(group=group))
+    monkeypatch.setattr(plugins, "_points", lambda group: points.select(group=group))
 
 
 def test_register_and_get(registry):

@@ -1,0 +1,106 @@
+"""Store finished runs under benchmarks/results/runs, and write benchmarks/RESULTS.md from all that are stored.
+
+    python benchmarks/collect.py [RUN_OR_FOLDER ...]
+
+A stored run is config.yaml, metrics.json, timing.json, and machine.json with the machine and the day on which it ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from datetime import UTC, datetime
+from pathlib import Path
+
+from host import about
+
+from cfl import reproduce
+from cfl.compare import digest, finished, place
+from cfl.config import load
+from cfl.overrides import read_yaml
+from cfl.record import write_json
+from cfl.report import reproduced, tables
+from cfl.report.runs import overview, read, scenes
+
+HERE = Path(__file__).parent
+RUNS, PAGE = HERE / "results" / "runs", HERE / "RESULTS.md"
+SCALES = {"paper": "as in the papers", "small": "small, minutes a run"}
+SEEDS = range(10)  # that are looked for
+
+_HEAD = """# Results
+
+Made by `python benchmarks/collect.py` from the runs in `benchmarks/results/runs`; nothing here is typed by hand.
+Scores are mean ± population standard deviation over the seeds. Differences are ours less the paper's, in brackets
+in standard deviations of both. At small scale the numbers are others than the paper's, and their order is what counts.
+Dashes: nothing printed, not run, or not in `cfl`. `docs/reproduce.md` says how to run more.
+"""
+
+
+def store(run: Path, runs: Path = RUNS) -> None:
+    """Copy what is worth keeping of a finished run; one that is stored already stays as it is."""
+    config = load(read_yaml(run / "config.yaml"))
+    target = place("", config, runs / config.scale / config.benchmark).folder
+    if target.exists():
+        return
+    target.mkdir(parents=True)
+    for name in ("config.yaml", "timing.json", "metrics.json"):
+        shutil.copy(run / name, target)
+    ended = datetime.fromtimestamp((run / "metrics.json").stat().st_mtime, UTC)
+    write_json(target / "machine.json", {"ended": f"{ended:%Y-%m-%d}", **about("torch")})
+
+
+def page(runs: Path = RUNS) -> str:
+    """RESULTS.md of the stored runs: the papers' tables at each scale, then what is in none of them."""
+    stored = read([runs]).runs
+    used: set[str] = set()
+    sections = [_HEAD, _machines(runs)]
+    for scale, words in SCALES.items():
+        for table in reproduce.tables().values():
+            shown = _table(table, scale, runs, used)
+            if shown:
+                command = f"cfl-run reproduce {table.name} --scale {scale} --stored benchmarks/results/runs --show"
+                sections += [f"## {table.title} ({words})\n\n```\n{command}\n```\n", *shown]
+                sections += ["\n".join(f"- {note}" for note in table.notes) + "\n"] if table.notes else []
+    for scene in scenes([run for run in stored if run.config is None or digest(run.config) not in used]):
+        titles, rows, labels = overview([scene])
+        title = ", ".join(filter(None, (scene.benchmark, scene.setting)))
+        sections += [f"## {title}, not in a paper\n", tables.markdown(titles, rows, labels)]
+    return "\n".join(sections)
+
+
+def _table(table: reproduce.Table, scale: str, runs: Path, used: set[str]) -> list[str]:
+    """The blocks of a table that have runs; adds the hashes of those to `used`."""
+    there = finished(runs)
+    found = {
+        cell: [run for run in own if digest(run.config) in there]
+        for cell, own in table.runs([], SEEDS, scale, [], runs, [runs]).items()
+    }
+    used |= {digest(run.config) for own in found.values() for run in own}
+    places = {(cell.part, cell.column) for cell, own in found.items() if own}
+    shown = {cell: own for cell, own in found.items() if (cell.part, cell.column) in places}
+    ours = {cell: reproduce.scores(table.measures, own) for cell, own in shown.items()}
+    return [reproduced.markdown(block) + "\n" for block in reproduced.blocks(table, ours)]
+
+
+def _machines(runs: Path) -> str:
+    """Which machines the runs are of, and from when to when."""
+    days: dict[str, list[str]] = {}
+    for path in sorted(runs.rglob("machine.json")):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        machine = f"{data['processor']}, {data['cores']} cores, {data['system']}, torch {data['torch']}"
+        days.setdefault(machine, []).append(data["ended"])
+    return "".join(f"- {m}: {len(d)} runs, {min(d)} to {max(d)}\n" for m, d in sorted(days.items()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folders", nargs="*", type=Path, help="finished runs, or folders that hold some at any depth")
+    for path in finished(*parser.parse_args().folders).values():
+        store(path)
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"{len(finished(RUNS))} runs stored; {PAGE} written")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""`benchmarks/collect.py`: what is stored of a run, and the page that is made from stored runs alone."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import cfl
+from cfl.report.tables import percent
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def collect():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        yield importlib.import_module("collect")
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+
+
+def test_the_page_is_the_one_of_the_stored_runs(collect):
+    if not collect.RUNS.exists():
+        pytest.skip("no runs are stored yet")
+    assert collect.PAGE.read_text(encoding="utf-8") == collect.page(), "run python benchmarks/collect.py"
+
+
+def test_a_run_is_stored_once_and_shown(collect, tmp_path):
+    few = ["tasks=2", "rounds=1", "model.hidden=[8]", "partition.clients=4"]
+    own = cfl.run(cfl.resolve("permuted-digits", method="fot", overrides=few), output=tmp_path / "own").metrics
+    for _ in range(2):
+        collect.store(tmp_path / "own", tmp_path / "runs")
+    (kept,) = (tmp_path / "runs" / "paper" / "permuted-digits").iterdir()
+    assert {path.name for path in kept.iterdir()} == {"config.yaml", "metrics.json", "timing.json", "machine.json"}
+    machine = json.loads((kept / "machine.json").read_text())
+    page = collect.page(tmp_path / "runs")
+    assert f"{machine['processor']}, {machine['cores']} cores" in page and "1 runs" in page
+    (row,) = (line for line in page.splitlines() if line.startswith("| `fot`"))
+    assert f" {percent(own['acc'])} |" in row and "permuted-digits, not in a paper" in page
+
+
+def test_a_run_of_a_paper_s_table_stands_beside_the_paper(collect, tmp_path):
+    """A stored run of a cell, whose numbers are not computed but put there."""
+    config = cfl.resolve("permuted-mnist", method="fot", overrides=["partition.name=iid"], seed=4)
+    matrix = [[0.9, *[None] * 9], *([0.9] * (task + 1) + [None] * (9 - task) for task in range(1, 10))]
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(json.dumps(cfl.config.dump(config)))  # JSON is YAML
+    figures = {"method": "fot", "benchmark": "permuted-mnist", "seed": 4, "acc": 0.9, "fgt": 0.0175}
+    figures |= {"accuracy_matrix": matrix, "subspace_use": {"a": 0.5, "b": 0.75}}
+    (run / "metrics.json").write_text(json.dumps(figures))
+    (run / "timing.json").write_text(json.dumps({"clients": {"train": 1.0}, "server": {}, "measurement": {}}))
+    collect.store(run, tmp_path / "runs")
+    page = collect.page(tmp_path / "runs")
+    (row,) = (line for line in page.splitlines() if line.startswith("| FOT |"))
+    # FOT, Table 1: 90.35 ± 0.06 and 1.75 ± 0.06
+    assert row == "| FOT | 90.35 ± 0.06 | 90.00 | -0.35 (-5.8 σ) | 1.75 ± 0.06 | 1.75 | +0.00 (+0.0 σ) | 1 |"
+    assert "| PMNIST | 62.18 | 62.50 | +0.32 | 1 |" in page  # Table 3; (50 + 75) / 2
+    assert "FOT, Table 1: PMNIST, non-IID" not in page and "not in a paper" not in page
