@@ -12,8 +12,8 @@ scale: FedSOL's scale by layer (paper) and by output axis (code).
 alias: a penalty whose reference is the weights themselves; inputs and logits cast to integers.
 projection: FedProj's projection with its condition, and without as eq. 14 prints it.
 
-Each part prints the tables of the page, and writes them to <part>.json. One row of `alias` needs CIFAR-100 (CFL_DATA);
-all else comes with scikit-learn or is drawn.
+Each part prints the tables of the page, and writes them to <part>.json. `scale` needs MNIST and `alias` CIFAR-100
+(CFL_DATA); all else comes with scikit-learn or is drawn.
 """
 
 from __future__ import annotations

@@ -19,9 +19,13 @@ from cfl.losses import divergence
 from cfl.streams import datasets
 
 SKEWED = ("tasks=1", "partition.name=lda", "partition.alpha=0.1", "local.epochs=5")  # few classes a client
+NARROW = (
+    *("partition.name=sharding", "partition.shards=2", "model.width=8", "model.hidden=64"),
+    *("local.augment=[]", "local.epochs=1", "eval_every=0"),
+)
 
 
-def scale(seeds: Sequence[int] = SEEDS, rounds: int = 20) -> list[Table]:
+def scale(seeds: Sequence[int] = (0, 1), rounds: int = 15, benchmark: str = "mnist", *narrow: str) -> list[Table]:
     layers = []
     for name, weight in models.build("cnn", (3, 32, 32), 10, {}).named_parameters():
         source = rng.generator(rng.key(0, "moved", name))
@@ -38,14 +42,20 @@ def scale(seeds: Sequence[int] = SEEDS, rounds: int = 20) -> list[Table]:
         "FedSOL, output axis": ("fedsol",),
         "FedSOL, layer": ("fedsol", "regularizer.fedsol.scale=layer"),
     }
-    runs = {
-        name: [run("permuted-digits", method, seed, *SKEWED, f"rounds={rounds}", *more) for seed in seeds]
+    found: dict[str, list[list[cfl.Result]]] = {  # after one round, and after all
+        name: [
+            [run(benchmark, method, seed, *(narrow or NARROW), f"rounds={count}", *more) for seed in seeds]
+            for count in (1, rounds)
+        ]
         for name, (method, *more) in methods.items()
     }
     scores = []
-    for name, results in runs.items():
-        away = [apart(one.params, plain.params) for one, plain in zip(results, runs["FedAvg"], strict=True)]
-        scores.append([name, *measured(results, "acc"), away])
+    for name, (early, late) in found.items():
+        away = [
+            apart(one.params, plain.params) / apart(plain.params, plain.model.params)
+            for one, plain in zip(early, found["FedAvg"][0], strict=True)
+        ]
+        scores.append([name, *measured(late, "acc"), away])
     columns = {
         "weight": "",
         "shape": "",
@@ -53,9 +63,10 @@ def scale(seeds: Sequence[int] = SEEDS, rounds: int = 20) -> list[Table]:
         "norm, output axis": ".3f",
         "norm, layer": ".4f",
     }
+    heads = {"method": "", "ACC": "%.1f", "distance from FedAvg after a round": ".3f"}
     return [
         Table("FedSOL's perturbation at rho 1", columns, layers),
-        Table("FedSOL's scale on digits", {"method": "", "ACC": "%.1f", "distance from FedAvg": ".2f"}, scores),
+        Table("FedSOL's scale on MNIST", heads, scores),
     ]
 
 
