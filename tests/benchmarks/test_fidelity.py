@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from scipy import integrate, stats
 
+import cfl
 from cfl.streams import datasets
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
@@ -240,3 +242,50 @@ def test_runs_with_and_without_the_condition(local):
     for _, _, conflicts, there, elsewhere, *accuracies in table.rows:
         assert 0 < conflicts <= 1 and 0 <= there <= 1 and 0 <= elsewhere <= 1
         assert all(len(own) == 1 and 0 < own[0] <= 1 for own in accuracies)
+
+
+# -- the page
+
+BESIDE = {  # what an option needs beside it
+    "strategy.model=local": ["strategy.participants=sampled"],
+    "regularizer.fedsol.proximal=moon": ["regularizer.fedsol.scope=full"],
+}
+PRESETS = {"rounds": "permuted-mnist", "model.norm": "split-cifar100"}  # of ten tasks; whose network has no options
+
+
+def options_of_the_page() -> list[tuple[str, str]]:
+    """Method and option for each `key=value` in the last column of a table of differences."""
+    found, method = [], ""
+    for line in (SCRIPTS.parent / "docs/fidelity.md").read_text(encoding="utf-8").splitlines():
+        if heading := re.match(r"## (\S+)", line):
+            method = heading[1].lower()
+        cells = line.strip("| ").split(" | ")
+        if line.startswith("| ") and len(cells) == 5:
+            own = cells[0].partition(",")[0].lower() if method == "gpm" else method
+            found += [(own, option) for option in re.findall(r"`([\w.]+=[^`]+)`", cells[-1])]
+    return found
+
+
+@pytest.mark.parametrize(("method", "option"), options_of_the_page())
+def test_options_of_the_page_change_the_configuration(method, option):
+    benchmark = PRESETS.get(option.partition("=")[0], "cifar100" if method == "fedproj" else "permuted-digits")
+    name = "fedsol+moon" if option.endswith("moon") else method
+    needed = ["model.name=resnet18"] if "model.norm=" in option else []
+    before, after = (
+        cfl.resolve(benchmark, method=name, overrides=[*needed, *more])
+        for more in ((), (*BESIDE.get(option, ()), option))
+    )
+    assert before != after
+
+
+def test_each_method_of_the_page_has_options():
+    assert {method for method, _ in options_of_the_page()} == {
+        "fot",
+        "gpm",
+        "ewc",
+        "er",
+        "glfc",
+        "rgo",
+        "fedsol",
+        "fedproj",
+    }
