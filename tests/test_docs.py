@@ -323,3 +323,28 @@ def test_figures_of_the_speed_page_are_the_stored_ones():
     assert all(ratio in ratios for *_, ratio in rows(page, after="A client's sketches"))
     slow = [row["ratio"] for row in sketches["layers"] if row["ratio"] < 5]
     assert len(slow) == 4 and len(sketches["layers"]) == 14
+
+
+def test_figures_of_the_fidelity_page_are_the_stored_ones():
+    def shown(value, form):
+        if isinstance(value, list):
+            return f"{shown(mean(value), form)} ± {shown(pstdev(value), form)}"
+        if value is None or isinstance(value, str):
+            return value or "–"
+        return f"{100 * value:{form[1:]}}" if form.startswith("%") else f"{value:{form}}"
+
+    page = ROOT / "docs/fidelity.md"
+    files = sorted((ROOT / "benchmarks/results/fidelity").glob("*.json"))
+    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in files}
+    tables = [table for stored in found.values() for table in stored["tables"]]
+    text = page.read_text(encoding="utf-8")
+    assert re.findall(r"^python benchmarks/fidelity.py --parts (\w+)$", text, re.MULTILINE) == [
+        name for title in re.findall(r"^### (.+)$", text, re.MULTILINE)
+        for name, stored in found.items() if stored["tables"][0]["title"] == title
+    ]  # fmt: skip
+    assert sorted(re.findall(r"^### (.+)$", text, re.MULTILINE)) == sorted(table["title"] for table in tables)
+    for table in tables:
+        title, columns = table["title"], table["columns"]
+        expected = [[shown(*pair) for pair in zip(row, columns.values(), strict=True)] for row in table["rows"]]
+        assert f"| {' | '.join(columns)} |\n" in text.partition(f"\n### {title}\n")[2]
+        assert rows(page, after=f"### {title}\n") == expected
