@@ -1,0 +1,60 @@
+"""Every preset has a scale of minutes and one of seconds, and the latter goes through everything."""
+
+import os
+
+import pytest
+
+import cfl
+from cfl import plugins
+from cfl.config import preset
+from cfl.members import DEFAULT_METHOD
+
+BENCHMARKS = [name for name in plugins.benchmarks.names() if preset(name)]
+SCALES = ("small", "smoke")
+WITHOUT_FILES = ("permuted-digits", "split-digits", "iris")
+
+
+def visits(config: cfl.RunConfig) -> float:
+    """Passes over the data of a task, summed over its rounds; no fewer clients of the population, no longer run."""
+    rounds = config.rounds if isinstance(config.rounds, int) else sum(config.rounds)
+    return rounds * config.local.epochs * config.cohort / config.partition.clients
+
+
+def methods(benchmark: str) -> list[str]:
+    return [DEFAULT_METHOD, *preset(benchmark).get("methods", {})]
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS)
+def test_every_preset_has_both_scales_for_each_method_it_names(benchmark: str) -> None:
+    assert set(preset(benchmark)["variants"]["scale"]) == set(SCALES)
+    for method in methods(benchmark):
+        paper, small, smoke = (cfl.resolve(benchmark, method=method, scale=name) for name in ("paper", *SCALES))
+        assert (paper.scale, small.scale, smoke.scale) == ("paper", *SCALES)
+        assert visits(paper) >= visits(small) > visits(smoke)
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS)
+def test_smoke_is_two_tasks_of_two_rounds(benchmark: str) -> None:
+    smoke = cfl.resolve(benchmark, scale="smoke")
+    assert smoke.rounds == 2 and smoke.tasks in (None, 1, 2)  # null: the benchmark is one task
+    assert smoke.cohort * smoke.local.epochs <= 15  # iris has 3 clients of 5 epochs, over 50 samples each
+
+
+@pytest.mark.parametrize("benchmark", WITHOUT_FILES)
+def test_smoke_runs_end(benchmark: str) -> None:
+    for method in methods(benchmark)[:2]:
+        ends(benchmark, method)
+
+
+@pytest.mark.data
+@pytest.mark.skipif("CFL_DATA" not in os.environ, reason="needs real data: set CFL_DATA to a folder that has them")
+@pytest.mark.parametrize("benchmark, method", [("permuted-mnist", "fot"), ("mnist", "fedproj")])
+def test_smoke_runs_of_real_data_end(benchmark: str, method: str) -> None:
+    ends(benchmark, method)
+
+
+def ends(benchmark: str, method: str) -> None:
+    config = cfl.resolve(benchmark, method=method, scale="smoke")
+    metrics = cfl.run(config).metrics
+    assert 0 <= metrics["acc"] <= 1
+    assert len(metrics["accuracy_matrix"]) == (config.tasks or 1)
