@@ -8,6 +8,7 @@ import cfl
 from cfl import streams
 from cfl.config import dump, load, preset, resolve
 from cfl.errors import ConfigError, DataError
+from cfl.models import build as build_model
 from cfl.streams.public import public
 from tests import toy
 
@@ -178,6 +179,14 @@ PRESETS = {
 }
 
 
+MODELS = {  # side of an image, outputs of all heads, parameters: of FOT's code (Table 8's networks)
+    "five-datasets": (32, 50, 1_122_140),
+    "split-mini-imagenet": (84, 100, 3_025_440),
+    # four halvings, rounded up, and one of the average, rounded down: of 84 are left 3 x 3 pixels, of 64 2 x 2
+    "split-tiny-imagenet100": (64, 100, 3_025_440 - 100 * (2304 - 1024)),
+}
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_have_the_papers_settings(name):
     clients, cohort, tasks, threshold, strength, width, stride, norm, augment = PRESETS[name]
@@ -195,6 +204,10 @@ def test_presets_have_the_papers_settings(name):
     assert resolve(name, method="er").strategy["memory"] == 1
     options = {"stem_stride": 1, "norm": False, **config.model.options}
     assert options == {"width": width, "stem_stride": stride, "norm": norm}
+    side, outputs, parameters = MODELS[name]
+    model = build_model("resnet18", (3, side, side), outputs, config.model.options)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert model(torch.zeros(2, 3, side, side)).shape == (2, outputs)
     if name != "five-datasets":
         assert config.rounds == 250
     assert set(preset(name)["variants"]["scale"]) == {"small", "smoke"}
