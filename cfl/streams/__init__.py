@@ -210,7 +210,7 @@ def _five(
             sets[name] = arrays, _coloured(pooled(arrays, *_FIVE[name]))
     if missing:
         rest = f"; or leave out {' and '.join(missing)}: --set tasks=[{','.join(sets)}]" if sets else ""
-        raise DataError(f"{' '.join(f'{error}.' for error in missing.values())[:-1]}{rest}")
+        raise DataError(f"{next(iter(missing.values()))}{rest}")
     return avalanche.joined("five-datasets", sets, classes=10, source=_FOT)
 
 

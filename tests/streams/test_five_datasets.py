@@ -123,7 +123,7 @@ def test_missing_data_set_is_named_with_the_remedies(root):
     with pytest.raises(DataError) as error:
         streams.build("five-datasets", data_root=root)
     rest = "or leave out mnist and svhn: --set tasks=[cifar10,fashion-mnist,notmnist]"
-    for part in ("mnist.npz cannot be read", "'svhn' not found", rest):
+    for part in ("mnist.npz cannot be read", rest):
         assert part in str(error.value)
     with pytest.raises(DataError) as error:
         streams.build("five-datasets", tasks=("svhn",), data_root=root)
