@@ -134,8 +134,12 @@ class RunConfig(Section):
     method: str = Field(DEFAULT_METHOD, description="strategy of the run; see `cfl-run list methods`")
     regularizers: Annotated[tuple[str, ...], Tuple] = Field((), description="local regularizers, in order")
     seed: int = Field(0, ge=0, le=2**32 - 1, description="seed of every draw")  # the most that numpy takes
-    tasks: Positive | None = Field(None, description="number of tasks; null for all of the benchmark")
-    rounds: Annotated[Positive | tuple[Positive, ...], Tuple] = Field(20, description="rounds a task, or one a task")
+    tasks: Annotated[Positive | tuple[str, ...] | None, Tuple] = Field(
+        None, description="number of tasks, or their names where they have some; null for all of the benchmark"
+    )
+    rounds: Annotated[Positive | tuple[Positive, ...] | dict[str, Positive], Tuple] = Field(
+        20, description="rounds a task: one number, a list, or by the names of the tasks"
+    )
     cohort: Positive = Field(10, description="clients a round; all owners of the task where there are fewer")
     sampling: Literal["fixed", "poisson"] = Field(
         "fixed", description="cohorts of the same size, or each client drawn independently with the same mean"
@@ -177,8 +181,9 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if isinstance(self.rounds, tuple) and self.tasks not in (None, len(self.rounds)):
-            raise ConfigError(f"rounds lists {len(self.rounds)} numbers for {self.tasks} tasks; give one a task")
+        tasks = len(self.tasks) if isinstance(self.tasks, tuple) else self.tasks
+        if isinstance(self.rounds, tuple) and tasks not in (None, len(self.rounds)):
+            raise ConfigError(f"rounds lists {len(self.rounds)} numbers for {tasks} tasks; give one a task")
         if self.public.samples and self.public.name == "stream":
             raise ConfigError("public.samples draws from a data set, not from the stream's own; set it to null")
         if len(set(self.regularizers)) < len(self.regularizers):

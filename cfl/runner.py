@@ -148,7 +148,8 @@ class Session:
         self.model = self._model(module)
         rules.check_model(self.model.module, config)
         self.population = Population(self.stream, config)
-        self.schedule = schedule.planned(self.strategy, self.method, len(stream), config.rounds)
+        names = [task.name for task in stream.tasks]
+        self.schedule = schedule.planned(self.strategy, self.method, names, config.rounds)
         self.rates = schedule.rates(self.schedule, config.local)
         self.trained = schedule.trained(self.schedule)
         owners = {task: len(self.population.owners(self._sees(task))) for task in range(len(stream))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from cfl import rng
@@ -16,15 +17,15 @@ Schedule = list[tuple[int, Phase, int]]
 """(task, phase, round within the phase) of every round."""
 
 
-def planned(strategy: Strategy, method: str, tasks: int, rounds: int | tuple[int, ...]) -> Schedule:
-    """All rounds that a strategy plans. rounds: training rounds of each task, or one number for all.
+def planned(
+    strategy: Strategy, method: str, tasks: Sequence[str], rounds: int | tuple[int, ...] | Mapping[str, int]
+) -> Schedule:
+    """All rounds that a strategy plans, for the tasks of these names.
 
-    Raises ConfigError for a number of rounds that do not fit the tasks, and plans that are none. method: its name.
+    rounds: training rounds of each task, in order or by name, or one number for all; method: its name.
+    Raises ConfigError for a number of rounds that do not fit the tasks, and plans that are none.
     """
-    if isinstance(rounds, tuple) and len(rounds) != tasks:
-        raise ConfigError(f"rounds lists {len(rounds)} numbers for {tasks} tasks; give one a task")
-    each = rounds if isinstance(rounds, tuple) else (rounds,) * tasks
-    plans = [strategy.plan(task, tasks, each[task]) for task in range(tasks)]
+    plans = [strategy.plan(task, len(tasks), number) for task, number in enumerate(_each(rounds, tasks))]
     for task, plan in enumerate(plans):
         if not all(isinstance(phase, Phase) for phase in plan):
             raise ConfigError(f"{method} plans task {task} as {plan}; give a list of cfl.Phase")
@@ -34,6 +35,20 @@ def planned(strategy: Strategy, method: str, tasks: int, rounds: int | tuple[int
     return [
         (task, phase, number) for task, plan in enumerate(plans) for phase in plan for number in range(phase.rounds)
     ]
+
+
+def _each(rounds: int | tuple[int, ...] | Mapping[str, int], tasks: Sequence[str]) -> Sequence[int]:
+    """Training rounds of each task. Names of other tasks are left aside: a preset names those of all tasks."""
+    if isinstance(rounds, int):
+        return [rounds] * len(tasks)
+    if isinstance(rounds, tuple):
+        if len(rounds) != len(tasks):
+            raise ConfigError(f"rounds lists {len(rounds)} numbers for {len(tasks)} tasks; give one a task")
+        return rounds
+    for name in tasks:
+        if name not in rounds:
+            raise ConfigError(f"rounds has no number for task '{name}'; add it, or give one number for all tasks")
+    return [rounds[name] for name in tasks]
 
 
 def key(seed: int, task: int, phase: str, number: int) -> int:

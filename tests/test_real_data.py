@@ -27,3 +27,19 @@ def test_two_tasks_train_for_a_few_rounds(benchmark: str, parameters: int, layer
     assert len(use) == layers and all(0 < share <= 1 for share in use.values())
     # ten classes a task; chance is 0.1, and two rounds are too few for more than a sign of learning
     assert result.acc.shape == (2, 2) and 0.05 < result.metrics["acc"] < 1
+
+
+@pytest.mark.parametrize(
+    "benchmark, sizes",
+    [
+        ("five-datasets", [(8000, 2000), (60000, 10000)]),  # of notMNIST the part that tests have, and MNIST
+        ("split-tiny-imagenet100", [(500, 150), (500, 150)]),  # five classes of 100 and 30 images
+    ],
+)
+def test_smoke_scale_runs(benchmark: str, sizes: list) -> None:
+    config = cfl.resolve(benchmark, method="fot", scale="smoke", overrides=["eval_batch_size=500"])
+    stream = cfl.streams.build(benchmark, tasks=config.tasks, class_order=config.class_order)
+    if len(stream.tasks[0].train) != 16851:  # not the whole of notMNIST
+        assert [(len(task.train), len(task.test)) for task in stream.tasks] == sizes
+    result = cfl.run(config, stream=stream)
+    assert len(result.metrics["subspace_use"]) == 20 and result.acc.shape == (2, 2) and 0 <= result.metrics["acc"] < 1

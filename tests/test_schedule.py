@@ -18,7 +18,7 @@ class Plans(cfl.Strategy):
         return [first] if task == tasks - 1 else [first, middle, Phase("again")]
 
 
-PLANNED = schedule.planned(Plans(), "plans", 2, (3, 4))
+PLANNED = schedule.planned(Plans(), "plans", "ab", (3, 4))
 
 
 def test_rounds_come_by_task_then_phase_then_number():
@@ -41,4 +41,14 @@ def test_rates_decay_with_the_training_rounds():
 
 def test_rounds_of_another_number_of_tasks_are_refused():
     with pytest.raises(ConfigError, match="rounds lists 2 numbers for 3 tasks"):
-        schedule.planned(Plans(), "plans", 3, (3, 4))
+        schedule.planned(Plans(), "plans", "abc", (3, 4))
+
+
+def test_rounds_may_be_given_by_the_names_of_the_tasks():
+    named = {"a": 3, "b": 4, "c": 9}  # those of a task that is left out do no harm
+    assert schedule.planned(Plans(), "plans", "ab", named) == PLANNED
+    turned = schedule.planned(Plans(), "plans", "ba", named)
+    # b has 4 rounds: 3 of training, one to store and one again; a, the last task, has 3: 2 of training
+    assert [phase.name for _, phase, _ in turned] == ["train"] * 3 + ["store", "again"] + ["train"] * 2
+    with pytest.raises(ConfigError, match="rounds has no number for task 'd'; add it"):
+        schedule.planned(Plans(), "plans", "abd", named)

@@ -4,7 +4,7 @@ Avalanche is given data sets of indices, not of images, since its way of a sampl
 Its "experience" is called task here. Nothing else in the package imports Avalanche, which takes seconds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,6 +107,32 @@ def permuted(name: str, arrays: Arrays, tasks: int, *, seed: int, pool: Pool, so
         test_part = Part(pool, test_rows + len(arrays.y_train), test_targets, order)
         found.append(Task(f"permutation {number}", train_part, test_part, classes))
     return Stream(name, tuple(found), tuple(pool.images.shape[1:]), multi_head=False, source=source)
+
+
+def joined(name: str, sets: Mapping[str, tuple[Arrays, Pool]], *, classes: int, source: str = "") -> Stream:
+    """A stream of one data set a task, in the order of `sets`, one head of `classes` each; tasks have the sets' names.
+
+    sets: name to a data set and its pool, train images, then test images (see `datasets.pooled`). Sample ids are rows
+    of a task's own pool.
+    """
+    import_torchvision()
+    from avalanche.benchmarks import benchmark_from_datasets, task_incremental_benchmark
+    from avalanche.benchmarks.utils import as_classification_dataset
+
+    parts = {
+        part: [as_classification_dataset(_Indices(getattr(arrays, f"y_{part}"))) for arrays, _ in sets.values()]
+        for part in ("train", "test")
+    }
+    benchmark = task_incremental_benchmark(benchmark_from_datasets(**parts))
+    found = []
+    for train, test in zip(benchmark.train_stream, benchmark.test_stream, strict=True):
+        label = list(sets)[train.task_label]
+        arrays, pool = sets[label]
+        rows, targets = _rows(train.dataset)
+        test_rows, test_targets = _rows(test.dataset)
+        test_part = Part(pool, test_rows + len(arrays.y_train), test_targets)
+        found.append(Task(label, Part(pool, rows, targets), test_part, classes))
+    return Stream(name, tuple(found), tuple(found[0].train.pool.images.shape[1:]), multi_head=True, source=source)
 
 
 def from_benchmark(benchmark: Any, name: str = "custom", multi_head: bool | None = None) -> Stream:

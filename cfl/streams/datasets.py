@@ -1,4 +1,4 @@
-"""Data sets as tensors, from `.npz` files or the layouts of torchvision, medmnist and CINIC-10.
+"""Data sets as tensors, from `.npz` files or the layouts in which they are passed on.
 
 A data root is the argument or else the environment variable CFL_DATA. `<name>.npz` there holds the arrays x_train,
 y_train, x_test, y_test (uint8 images, grey N x H x W, colour N x H x W x 3); it is preferred to the other layouts.
@@ -6,6 +6,7 @@ Nothing is downloaded unasked.
 """
 
 import os
+import shutil
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from cfl import rng
 from cfl.errors import DataError, unknown
+from cfl.streams import mini_imagenet, notmnist
 from cfl.streams.store import Pool
 from cfl.streams.torchvision_fix import import_torchvision
 
@@ -41,7 +43,7 @@ class _Source:
     classes: int
     place: str = ""  # file or folder of the data root that `read` reads
     read: "Callable[[str, _Source, Path, bool], Arrays] | None" = None  # None: from <name>.npz only
-    loader: str = ""  # class of the package that loads it; without one there is no download
+    loader: str = ""  # class of the package, or address, that loads it; without one there is no download
 
 
 _NAMES = ("x_train", "y_train", "x_test", "y_test")
@@ -52,12 +54,14 @@ _READ_ERRORS = (RuntimeError, OSError, ValueError, EOFError, KeyError, SyntaxErr
 def load(name: str, data_root: Path | None = None, download: bool = False) -> Arrays:
     """The data set of that name, with its official train and test parts.
 
-    name: mnist, fashion-mnist, cifar10, cifar100, svhn, cinic10, pathmnist, tissuemnist, notmnist, tiny-imagenet100.
+    name: mnist, fashion-mnist, cifar10, cifar100, svhn, cinic10, pathmnist, tissuemnist, notmnist, mini-imagenet,
+    tiny-imagenet100.
     pathmnist and tissuemnist leave out their validation part. cinic10 is the public archive's folder `cinic-10`: the
     train part is its `train`, the test part its `test`, 90,000 images each; its `valid` is left out, as in FedSOL.
-    notmnist and tiny-imagenet100 (a hundred classes) are read from `<name>.npz` alone.
+    notmnist and mini-imagenet are folders of these names, in the layouts that `notmnist.read` and `mini_imagenet.read`
+    know. tiny-imagenet100, a hundred classes of Tiny ImageNet, is read from `<name>.npz` alone.
     data_root: folder to look in, else CFL_DATA; download: fetch it into that folder if missing, through torchvision or
-    medmnist, which compare its checksum.
+    medmnist, which compare its checksum (but for mini-imagenet, whose numbers of classes and images are compared).
     Raises ConfigError for an unknown name; DataError where it is missing (with the places looked at) or damaged, and
     where the package medmnist is needed and not installed.
     """
@@ -245,6 +249,24 @@ def _from_folders(name: str, source: _Source, root: Path, download: bool) -> Arr
     return _checked(arrays, str(folder), source.classes)
 
 
+def _from_folder(name: str, source: _Source, root: Path, download: bool) -> Arrays:
+    """A data set in a layout of its own; where its folder is missing it is fetched first, all of it or nothing."""
+    folder, layout = root / source.place, _LAYOUTS[name]
+    if not folder.exists():
+        import_torchvision()
+        part = folder.with_name(f"{folder.name}.part")
+        shutil.rmtree(part, ignore_errors=True)  # what a killed download left cannot be trusted
+        try:
+            layout.fetch(part)
+            part.rename(folder)
+        except _READ_ERRORS as error:
+            raise DataError(
+                f"data set '{name}' cannot be fetched from {source.loader} ({error}); put it in {folder} by hand"
+            ) from error
+    return _checked(layout.read(folder), str(folder), source.classes)
+
+
+_LAYOUTS: dict[str, Any] = {"notmnist": notmnist, "mini-imagenet": mini_imagenet}
 _SOURCES = {
     "mnist": _Source(10, "MNIST/raw", _from_torchvision, "MNIST"),
     "fashion-mnist": _Source(10, "FashionMNIST/raw", _from_torchvision, "FashionMNIST"),
@@ -254,6 +276,7 @@ _SOURCES = {
     "cinic10": _Source(10, "cinic-10", _from_folders),
     "pathmnist": _Source(9, "pathmnist.npz", _from_medmnist, "PathMNIST"),
     "tissuemnist": _Source(8, "tissuemnist.npz", _from_medmnist, "TissueMNIST"),
-    "notmnist": _Source(10),
+    "notmnist": _Source(10, "notmnist", _from_folder, notmnist.ADDRESSES[0]),
+    "mini-imagenet": _Source(100, "mini-imagenet", _from_folder, mini_imagenet.ADDRESS),
     "tiny-imagenet100": _Source(100),
 }

@@ -50,7 +50,7 @@ def public(
     """
     if samples is not None and samples < 1:
         raise ConfigError(f"public.samples must be at least 1, or null for all, not {samples}")
-    if name == _data_set(stream):
+    if name in (_data_set(stream), *(task.name for task in stream.tasks)):  # tasks may be whole data sets
         raise ConfigError(
             f"public data '{name}' is what the clients of benchmark '{stream.name}' hold; take another data set"
         )

@@ -124,15 +124,15 @@ def test_damaged_cinic10_says_what_is_wrong(tmp_path):
         load("cinic10", tmp_path / "other")
 
 
-def test_sets_for_public_data_come_from_npz_alone(tmp_path):
+def test_sets_may_come_from_npz(tmp_path):
     np.savez(tmp_path / "notmnist.npz", **_arrays())
     np.savez(tmp_path / "tiny-imagenet100.npz", **{**_arrays(colour=True), "y_test": np.array([99, 0])})
     assert load("notmnist", tmp_path).x_train.shape == (6, 1, 4, 5)
     assert load("tiny-imagenet100", tmp_path).y_test.tolist() == [99, 0]
-    with pytest.raises(DataError, match=r"looked at \S*notmnist\.npz\. .*has no --download"):
-        load("notmnist", tmp_path / "nothing", download=True)
-    with pytest.raises(DataError, match=r"a folder with notmnist\.npz$"):
-        load("notmnist")
+    with pytest.raises(DataError, match=r"looked at \S*tiny-imagenet100\.npz\. .*has no --download"):
+        load("tiny-imagenet100", tmp_path / "nothing", download=True)
+    with pytest.raises(DataError, match=r"a folder with tiny-imagenet100\.npz$"):
+        load("tiny-imagenet100")
 
 
 def _medmnist(colour=True):

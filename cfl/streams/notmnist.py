@@ -1,0 +1,77 @@
+"""notMNIST (Bulatov, 2011), the small set: letters A to J of public fonts, 28 x 28, grey, 18,724 readable images."""
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+
+from cfl.errors import DataError
+from cfl.streams import pickles
+
+ADDRESSES = (  # the author's, and a mirror; both hold the same file
+    "http://yaroslavvb.com/upload/notMNIST/notMNIST_small.tar.gz",
+    "http://commondatastorage.googleapis.com/books1000/notMNIST_small.tar.gz",
+)
+MD5 = "c9890a473a9769fda4bdf314aaf500dd"
+LETTERS = "ABCDEFGHIJ"
+
+
+def fetch(folder: Path) -> None:
+    """Download and unpack the small set, comparing its checksum; raises the last address's OSError or RuntimeError."""
+    from torchvision.datasets.utils import download_and_extract_archive
+
+    for address in ADDRESSES:
+        try:
+            return download_and_extract_archive(address, str(folder), md5=MD5, remove_finished=True)
+        except (OSError, RuntimeError) as error:
+            if address == ADDRESSES[-1]:
+                raise error
+
+
+def read(folder: Path) -> dict[str, np.ndarray]:
+    """Arrays x_train, y_train, x_test, y_test of a folder, images uint8 (n, H, W).
+
+    Looked for: `notmnist_train.pkl` and `notmnist_test.pkl` (32 x 32, 16,853 and 1,873 images: the conversion of HAT's
+    code, Serra et al., 2018, which GPM's code uses too); else a folder a letter of png files, here or in
+    `notMNIST_small`. Those have no official parts: in the order of letters and file names every tenth image, from the
+    first, is to test. Images that cannot be read are left out, with a warning that counts them.
+    Raises DataError for a folder with neither, pickles of another kind, and images of unequal shape.
+    """
+    files = {part: folder / f"notmnist_{part}.pkl" for part in ("train", "test")}
+    if all(file.is_file() for file in files.values()):
+        return {name: array for part, file in files.items() for name, array in _unpickled(part, file).items()}
+    inner = folder / "notMNIST_small"
+    return _lettered(inner if inner.is_dir() else folder)
+
+
+def _unpickled(part: str, file: Path) -> dict[str, np.ndarray]:
+    data = pickles.load(file)
+    try:
+        x, y = np.asarray(data["features"]), np.asarray(data["labels"])
+        return {f"x_{part}": x.reshape(len(x), *x.shape[-2:]).astype(np.uint8), f"y_{part}": y.astype(np.int64)}
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise DataError(f"{file} must hold images as features, and labels ({error}); replace it") from error
+
+
+def _lettered(folder: Path) -> dict[str, np.ndarray]:
+    from PIL import Image
+
+    images, labels, broken = [], [], []
+    for label, letter in enumerate(LETTERS):
+        files = sorted((folder / letter).glob("*.png"))
+        if not files:
+            raise DataError(f"{folder / letter} has no png files; notMNIST has the folders A to J: unpack it again")
+        for file in files:
+            try:
+                images.append(np.asarray(Image.open(file).convert("L")))
+            except (OSError, SyntaxError):
+                broken.append(file)
+                continue
+            labels.append(label)
+    if broken:
+        said = f"{len(broken)} of {len(images) + len(broken)} images of {folder} cannot be read and are left out"
+        warnings.warn(f"{said}, {broken[0].name} in {broken[0].parent.name} first", stacklevel=2)
+    if len({image.shape for image in images}) != 1:
+        raise DataError(f"the images of {folder} differ in shape, or none can be read; unpack it again")
+    x, y, test = np.stack(images), np.array(labels), np.arange(len(images)) % 10 == 0
+    return {"x_train": x[~test], "y_train": y[~test], "x_test": x[test], "y_test": y[test]}
