@@ -15,8 +15,9 @@ WITHOUT_FILES = ("permuted-digits", "split-digits", "iris")
 
 
 def visits(config: cfl.RunConfig) -> float:
-    """Passes over the data of a task, summed over its rounds; no fewer clients of the population, no longer run."""
-    rounds = config.rounds if isinstance(config.rounds, int) else sum(config.rounds)
+    """Passes over the data of the longest task, in the mean over the clients."""
+    each = config.rounds
+    rounds = each if isinstance(each, int) else max(each.values() if isinstance(each, dict) else each)
     return rounds * config.local.epochs * config.cohort / config.partition.clients
 
 
@@ -34,9 +35,10 @@ def test_every_preset_has_both_scales_for_each_method_it_names(benchmark: str) -
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS)
-def test_smoke_is_two_tasks_of_two_rounds(benchmark: str) -> None:
+def test_smoke_is_two_tasks_of_two_rounds_at_most(benchmark: str) -> None:
     smoke = cfl.resolve(benchmark, scale="smoke")
-    assert smoke.rounds == 2 and smoke.tasks in (None, 1, 2)  # null: the benchmark is one task
+    tasks = len(smoke.tasks) if isinstance(smoke.tasks, tuple) else smoke.tasks
+    assert smoke.rounds in (1, 2) and tasks in (None, 1, 2)  # null: the benchmark is one task
     assert smoke.cohort * smoke.local.epochs <= 15  # iris has 3 clients of 5 epochs, over 50 samples each
 
 
