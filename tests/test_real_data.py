@@ -1,6 +1,7 @@
 """Smoke runs of the papers' benchmarks, with the papers' models, on real data."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +38,8 @@ def test_two_tasks_train_for_a_few_rounds(benchmark: str, parameters: int, layer
     ],
 )
 def test_smoke_scale_runs(benchmark: str, sizes: list) -> None:
+    if "tiny" in benchmark and not (Path(os.environ["CFL_DATA"]) / "tiny-imagenet100.npz").exists():
+        pytest.skip("needs tiny-imagenet100.npz in CFL_DATA")
     config = cfl.resolve(benchmark, method="fot", scale="smoke", overrides=["eval_batch_size=500"])
     stream = cfl.streams.build(benchmark, tasks=config.tasks, class_order=config.class_order)
     if len(stream.tasks[0].train) != 16851:  # not the whole of notMNIST

@@ -19,7 +19,7 @@ def test_metrics_are_whole_ordered_and_free_of_nan(tmp_path):
     text = (folder.path / "metrics.json").read_text()
     assert json.loads(text) == {"fgt": None, "acc": 0.5, "accuracy_matrix": [[0.1, None]]}
     assert text.index("fgt") < text.index("acc")  # the order given, not the alphabet's
-    assert sorted(path.name for path in folder.path.iterdir()) == ["checkpoints", "metrics.json"]
+    assert sorted(path.name for path in folder.path.iterdir()) == [".lock", "checkpoints", "metrics.json"]
 
 
 def test_configuration_round_trip(tmp_path):
@@ -34,6 +34,7 @@ def test_no_line_twice_after_a_kill(tmp_path):
         folder.append_round({"round": number})
     with (tmp_path / "rounds.jsonl").open("a") as file:
         file.write('{"round": 3, "lo')  # torn by a kill
+    folder.close()
     again = RunFolder(tmp_path, resume=True)
     again.truncate_rounds(2)
     again.append_round({"round": 2})
