@@ -45,18 +45,18 @@ def test_smoke_is_two_tasks_of_two_rounds_at_most(benchmark: str) -> None:
 @pytest.mark.parametrize("benchmark", WITHOUT_FILES)
 def test_smoke_runs_end(benchmark: str) -> None:
     for method in methods(benchmark)[:2]:
-        ends(benchmark, method)
+        config, metrics = run(benchmark, method)
+        assert 0 <= metrics["acc"] <= 1 and len(metrics["accuracy_matrix"]) == (config.tasks or 1)
 
 
 @pytest.mark.data
 @pytest.mark.skipif("CFL_DATA" not in os.environ, reason="needs real data: set CFL_DATA to a folder that has them")
 @pytest.mark.parametrize("benchmark, method", [("permuted-mnist", "fot"), ("mnist", "fedproj")])
 def test_smoke_runs_of_real_data_end(benchmark: str, method: str) -> None:
-    ends(benchmark, method)
+    config, metrics = run(benchmark, method)
+    assert 0 <= metrics["acc"] <= 1 and len(metrics["accuracy_matrix"]) == (config.tasks or 1)
 
 
-def ends(benchmark: str, method: str) -> None:
+def run(benchmark: str, method: str) -> tuple[cfl.RunConfig, dict]:
     config = cfl.resolve(benchmark, method=method, scale="smoke")
-    metrics = cfl.run(config).metrics
-    assert 0 <= metrics["acc"] <= 1
-    assert len(metrics["accuracy_matrix"]) == (config.tasks or 1)
+    return config, cfl.run(config).metrics
