@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -21,12 +23,11 @@ from cfl.config import load
 from cfl.overrides import read_yaml
 from cfl.record import write_json
 from cfl.report import reproduced, tables
-from cfl.report.runs import overview, read, scenes
+from cfl.report.runs import Run, overview, read, scenes
 
 HERE = Path(__file__).parent
 RUNS, PAGE = HERE / "results" / "runs", HERE / "RESULTS.md"
 SCALES = {"paper": "as in the papers", "small": "small, minutes a run"}
-SEEDS = range(10)  # that are looked for
 
 _HEAD = """# Results
 
@@ -57,7 +58,8 @@ def page(runs: Path = RUNS) -> str:
     sections = [_HEAD, _machines(runs)]
     for scale, words in SCALES.items():
         for table in reproduce.tables().values():
-            shown = _table(table, scale, runs, used)
+            there = [run for run in stored if run.options["scale"] == scale]
+            shown = _table(table, scale, runs, there, used) if there else []
             if shown:
                 command = f"cfl-run reproduce {table.name} --scale {scale} --stored benchmarks/results/runs --show"
                 sections += [f"## {table.title} ({words})\n\n```\n{command}\n```\n", *shown]
@@ -69,14 +71,13 @@ def page(runs: Path = RUNS) -> str:
     return "\n".join(sections)
 
 
-def _table(table: reproduce.Table, scale: str, runs: Path, used: set[str]) -> list[str]:
-    """The blocks of a table that have runs; adds the hashes of those to `used`."""
-    there = finished(runs)
-    found = {
-        cell: [run for run in own if digest(run.config) in there]
-        for cell, own in table.runs([], SEEDS, scale, [], runs, [runs]).items()
-    }
-    used |= {digest(run.config) for own in found.values() for run in own}
+def _table(table: reproduce.Table, scale: str, folder: Path, stored: Sequence[Run], used: set[str]) -> list[str]:
+    """The blocks of a table that have runs; adds the hashes of those to `used`. stored: the runs of that scale."""
+    benchmarks, seeds = ({run.metrics[name] for run in stored} for name in ("benchmark", "seed"))
+    near = replace(table, cells=[cell for cell in table.cells if cell.spec.get("benchmark") in (None, *benchmarks)])
+    found = near.runs([], sorted(seeds), scale, [], folder / "missing", [folder])
+    found = {cell: [run for run in own if run.results()] for cell, own in found.items()}
+    used |= {run.digest for own in found.values() for run in own}
     places = {(cell.part, cell.column) for cell, own in found.items() if own}
     shown = {cell: own for cell, own in found.items() if (cell.part, cell.column) in places}
     ours = {cell: reproduce.scores(table.measures, own) for cell, own in shown.items()}

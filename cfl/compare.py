@@ -39,6 +39,11 @@ class Run:
     config: RunConfig
     folder: Path
 
+    @property
+    def digest(self) -> str:
+        """The hash of its configuration, which its folder is named by."""
+        return self.folder.name.rpartition("-")[2]
+
     def results(self) -> dict[str, Any] | None:
         """Its metrics, `timing` as in timing.json, `client_seconds` and `server_seconds`; None where not finished."""
         try:

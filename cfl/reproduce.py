@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from cfl.compare import Run, digest, finished, place
+from cfl.compare import Run, finished, place
 from cfl.config import RunConfig, resolve
 from cfl.errors import unknown
 from cfl.overrides import read_yaml
@@ -85,7 +85,7 @@ class Table:
         there = finished(*stored)
 
         def found(run: Run) -> Run:
-            return replace(run, folder=there.get(digest(run.config), run.folder))
+            return replace(run, folder=there.get(run.digest, run.folder))
 
         return {cell: [*map(found, cell.runs(seeds, scale, overrides, folder))] for cell in self.only(only)}
 
