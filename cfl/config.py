@@ -285,12 +285,10 @@ def _layered(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
         section, _, name = str(dotted).rpartition(".")
         group = both.get(section) if section else both
         value = group.get(name) if isinstance(group, Mapping) else None
-        base = merged(base, _routed(cases.get(value, {}) if isinstance(value, Hashable) else {}))
+        base = _over(base, _routed(cases.get(value, {}) if isinstance(value, Hashable) else {}))
     method = both.get("method", DEFAULT_METHOD)
     if "method" in base and base["method"] != method:
         base = without(base, "strategy")  # the other method's hyper-parameters mean nothing here
-    if _model_name(base) != _model_name(both):
-        base = merged(without(base, "model"), {"model": without(base.get("model", {}), "options")})
     if isinstance(top.get("regularizers"), list) and "regularizer" in base:
         kept = {name: own for name, own in base["regularizer"].items() if name in top["regularizers"]}
         base = {**base, "regularizer": kept}
@@ -298,7 +296,15 @@ def _layered(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     used = both.get("regularizers")
     others = {name: own[name] for name in (used if isinstance(used, (list, tuple)) else ()) if name in own}
     base = merged(base, {"strategy": own.get(method, {}), **({"regularizer": others} if others else {})})
-    return merged(without(base, "methods", "variants"), top)
+    return _over(without(base, "methods", "variants"), top)
+
+
+def _over(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+    """`top` merged over `base`, whose options of a model go if `top` names another one."""
+    model = base.get("model", {})
+    if top.get("model", {}).get("name", _model_name(base)) != _model_name(base):
+        base = {**base, "model": without(model, "options")}
+    return merged(base, top)
 
 
 def _named(data: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from cfl.errors import unknown
 from cfl.overrides import read_yaml
 
 Results = Mapping[str, Any]
+_OPTIONS = ("set", "exact", "reduced")  # at every scale; at paper scale alone; at all others
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Cell:
         """Its runs in a folder of many; none where the method is not in cfl."""
         if "method" not in self.spec:
             return []
-        own = [*self.spec["set"], *(self.spec["exact"] if scale == "paper" else []), *overrides]
+        own = [*self.spec["set"], *self.spec["exact" if scale == "paper" else "reduced"], *overrides]
         name = ", ".join(filter(None, (self.column, self.part, self.row)))
         config = resolve(self.spec["benchmark"], method=self.spec["method"], overrides=own, scale=scale)
         return [place(f"{name}, seed {seed}", config.model_copy(update={"seed": seed}), folder) for seed in seeds]
@@ -136,7 +137,7 @@ def _cells(data: Mapping[str, Any]) -> Iterable[Cell]:
                 layers = [data.get("rows", {}).get(row, {}), whole, own]
                 layers += [layer.get("rows", {}).get(row, {}) for layer in (whole, own)]
                 spec = {key: one for layer in layers for key, one in layer.items() if key in ("benchmark", "method")}
-                spec |= {key: list(_flat(layer.get(key, []) for layer in layers)) for key in ("set", "exact")}
+                spec |= {key: list(_flat(layer.get(key, []) for layer in layers)) for key in _OPTIONS}
                 texts = itertools.zip_longest(data["measures"], numbers.split(), fillvalue="-")
                 yield Cell(part, row, column, {name: _score(text) for name, text in texts}, spec)
 

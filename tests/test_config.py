@@ -66,6 +66,20 @@ def test_another_model_drops_the_options_of_the_presets_model():
     assert resolve("permuted-digits", overrides=["model.hidden=[8]"]).model.options["hidden"] == [8]
 
 
+def test_a_variant_with_another_model_has_its_own_options_and_not_the_presets(monkeypatch):
+    written = {
+        "model": {"name": "mlp", "hidden": [9, 9]},
+        "variants": {"scale": {"small": {"model": {"name": "cnn", "width": 8}}, "smoke": {"model": {"hidden": [4]}}}},
+    }
+    monkeypatch.setattr("cfl.config.preset", lambda benchmark: written)
+    small = resolve("permuted-digits", scale="small").model
+    assert (small.name, small.options["width"]) == ("cnn", 8) and "hidden" not in small.options
+    assert resolve("permuted-digits", scale="smoke").model.options["hidden"] == [4]
+    other = resolve("permuted-digits", scale="small", overrides=["model.name=mlp"]).model
+    assert not other.options  # back to the builder's defaults
+    assert resolve("permuted-digits", scale="small", overrides=["model.width=4"]).model.options["width"] == 4
+
+
 def test_rounds_a_task_become_a_tuple():
     assert resolve("permuted-digits", overrides=["tasks=2", "rounds=[3, 1]"]).rounds == (3, 1)
     with pytest.raises(ConfigError, match="rounds lists 2 numbers for 5 tasks"):

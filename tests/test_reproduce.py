@@ -116,10 +116,10 @@ def test_measures_of_a_run_are_what_it_sent(tmp_path):
 
 def test_the_command_runs_what_is_missing_and_prints_it_beside_the_paper(tmp_path, capsys, monkeypatch):
     few = ["tasks=2", "rounds=1", "model.hidden=[8]", "partition.clients=4"]
-    spec = {"benchmark": "permuted-digits", "method": "fedavg", "set": few, "exact": ["local.lr=0.5"]}
+    spec = {"benchmark": "permuted-digits", "method": "fedavg", "set": few, "exact": ["local.lr=0.5"], "reduced": []}
     cells = (
         Cell("", "FL", "digits", {"acc": Score(50.0, 2.0), "fgt": Score(7.5)}, spec),
-        Cell("", "TARGET", "digits", {"acc": Score(60.0), "fgt": None}, {"set": [], "exact": []}),
+        Cell("", "TARGET", "digits", {"acc": Score(60.0), "fgt": None}, {"set": [], "exact": [], "reduced": []}),
     )
     toy = Table("toy-table", "Toy, Table 1", ("acc", "fgt"), ("a note",), cells)
     monkeypatch.setattr(reproduce, "tables", lambda: {"toy-table": toy})
@@ -146,3 +146,25 @@ def test_the_command_runs_what_is_missing_and_prints_it_beside_the_paper(tmp_pat
     assert not (tmp_path / "elsewhere").exists()
     scaled, out = shown("--output", tmp_path / "smoke", "--scale", "smoke", "--show")
     assert f"{mean:.2f}" not in scaled and "compare their order" in out
+
+
+def test_reduced_scales_have_options_of_their_own(tmp_path):
+    spec = {
+        "benchmark": "permuted-digits",
+        "method": "fedavg",
+        "set": [],
+        "exact": ["rounds=7"],
+        "reduced": ["rounds=3"],
+    }
+    cell = Cell("", "FL", "digits", {}, spec)
+    assert [cell.runs([0], scale, [], tmp_path)[0].config.rounds for scale in ("paper", "smoke")] == [7, 3]
+
+
+@pytest.mark.parametrize("column", ["CIFAR-10 β=0.3", "CIFAR-10 β=0.5", "CINIC-10 β=0.3", "CINIC-10 β=0.5"])
+def test_the_small_resnet8_of_fedproj_is_narrow(column, tmp_path):
+    cell = next(
+        cell for cell in reproduce.tables()["fedproj-table1"].cells if (cell.row, cell.column) == ("FedAvg", column)
+    )
+    models = {scale: cell.runs([0], scale, [], tmp_path)[0].config.model for scale in ("paper", "small")}
+    assert {model.name for model in models.values()} == {"resnet8"}
+    assert models["small"].options == {"width": 16} and not models["paper"].options
