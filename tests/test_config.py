@@ -202,6 +202,7 @@ def test_long_presets_do_not_save_every_round(benchmark):
         ("mlp", {"hidden": ["a"]}, r"model\.hidden must be a list"),
         ("mlp", {"hidden": [True]}, r"model\.hidden must be a list"),
         ("mlp", {"dropout": 0.5}, r"model\.dropout must be a list of rates in \[0, 1\]"),
+        ("alexnet_cl", {"width": 0}, r"model\.width must be a whole number of at least 1, not 0"),
         ("alexnet_cl", {}, r"needs images \(channels, height, width\)"),
         ("resnet18", {}, r"needs images \(channels, height, width\)"),
     ],

@@ -4,12 +4,18 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from cfl.models.cnn import whole
 
-def alexnet_cl(input_shape: Sequence[int], outputs: int, dropout: Sequence[float] = (0.2, 0.2, 0.5, 0.5)) -> nn.Module:
+
+def alexnet_cl(
+    input_shape: Sequence[int], outputs: int, dropout: Sequence[float] = (0.2, 0.2, 0.5, 0.5), width: int = 64
+) -> nn.Module:
     """AlexNet-like network (FOT, CIFAR-100): three convolutions, two hidden layers; 6,704,128 parameters with 10 heads.
 
-    dropout: rates after the two first convolutions, after the third, and after the two hidden layers (one rate).
+    dropout: rates after the two first convolutions, after the third, and after the two hidden layers (one rate);
+    width: filters of the first convolution; twice and four times as many in the next, 32 times as many hidden units.
     """
+    whole(width=width)
     if len(input_shape) != 3:
         raise ValueError("it needs images (channels, height, width)")
     if not isinstance(dropout, list | tuple) or len(dropout) != 4:
@@ -25,14 +31,14 @@ def alexnet_cl(input_shape: Sequence[int], outputs: int, dropout: Sequence[float
         return [nn.Conv2d(inputs, filters, kernel, bias=False), nn.ReLU(), nn.Dropout(rate), nn.MaxPool2d(2)]
 
     def hidden(inputs: int) -> list[nn.Module]:
-        return [nn.Linear(inputs, 2048, bias=False), nn.ReLU(), nn.Dropout(dropout[3])]
+        return [nn.Linear(inputs, 32 * width, bias=False), nn.ReLU(), nn.Dropout(dropout[3])]
 
     return nn.Sequential(
-        *block(channels, 64, 4, dropout[0]),
-        *block(64, 128, 3, dropout[1]),
-        *block(128, 256, 2, dropout[2]),
+        *block(channels, width, 4, dropout[0]),
+        *block(width, 2 * width, 3, dropout[1]),
+        *block(2 * width, 4 * width, 2, dropout[2]),
         nn.Flatten(),
-        *hidden(256 * side * side),
-        *hidden(2048),
-        nn.Linear(2048, outputs, bias=False),
+        *hidden(4 * width * side * side),
+        *hidden(32 * width),
+        nn.Linear(32 * width, outputs, bias=False),
     )

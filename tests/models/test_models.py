@@ -37,6 +37,14 @@ CASES = {
         6_704_128,
         [48, 576, 512, 1024, 2048],
     ),
+    "alexnet-16": (  # every width a quarter
+        ("alexnet_cl", (3, 32, 32), {"width": 16}),
+        [10] * 10,
+        True,
+        3 * 16 * 16 + 16 * 32 * 9 + 32 * 64 * 4 + 256 * 512 + 512 * 512 + 10 * 512 * 10,
+        457_984,  # the same sum; it is no published network
+        [48, 144, 128, 256, 512],
+    ),
     "resnet-20": (
         ("resnet18", (3, 32, 32), {"width": 20}),
         [10] * 5,
