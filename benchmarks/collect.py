@@ -91,7 +91,7 @@ def _machines(runs: Path) -> str:
         data = json.loads(path.read_text(encoding="utf-8"))
         machine = f"{data['processor']}, {data['cores']} cores, {data['system']}, torch {data['torch']}"
         days.setdefault(machine, []).append(data["ended"])
-    return "".join(f"- {m}: {len(d)} runs, {min(d)} to {max(d)}\n" for m, d in sorted(days.items()))
+    return "".join(f"- {m}: runs: {len(d)}, {min(d)} to {max(d)}\n" for m, d in sorted(days.items()))
 
 
 def main() -> None:
