@@ -170,27 +170,39 @@ def _task(number: int, results: Results, config: RunConfig) -> float:
 
 
 def _use(results: Results, config: RunConfig) -> float:
-    return 100 * float(np.mean(list(results["subspace_use"].values())))
+    use = list(results["subspace_use"].values())
+    return 100 * float(np.mean(use)) if use else math.nan
 
 
 def _times(results: Results, config: RunConfig, phase: str) -> int:
     """How often a client took part in a phase of FOT, over all clients, where every round has a whole cohort."""
-    tasks, rounds = len(results["accuracy_matrix"]), config.rounds
-    assert isinstance(rounds, int)
-    return config.cohort * (tasks * rounds if phase == "train" else tasks - 1)
+    tasks = len(results["accuracy_matrix"])
+    trained = tasks * config.rounds if isinstance(config.rounds, int) else sum(config.rounds)
+    return config.cohort * (trained if phase == "train" else tasks - 1)
+
+
+def _each(total: float | None, times: int) -> float:
+    """NaN for a phase that the run did not come to, and for seconds that were not stored."""
+    return math.nan if total is None else total / times
 
 
 def _seconds(phase: str) -> Callable[[Results, RunConfig], float]:
-    return lambda results, config: results["timing"]["clients"][phase] / _times(results, config, phase)
+    return lambda results, config: _each(
+        results["timing"].get("clients", {}).get(phase), _times(results, config, phase)
+    )
 
 
 def _sent(phase: str) -> Callable[[Results, RunConfig], float]:
-    return lambda results, config: results["bytes_by_phase"][phase]["up"] / _times(results, config, phase) / 1e6
+    return lambda results, config: _each(
+        results["bytes_by_phase"].get(phase, {}).get("up"), 1_000_000 * _times(results, config, phase)
+    )
 
 
 def _basis(results: Results, config: RunConfig) -> float:
-    """The basis goes down with the model; the first one is empty."""
+    """The basis goes down with the model; the first one is empty, so that two tasks show none."""
     tasks, model = len(results["accuracy_matrix"]), _sent("train")(results, config)
+    if tasks < 3:
+        return math.nan
     down = results["bytes_by_phase"]["gpse"]["down"] / config.cohort / 1e6
     return (down - (tasks - 1) * model) / (tasks - 2)
 

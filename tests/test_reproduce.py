@@ -10,6 +10,7 @@ import cfl
 from cfl import cli, plugins, reproduce
 from cfl.compare import Run, digest
 from cfl.errors import ConfigError
+from cfl.report import reproduced
 from cfl.reproduce import Cell, Score, Table
 
 CELLS = [(table, cell) for table in reproduce.tables().values() for cell in table.cells]
@@ -112,6 +113,26 @@ def test_measures_of_a_run_are_what_it_sent(tmp_path):
     timing = json.loads((tmp_path / "timing.json").read_text())["clients"]
     assert found["epoch_seconds"] == pytest.approx(timing["train"] / 12)  # 3 tasks of 4 clients
     assert found["gpse_seconds"] == pytest.approx(timing["gpse"] / 8)  # after 2 of them
+
+
+def test_what_a_short_run_cannot_give_has_a_dash(tmp_path):
+    """One task has neither forgetting nor a sketch, two have no basis that went down; seconds may not be stored."""
+    names = ("fgt", "model_mb", "sketch_mb", "basis_mb", "cost2", "epoch_seconds", "gpse_seconds")
+    few = ["cohort=4", "partition.clients=4", "model.hidden=[8]"]
+    gone = {}
+    for tasks, rounds in ((1, "2"), (2, "[1,3]")):
+        options = [*few, f"tasks={tasks}", f"rounds={rounds}"]
+        run = Run("", cfl.resolve("permuted-digits", method="fot", overrides=options), tmp_path / str(tasks))
+        cfl.run(run.config, output=run.folder)
+        found = {name: score.mean for name, score in reproduce.scores(names, [run]).items()}
+        gone[tasks] = {name for name, mean in found.items() if math.isnan(mean)}
+        assert found["model_mb"] == pytest.approx(4 * (64 * 8 + 8 + 8 * 10 + 10) / 1e6)  # float32, whatever the rounds
+    assert gone == {1: {*names} - {"model_mb", "epoch_seconds"}, 2: {"basis_mb", "cost2"}}
+    cell = Cell("", "FOT", "digits", {"fgt": Score(7.5)}, {})
+    ((_, _, (row,)),) = reproduced.blocks(
+        Table("toy", "Toy", ("fgt",), (), (cell,)), {cell: {"fgt": Score(math.nan, None, 1)}}
+    )
+    assert row == ["FOT", "7.50", "–", "", "1"]
 
 
 def test_the_command_runs_what_is_missing_and_prints_it_beside_the_paper(tmp_path, capsys, monkeypatch):

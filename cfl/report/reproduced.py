@@ -67,7 +67,7 @@ def _below(shown: Sequence[str], cells: Iterable[Cell], ours: Ours) -> tuple[lis
 
 
 def _three(printed: Score | None, own: Score | None) -> tuple[str, str, str]:
-    if own is None or printed is None:
+    if own is None or printed is None or own.mean != own.mean:
         return _text(printed), _text(own), ""
     gap = own.gap(printed)
     return (
