@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cfl import checkpoint, options, plugins
 from cfl.config import RunConfig, dump, load, resolve
 from cfl.errors import ConfigError
 from cfl.members import roles
-from cfl.overrides import read_yaml, scoped
+from cfl.overrides import read_value, read_yaml, scoped
 
 HOW = ("engine", "block", "workers", "threads", "device", "checkpoint_every")
 """Options of how a run is computed: two that differ in nothing else have the same result, up to rounding."""
@@ -112,8 +111,12 @@ def plan(
     if len(set(names)) < len(names):
         raise ConfigError(f"--methods takes each method once, not '{methods}'")
     groups: dict[str, Group] = {}
-    for combination in itertools.product(*map(_values, vary)):
-        settings = [f"{name}={json.dumps(value)}" for name, value in combination]
+    varying = [_values(text) for text in vary]
+    for name, count in Counter(values[0][0] for values in varying).items():
+        if count > 1:
+            raise ConfigError(f"--vary takes {name} once, with all its values: --vary {name}=A,B")
+    for combination in itertools.product(*varying):
+        settings = [f"{name}={json.dumps(value, default=str)}" for name, value in combination]
         own = for_methods(names, [*overrides, *settings])
         for name in names:
             varied = {key: value for (key, value), text in zip(combination, settings, strict=True) if text in own[name]}
@@ -158,10 +161,7 @@ def _values(text: str) -> list[tuple[str, Any]]:
     """The pairs of name and value of "key=a,b"."""
     name, equals, values = text.partition("=")
     name = name.strip()
-    try:
-        found = yaml.safe_load(f"[{values}]") if equals and name else []
-    except yaml.YAMLError:
-        found = []
+    found = read_value(name, f"[{values}]") if equals and name else []
     if not found:
         raise ConfigError(f"--vary takes key=value,value, such as strategy.threshold=0.8,0.9, not '{text}'")
     if name in HOW or name in ("benchmark", "method", "seed"):

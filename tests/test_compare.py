@@ -42,6 +42,15 @@ def test_a_plan_is_methods_by_settings_and_a_method_is_not_varied_in_what_it_lac
     ]
 
 
+def test_numbers_are_varied_as_set_reads_them():
+    groups = plan("permuted-digits", "fedavg", "0", Path(), vary=["local.lr=1e-3,0.5"])
+    assert [run.config.local.lr for group in groups for run in group.runs] == [0.001, 0.5]
+    with pytest.raises(ConfigError, match="--vary takes local.lr once"):
+        plan("permuted-digits", "fedavg", "0", Path(), vary=["local.lr=0.1", "local.lr=0.5"])
+    with pytest.raises(ConfigError, match="value of model.hidden is not valid YAML"):
+        plan("permuted-digits", "fedavg", "0", Path(), vary=["model.hidden=[8"])
+
+
 def test_the_counterpart_of_a_group_has_the_settings_that_both_know():
     groups = plan("permuted-digits", "fedavg,fot", "0", Path(), vary=["strategy.threshold=0.8", "local.lr=0.1,0.2"])
     pairs = {group.label: group.counterpart(groups, "fedavg").label for group in groups if group.method == "fot"}
