@@ -19,6 +19,7 @@ from cfl.config import RunConfig, dump, load, resolve
 from cfl.errors import ConfigError
 from cfl.members import roles
 from cfl.overrides import read_value, read_yaml, scoped
+from cfl.record import read_json
 
 HOW = ("engine", "block", "workers", "threads", "device", "checkpoint_every")
 """Options of how a run is computed: two that differ in nothing else have the same result, up to rounding."""
@@ -44,14 +45,19 @@ class Run:
         return self.folder.name.rpartition("-")[2]
 
     def results(self) -> dict[str, Any] | None:
-        """Its metrics, `timing` as in timing.json, `client_seconds` and `server_seconds`; None where not finished."""
-        try:
-            metrics = json.loads((self.folder / "metrics.json").read_text(encoding="utf-8"))
-            timing = json.loads((self.folder / "timing.json").read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        """Its metrics, `timing` as in timing.json, and what `spent` makes of it; None where not finished.
+
+        Raises ConfigError for a damaged file.
+        """
+        if not (metrics := read_json(self.folder / "metrics.json")):
             return None
-        spent = {f"{kind.removesuffix('s')}_seconds": sum(timing[kind].values()) for kind in ("clients", "server")}
-        return {**metrics, **spent, "timing": timing}
+        timing = read_json(self.folder / "timing.json")
+        return {**metrics, **spent(timing), "timing": timing}
+
+
+def spent(timing: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """`client_seconds` and `server_seconds` of a run's timing.json; nothing where it was not stored."""
+    return {f"{who.removesuffix('s')}_seconds": sum(timing[who].values()) for who in ("clients", "server") if timing}
 
 
 def place(name: str, config: RunConfig, folder: Path) -> Run:

@@ -174,14 +174,19 @@ def _use(results: Results, config: RunConfig) -> float:
     return 100 * float(np.mean(use)) if use else math.nan
 
 
-def _times(results: Results, config: RunConfig, phase: str) -> int:
-    """How often a client took part in a phase of FOT, over all clients, where every round has a whole cohort."""
-    tasks = len(results["accuracy_matrix"])
-    trained = tasks * config.rounds if isinstance(config.rounds, int) else sum(config.rounds)
+def _times(results: Results, config: RunConfig, phase: str) -> float:
+    """How often a client took part in a phase of FOT, over all clients, where every round has a whole cohort.
+
+    NaN for rounds by the names of tasks, some of which may not be in the run.
+    """
+    tasks, rounds = len(results["accuracy_matrix"]), config.rounds
+    if isinstance(rounds, Mapping):
+        return math.nan
+    trained = tasks * rounds if isinstance(rounds, int) else sum(rounds)
     return config.cohort * (trained if phase == "train" else tasks - 1)
 
 
-def _each(total: float | None, times: int) -> float:
+def _each(total: float | None, times: float) -> float:
     """NaN for a phase that the run did not come to, and for seconds that were not stored."""
     return math.nan if total is None else total / times
 

@@ -88,6 +88,25 @@ def test_what_cannot_be_varied_is_said_before_anything_runs(vary, named):
         plan("permuted-digits", "fot", "0", Path(), vary=[vary])
 
 
+@pytest.mark.parametrize("text", ["", '{"method": "fed', "[]"])
+def test_a_damaged_result_is_named_before_anything_runs(text, tmp_path):
+    ((first, second),) = (group.runs for group in plan("permuted-digits", "fedavg", "0..1", tmp_path))
+    second.folder.mkdir()
+    (second.folder / "metrics.json").write_text(text)
+    with pytest.raises(ConfigError, match=f"{second.folder.name}/metrics.json' is damaged; move its folder away"):
+        run_all([first, second], quiet=True)
+    assert not first.folder.exists()
+
+
+def test_a_run_whose_seconds_were_not_stored_is_finished(tmp_path):
+    (run,) = plan("permuted-digits", "fedavg", "0", tmp_path)[0].runs
+    run.folder.mkdir()
+    (run.folder / "metrics.json").write_text('{"acc": 0.5}')
+    assert run.results() == {"acc": 0.5, "timing": {}}
+    (run.folder / "timing.json").write_text('{"clients": {"train": 1, "gpse": 2}, "server": {"train": 4}}')
+    assert (run.results()["client_seconds"], run.results()["server_seconds"]) == (3, 4)
+
+
 def test_paired_differences_are_those_of_a_paired_t_test():
     ours, theirs = np.array([0.8, 0.9, 0.7, 0.85]), np.array([0.7, 0.85, 0.72, 0.7])
     runs = [[{"seed": seed, "acc": one, "fgt": None} for seed, one in enumerate(each)] for each in (ours, theirs)]
