@@ -20,6 +20,7 @@ from host import about
 from cfl import reproduce
 from cfl.compare import digest, finished, place
 from cfl.config import load
+from cfl.errors import ConfigError
 from cfl.overrides import read_yaml
 from cfl.record import write_json
 from cfl.report import reproduced, tables
@@ -97,7 +98,11 @@ def _machines(runs: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folders", nargs="*", type=Path, help="finished runs, or folders that hold some at any depth")
-    for path in finished(*parser.parse_args().folders).values():
+    try:
+        own = finished(*parser.parse_args().folders)
+    except ConfigError as error:
+        parser.error(str(error))
+    for path in own.values():
         store(path)
     PAGE.write_text(page(), encoding="utf-8")
     print(f"{len(finished(RUNS))} runs stored; {PAGE} written")

@@ -181,7 +181,7 @@ def reproduce(
         _print(tables.listing([(one.name, one.title, "") for one in papers.tables().values()], "tables"))
         return
     wanted = papers.table(table)
-    options = [*overrides, f"engine={engine}"]
+    options = [f"engine={engine}", *overrides]
     runs = wanted.runs(only, seeds_of(seeds), scale, options, output, stored)
     failed = (
         {}

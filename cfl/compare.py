@@ -23,6 +23,7 @@ from cfl.record import read_json
 
 HOW = ("engine", "block", "workers", "threads", "device", "checkpoint_every")
 """Options of how a run is computed: two that differ in nothing else have the same result, up to rounding."""
+_OWN = ("benchmark", "method", "seed")  # what names a run among others
 
 
 def digest(config: RunConfig) -> str:
@@ -66,7 +67,13 @@ def place(name: str, config: RunConfig, folder: Path) -> Run:
 
 
 def finished(*folders: Path) -> dict[str, Path]:
-    """The folders of finished runs below some folders, at any depth, by the hash of their configurations."""
+    """The folders of finished runs below some folders, at any depth, by the hash of their configurations.
+
+    Raises ConfigError for a folder that is not there: its runs would be computed again.
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"'{folder}' is no folder; name one that holds finished runs")
     paths = [path.parent for folder in folders for path in sorted(folder.rglob("metrics.json"))]
     return {digest(load(read_yaml(path / "config.yaml"))): path for path in paths}
 
@@ -137,7 +144,13 @@ def plan(
 
 
 def for_methods(names: Sequence[str], overrides: Sequence[str]) -> dict[str, list[str]]:
-    """The methods, each with the overrides that are for it: of hyper-parameters its own."""
+    """The methods, each with the overrides that are for it: of hyper-parameters its own.
+
+    Raises ConfigError for an option that no method has, and for one that differs between the runs.
+    """
+    for name in (text.partition("=")[0].strip() for text in overrides):
+        if name in _OWN:
+            raise ConfigError(f"--set cannot take {name} here: it is what tells the runs apart")
     known: dict[str, list[str]] = {}
     for name in names:
         method, regularizers = roles(name)
@@ -170,6 +183,6 @@ def _values(text: str) -> list[tuple[str, Any]]:
     found = read_value(name, f"[{values}]") if equals and name else []
     if not found:
         raise ConfigError(f"--vary takes key=value,value, such as strategy.threshold=0.8,0.9, not '{text}'")
-    if name in HOW or name in ("benchmark", "method", "seed"):
+    if name in (*HOW, *_OWN):
         raise ConfigError(f"--vary cannot take {name}, which is no setting of a method; see 'cfl-run compare --help'")
     return [(name, value) for value in found]

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from cfl.compare import Run, finished, place
+from cfl.compare import Run, finished, for_methods, place
 from cfl.config import RunConfig, resolve
 from cfl.errors import unknown
 from cfl.overrides import read_yaml
@@ -50,13 +50,18 @@ class Cell:
     paper: Mapping[str, Score | None]
     spec: Mapping[str, Any]
 
+    @property
+    def method(self) -> str:
+        """What runs; empty where it is not in cfl."""
+        return str(self.spec.get("method", ""))
+
     def runs(self, seeds: Iterable[int], scale: str, overrides: Sequence[str], folder: Path) -> list[Run]:
         """Its runs in a folder of many; none where the method is not in cfl."""
-        if "method" not in self.spec:
+        if not self.method:
             return []
         own = [*self.spec["set"], *self.spec["exact" if scale == "paper" else "reduced"], *overrides]
         name = ", ".join(filter(None, (self.column, self.part, self.row)))
-        config = resolve(self.spec["benchmark"], method=self.spec["method"], overrides=own, scale=scale)
+        config = resolve(self.spec["benchmark"], method=self.method, overrides=own, scale=scale)
         return [place(f"{name}, seed {seed}", config.model_copy(update={"seed": seed}), folder) for seed in seeds]
 
 
@@ -83,12 +88,13 @@ class Table:
 
         only: see `only`. Raises ConfigError for what cannot run like this.
         """
-        there = finished(*stored)
+        there, cells = finished(*stored), self.only(only)
+        own = for_methods(list({cell.method for cell in cells} - {""}), overrides)
 
         def found(run: Run) -> Run:
             return replace(run, folder=there.get(run.digest, run.folder))
 
-        return {cell: [*map(found, cell.runs(seeds, scale, overrides, folder))] for cell in self.only(only)}
+        return {cell: [*map(found, cell.runs(seeds, scale, own.get(cell.method, ()), folder))] for cell in cells}
 
     def only(self, names: Sequence[str]) -> list[Cell]:
         """Its cells in the parts, columns and rows named (any of a kind, and all kinds); ConfigError for others."""

@@ -79,6 +79,25 @@ def test_only_takes_names_of_the_table_and_suggests():
         reproduce.table("fot-tabel12")
 
 
+def test_a_method_gets_the_options_that_it_has_and_no_run_another_s_name():
+    table = reproduce.table("fot-table1")
+
+    def runs(*overrides, stored=()):
+        found = table.runs(["FL", "FOT", "TARGET", "PMNIST", "IID"], [5], "smoke", overrides, Path(), stored)
+        return {cell.row: each for cell, each in found.items()}
+
+    own = runs("strategy.threshold=0.5", "local.lr=0.25")
+    assert own["FOT"][0].config.strategy["threshold"] == 0.5 and own["TARGET"] == []
+    assert {row: [run.config.local.lr for run in own[row]] for row in ("FL", "FOT")} == {"FL": [0.25], "FOT": [0.25]}
+    with pytest.raises(ConfigError, match=r"did you mean 'strategy.threshold'"):
+        runs("strategy.treshold=0.5")
+    for name in ("seed=3", "method=ewc", "benchmark=mnist"):
+        with pytest.raises(ConfigError, match=f"--set cannot take {name.partition('=')[0]} here"):
+            runs(name)
+    with pytest.raises(ConfigError, match="'gone' is no folder"):
+        runs(stored=[Path("gone")])
+
+
 def test_measures_of_a_run_are_what_it_sent(tmp_path):
     """An MLP 64-8-10 with biases, 3 tasks of a round, all 4 clients; sketches of d + 1 rows and s d columns."""
     options = ["tasks=3", "rounds=1", "cohort=4", "partition.clients=4", "model.hidden=[8]", "strategy.min_rank=1"]
