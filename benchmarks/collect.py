@@ -40,14 +40,18 @@ Dashes: nothing printed, not run, or not in `cfl`. `docs/reproduce.md` says how 
 
 
 def store(run: Path, runs: Path = RUNS) -> None:
-    """Copy what is worth keeping of a finished run; one that is stored already stays as it is."""
+    """Copy what is worth keeping of a finished run; one that is stored already stays as it is.
+
+    machine.json comes last: without it, the copy was killed and is made again.
+    """
     config = load(read_yaml(run / "config.yaml"))
     target = place("", config, runs / config.scale / config.benchmark).folder
-    if target.exists():
+    if (target / "machine.json").exists():
         return
-    target.mkdir(parents=True)
+    target.mkdir(parents=True, exist_ok=True)
     for name in ("config.yaml", "timing.json", "metrics.json"):
-        shutil.copy(run / name, target)
+        if (run / name).exists():  # seconds may not be there
+            shutil.copy(run / name, target)
     ended = datetime.fromtimestamp((run / "metrics.json").stat().st_mtime, UTC)
     write_json(target / "machine.json", {"ended": f"{ended:%Y-%m-%d}", **about("torch")})
 
