@@ -16,6 +16,7 @@ import pytest
 from scipy import stats
 
 import cfl
+from cfl import side_by_side
 from cfl.compare import HOW, digest, plan
 from cfl.errors import Busy, ConfigError
 from cfl.record import RunFolder
@@ -172,6 +173,16 @@ def test_killed_or_twice_at_once_a_comparison_ends_as_one_that_was_not(tmp_path)
     assert tables[0] == tables[1] and "fot" in tables[0]
     assert results(folder) == whole
     assert list(json.loads((folder / "compare.json").read_text())["methods"]) == ["fedavg", "fot"]
+
+
+def test_ctrl_c_says_that_nothing_is_lost(tmp_path, monkeypatch, capsys):
+    def interrupted(crew):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(side_by_side._Crew, "work", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_all(plan("permuted-digits", "fedavg", "0", tmp_path)[0].runs, quiet=True)
+    assert "runs are saved after their rounds; give the same command again" in capsys.readouterr().err
 
 
 def test_a_run_that_fails_or_dies_leaves_the_others_alone(tmp_path):
