@@ -1,6 +1,6 @@
 """A paper's table beside ours, for the terminal and in Markdown."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from rich.table import Table as Shown
@@ -24,6 +24,14 @@ def blocks(table: Table, ours: Ours) -> list[Block]:
         build = _beside if len(shown) <= _WIDE else _below
         found.append((title, *build(shown, own, ours)))
     return found
+
+
+def shown(table: Table, ours: Ours, scale: str) -> Iterator[Shown | str]:
+    """The blocks for the terminal, and what is to be known of them."""
+    yield from map(rich, blocks(table, ours))
+    yield from (f"note: {note}" for note in table.notes)
+    if scale != "paper":
+        yield f"note: at {scale} scale the numbers are others than the paper's; compare their order"
 
 
 def rich(block: Block) -> Shown:
