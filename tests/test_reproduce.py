@@ -75,6 +75,8 @@ def test_only_takes_names_of_the_table_and_suggests():
     }
     with pytest.raises(ConfigError, match="'PMNIST'"):
         table.only(["PMIST"])
+    with pytest.raises(ConfigError, match="did you mean 'PMNIST'"):
+        table.only(["pmnist"])
     with pytest.raises(ConfigError, match="did you mean 'fot-table12'"):
         reproduce.table("fot-tabel12")
 
