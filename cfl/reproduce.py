@@ -9,7 +9,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
@@ -28,11 +28,15 @@ _OPTIONS = ("set", "exact", "reduced")  # at every scale; at paper scale alone; 
 
 @dataclass(frozen=True)
 class Score:
-    """A number of a paper, or of ours: mean, population standard deviation (None where there is none), runs."""
+    """A number of a paper, or of ours: mean, population standard deviation (None where there is none), runs.
+
+    digits: as many as the paper prints after the point.
+    """
 
     mean: float
     std: float | None = None
     runs: int | None = None
+    digits: int = field(default=2, compare=False)
 
     def gap(self, printed: Score) -> float | None:
         """This less the printed one in standard deviations, of both together; None where neither has one."""
@@ -156,7 +160,8 @@ def _flat(texts: Iterable[Any]) -> Iterable[str]:
 def _score(text: str) -> Score | None:
     """The number of "85.68±0.57", "7.15" or "-"."""
     mean, _, std = text.partition("±")
-    return None if text == "-" else Score(float(mean), float(std) if std else None)
+    digits = max(len(number.partition(".")[2]) for number in (mean, std))
+    return None if text == "-" else Score(float(mean), float(std) if std else None, digits=digits)
 
 
 def measure(name: str) -> tuple[str, Callable[[Results, RunConfig], float]]:

@@ -100,6 +100,26 @@ def test_a_method_gets_the_options_that_it_has_and_no_run_another_s_name():
         runs(stored=[Path("gone")])
 
 
+def test_numbers_have_the_digits_of_the_paper():
+    """FOT, Table 4: 0.194 and 0.215; Table 12: 51.9; Table 1: 10.7 beside 0.61, which has two."""
+    cells = {
+        name: next(c for c in reproduce.table(name).cells if c.row == row and c.column == column)
+        for name, row, column in (
+            ("fot-table4-5", "Mini-ImageNet", "a client"),
+            ("fot-table12", "0.80", "CIFAR100"),
+            ("fot-table1", "GPM+FL", "5-Datasets"),
+        )
+    }
+    shown = {}
+    for name, cell in cells.items():
+        ours = {cell: {measure: Score(0.12345, None, 1) for measure in cell.paper}}
+        ((_, _, shown[name]),) = reproduced.blocks(reproduce.table(name), ours)
+    (_, _, *printed, _), (_, _, *own, _) = shown["fot-table4-5"]
+    assert (printed[:2], own[:2]) == (["0.194", "0.215"], ["0.123", "0.123"])
+    assert shown["fot-table12"][0][2] == "51.9" and shown["fot-table12"][1][2] == "0.12"
+    assert shown["fot-table1"][0][4:6] == ["10.70 ± 0.61", "0.12"]
+
+
 def test_measures_of_a_run_are_what_it_sent(tmp_path):
     """An MLP 64-8-10 with biases, 3 tasks of a round, all 4 clients; sketches of d + 1 rows and s d columns."""
     options = ["tasks=3", "rounds=1", "cohort=4", "partition.clients=4", "model.hidden=[8]", "strategy.min_rank=1"]
