@@ -23,7 +23,8 @@ from cfl.record import read_json
 
 HOW = ("engine", "block", "workers", "threads", "device", "checkpoint_every")
 """Options of how a run is computed: two that differ in nothing else have the same result, up to rounding."""
-_OWN = ("benchmark", "method", "seed")  # what names a run among others
+OWN = ("benchmark", "method", "seed")
+"""Options that name a run among others."""
 
 
 def digest(config: RunConfig) -> str:
@@ -143,14 +144,14 @@ def plan(
     return sorted(groups.values(), key=lambda group: names.index(group.method))
 
 
-def for_methods(names: Sequence[str], overrides: Sequence[str]) -> dict[str, list[str]]:
+def for_methods(names: Sequence[str], overrides: Sequence[str], fixed: Sequence[str] = OWN) -> dict[str, list[str]]:
     """The methods, each with the overrides that are for it: of hyper-parameters its own.
 
-    Raises ConfigError for an option that no method has, and for one that differs between the runs.
+    Raises ConfigError for an option that no method has, and for one that is `fixed` otherwise.
     """
     for name in (text.partition("=")[0].strip() for text in overrides):
-        if name in _OWN:
-            raise ConfigError(f"--set cannot take {name} here: it is what tells the runs apart")
+        if name in fixed:
+            raise ConfigError(f"--set cannot take {name}, which is given otherwise; see the command's --help")
     known: dict[str, list[str]] = {}
     for name in names:
         method, regularizers = roles(name)
@@ -183,6 +184,6 @@ def _values(text: str) -> list[tuple[str, Any]]:
     found = read_value(name, f"[{values}]") if equals and name else []
     if not found:
         raise ConfigError(f"--vary takes key=value,value, such as strategy.threshold=0.8,0.9, not '{text}'")
-    if name in (*HOW, *_OWN):
+    if name in (*HOW, *OWN):
         raise ConfigError(f"--vary cannot take {name}, which is no setting of a method; see 'cfl-run compare --help'")
     return [(name, value) for value in found]
