@@ -124,6 +124,7 @@ def plan(
     names, numbers = [name.strip() for name in methods.split(",")], seeds_of(seeds)
     if len(set(names)) < len(names):
         raise ConfigError(f"--methods takes each method once, not '{methods}'")
+    plugins.benchmarks.get(benchmark)  # which a configuration may not know, but a run has to
     groups: dict[str, Group] = {}
     varying = [_values(text) for text in vary]
     for name, count in Counter(values[0][0] for values in varying).items():

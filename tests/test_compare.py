@@ -43,6 +43,11 @@ def test_a_plan_is_methods_by_settings_and_a_method_is_not_varied_in_what_it_lac
     ]
 
 
+def test_an_unknown_benchmark_is_said_before_anything_runs():
+    with pytest.raises(ConfigError, match="did you mean 'permuted-digits'"):
+        plan("permuted-digit", "fedavg", "0", Path())
+
+
 def test_numbers_are_varied_as_set_reads_them():
     groups = plan("permuted-digits", "fedavg", "0", Path(), vary=["local.lr=1e-3,0.5"])
     assert [run.config.local.lr for group in groups for run in group.runs] == [0.001, 0.5]
