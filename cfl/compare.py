@@ -70,13 +70,21 @@ def place(name: str, config: RunConfig, folder: Path) -> Run:
 def finished(*folders: Path) -> dict[str, Path]:
     """The folders of finished runs below some folders, at any depth, by the hash of their configurations.
 
-    Raises ConfigError for a folder that is not there: its runs would be computed again.
+    Raises ConfigError for a folder that is not there, whose runs would be computed again, and names a run that has
+    options which are not known here.
     """
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"'{folder}' is no folder; name one that holds finished runs")
     paths = [path.parent for folder in folders for path in sorted(folder.rglob("metrics.json"))]
-    return {digest(load(read_yaml(path / "config.yaml"))): path for path in paths}
+    found = {}
+    for path in (path for path in paths if (path / "config.yaml").is_file()):
+        data = read_yaml(path / "config.yaml")
+        try:
+            found[digest(load(data))] = path
+        except ConfigError as error:
+            raise ConfigError(f"the run '{path}' is of another version, move it away: {error}") from None
+    return found
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from scipy import stats
 
 import cfl
 from cfl import side_by_side
-from cfl.compare import HOW, digest, plan
+from cfl.compare import HOW, digest, finished, plan
 from cfl.errors import Busy, ConfigError
 from cfl.record import RunFolder
 from cfl.report import paired
@@ -102,6 +102,17 @@ def test_a_damaged_result_is_named_before_anything_runs(text, tmp_path):
     with pytest.raises(ConfigError, match=f"{second.folder.name}/metrics.json' is damaged; move its folder away"):
         run_all([first, second], quiet=True)
     assert not first.folder.exists()
+
+
+def test_a_stored_run_that_is_not_known_here_is_named(tmp_path):
+    for name, text in (("good", "benchmark: permuted-digits"), ("bad", "method: fott"), ("other", None)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.json").write_text("{}")
+        if text:
+            (tmp_path / name / "config.yaml").write_text(text)
+    assert list(finished(tmp_path / "good", tmp_path / "other").values()) == [tmp_path / "good"]
+    with pytest.raises(ConfigError, match=r"the run '.*bad' is of another version.*did you mean 'fot'"):
+        finished(tmp_path)
 
 
 def test_a_run_whose_seconds_were_not_stored_is_finished(tmp_path):
