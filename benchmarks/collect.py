@@ -20,6 +20,7 @@ from host import about
 from cfl import reproduce
 from cfl.compare import digest, finished, place
 from cfl.config import load
+from cfl.errors import ConfigError
 from cfl.overrides import read_yaml
 from cfl.record import write_json
 from cfl.report import reproduced, tables
@@ -39,14 +40,18 @@ Dashes: nothing printed, not run, or not in `cfl`. `docs/reproduce.md` says how 
 
 
 def store(run: Path, runs: Path = RUNS) -> None:
-    """Copy what is worth keeping of a finished run; one that is stored already stays as it is."""
+    """Copy what is worth keeping of a finished run; one that is stored already stays as it is.
+
+    machine.json comes last: without it, the copy was killed and is made again.
+    """
     config = load(read_yaml(run / "config.yaml"))
     target = place("", config, runs / config.scale / config.benchmark).folder
-    if target.exists():
+    if (target / "machine.json").exists():
         return
-    target.mkdir(parents=True)
+    target.mkdir(parents=True, exist_ok=True)
     for name in ("config.yaml", "timing.json", "metrics.json"):
-        shutil.copy(run / name, target)
+        if (run / name).exists():  # seconds may not be there
+            shutil.copy(run / name, target)
     ended = datetime.fromtimestamp((run / "metrics.json").stat().st_mtime, UTC)
     write_json(target / "machine.json", {"ended": f"{ended:%Y-%m-%d}", **about("torch")})
 
@@ -97,7 +102,11 @@ def _machines(runs: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folders", nargs="*", type=Path, help="finished runs, or folders that hold some at any depth")
-    for path in finished(*parser.parse_args().folders).values():
+    try:
+        own = finished(*parser.parse_args().folders)
+    except ConfigError as error:
+        parser.error(str(error))
+    for path in own.values():
         store(path)
     PAGE.write_text(page(), encoding="utf-8")
     print(f"{len(finished(RUNS))} runs stored; {PAGE} written")

@@ -5,7 +5,7 @@ Exit status: 0 done; 1 a run that cannot go on; 2 wrong use, in one line; 130 in
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
@@ -123,21 +123,15 @@ def compare(
     failed = run_all(runs, jobs=jobs, quiet=quiet, data_root=data_root, download=download)
     results = {group.label: found for group in groups if (found := group.results())}
     if not results:
-        raise CflError(next(iter(failed.values())))
+        raise _failed(failed, runs)
     summaries = {name: tables.summary(found) for name, found in results.items()}
-    gaps = {}
-    for group in groups:
-        other = group.counterpart(groups, reference)
-        if group.method != reference and other and (gap := paired.differences(group.results(), other.results())):
-            gaps[f"{group.label} less {other.label}"] = gap
-    given = [
-        text for name, values in (("--set", overrides), ("--vary", vary)) for one in values for text in (name, one)
-    ]
-    given += [text for name, one in (("--scale", scale), ("--against", against)) if one for text in (name, one)]
-    command = shlex.join(["cfl-run", "compare", benchmark, "--methods", methods, "--seeds", seeds, *chain(*given)])
-    write_json(
-        folder / "compare.json", {"benchmark": benchmark, "command": command, "methods": summaries, "paired": gaps}
-    )
+    gaps = paired.against(groups, reference)
+    given = {"--methods": [methods], "--seeds": [seeds], "--set": overrides, "--vary": vary}
+    given |= {name: [one] for name, one in (("--scale", scale), ("--against", against)) if one}
+    words = [word for name, values in given.items() for one in values for word in (name, one)]
+    command = shlex.join(["cfl-run", "compare", benchmark, *words])
+    figures = {"benchmark": benchmark, "command": command, "methods": summaries, "paired": gaps}
+    write_json(folder / "compare.json", figures)
     matrices = {name: tables.mean_matrix(found) for name, found in results.items()}
     most = max(map(len, results.values()))
     title = f"{benchmark}, {most} seed{'s' * (most > 1)}" + (f", {scale} scale" if scale else "")
@@ -150,7 +144,7 @@ def compare(
         _print(paired.table(gaps))
     _print(f"results in {folder}")
     if failed:
-        raise CflError(f"{len(failed)} of {len(runs)} runs failed, see above")
+        raise _failed(failed, runs)
 
 
 @app.command()
@@ -181,28 +175,14 @@ def reproduce(
         _print(tables.listing([(one.name, one.title, "") for one in papers.tables().values()], "tables"))
         return
     wanted = papers.table(table)
-    options = [*overrides, f"engine={engine}"]
-    runs = wanted.runs(only, seeds_of(seeds), scale, options, output, stored)
-    failed = (
-        {}
-        if show
-        else run_all(
-            [run for each in runs.values() for run in each],
-            jobs=jobs,
-            quiet=quiet,
-            data_root=data_root,
-            download=download,
-        )
-    )
+    runs = wanted.runs(only, seeds_of(seeds), scale, [f"engine={engine}", *overrides], output, stored)
+    needed = [] if show else list(chain(*runs.values()))
+    failed = run_all(needed, jobs=jobs, quiet=quiet, data_root=data_root, download=download)
     ours = {cell: papers.scores(wanted.measures, each) for cell, each in runs.items()}
-    for block in reproduced.blocks(wanted, ours):
-        _print(reproduced.rich(block))
-    for note in wanted.notes:
-        _print(f"note: {note}")
-    if scale != "paper":
-        _print(f"note: at {scale} scale the numbers are others than the paper's; compare their order")
+    for text in reproduced.shown(wanted, ours, scale):
+        _print(text)
     if failed:
-        raise CflError(f"{len(failed)} runs failed, see above")
+        raise _failed(failed, needed)
 
 
 @app.command("list")
@@ -267,6 +247,10 @@ def main(args: Sequence[str] | None = None) -> None:
 def _fail(text: str, code: int) -> None:
     print("cfl-run: " + " ".join(text.split()), file=sys.stderr)
     sys.exit(code)
+
+
+def _failed(failed: Sized, runs: Sized) -> CflError:
+    return CflError(f"{len(failed)} of {len(runs)} runs failed, see above")
 
 
 def _usage(error: click.UsageError) -> str:

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cfl import checkpoint, options, plugins
 from cfl.config import RunConfig, dump, load, resolve
 from cfl.errors import ConfigError
 from cfl.members import roles
-from cfl.overrides import read_yaml, scoped
+from cfl.overrides import read_value, read_yaml, scoped
+from cfl.record import read_json
 
 HOW = ("engine", "block", "workers", "threads", "device", "checkpoint_every")
 """Options of how a run is computed: two that differ in nothing else have the same result, up to rounding."""
+OWN = ("benchmark", "method", "seed")
+"""Options that name a run among others."""
 
 
 def digest(config: RunConfig) -> str:
@@ -45,14 +47,19 @@ class Run:
         return self.folder.name.rpartition("-")[2]
 
     def results(self) -> dict[str, Any] | None:
-        """Its metrics, `timing` as in timing.json, `client_seconds` and `server_seconds`; None where not finished."""
-        try:
-            metrics = json.loads((self.folder / "metrics.json").read_text(encoding="utf-8"))
-            timing = json.loads((self.folder / "timing.json").read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        """Its metrics, `timing` as in timing.json, and what `spent` makes of it; None where not finished.
+
+        Raises ConfigError for a damaged file.
+        """
+        if not (metrics := read_json(self.folder / "metrics.json")):
             return None
-        spent = {f"{kind.removesuffix('s')}_seconds": sum(timing[kind].values()) for kind in ("clients", "server")}
-        return {**metrics, **spent, "timing": timing}
+        timing = read_json(self.folder / "timing.json")
+        return {**metrics, **spent(timing), "timing": timing}
+
+
+def spent(timing: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """`client_seconds` and `server_seconds` of a run's timing.json; nothing where it was not stored."""
+    return {f"{who.removesuffix('s')}_seconds": sum(timing[who].values()) for who in ("clients", "server") if timing}
 
 
 def place(name: str, config: RunConfig, folder: Path) -> Run:
@@ -61,9 +68,23 @@ def place(name: str, config: RunConfig, folder: Path) -> Run:
 
 
 def finished(*folders: Path) -> dict[str, Path]:
-    """The folders of finished runs below some folders, at any depth, by the hash of their configurations."""
+    """The folders of finished runs below some folders, at any depth, by the hash of their configurations.
+
+    Raises ConfigError for a folder that is not there, whose runs would be computed again, and names a run that has
+    options which are not known here.
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"'{folder}' is no folder; name one that holds finished runs")
     paths = [path.parent for folder in folders for path in sorted(folder.rglob("metrics.json"))]
-    return {digest(load(read_yaml(path / "config.yaml"))): path for path in paths}
+    found = {}
+    for path in (path for path in paths if (path / "config.yaml").is_file()):
+        data = read_yaml(path / "config.yaml")
+        try:
+            found[digest(load(data))] = path
+        except ConfigError as error:
+            raise ConfigError(f"the run '{path}' is of another version, move it away: {error}") from None
+    return found
 
 
 @dataclass(frozen=True)
@@ -111,9 +132,14 @@ def plan(
     names, numbers = [name.strip() for name in methods.split(",")], seeds_of(seeds)
     if len(set(names)) < len(names):
         raise ConfigError(f"--methods takes each method once, not '{methods}'")
+    plugins.benchmarks.get(benchmark)  # which a configuration may not know, but a run has to
     groups: dict[str, Group] = {}
-    for combination in itertools.product(*map(_values, vary)):
-        settings = [f"{name}={json.dumps(value)}" for name, value in combination]
+    varying = [_values(text) for text in vary]
+    for name, count in Counter(values[0][0] for values in varying).items():
+        if count > 1:
+            raise ConfigError(f"--vary takes {name} once, with all its values: --vary {name}=A,B")
+    for combination in itertools.product(*varying):
+        settings = [f"{name}={json.dumps(value, default=str)}" for name, value in combination]
         own = for_methods(names, [*overrides, *settings])
         for name in names:
             varied = {key: value for (key, value), text in zip(combination, settings, strict=True) if text in own[name]}
@@ -127,8 +153,14 @@ def plan(
     return sorted(groups.values(), key=lambda group: names.index(group.method))
 
 
-def for_methods(names: Sequence[str], overrides: Sequence[str]) -> dict[str, list[str]]:
-    """The methods, each with the overrides that are for it: of hyper-parameters its own."""
+def for_methods(names: Sequence[str], overrides: Sequence[str], fixed: Sequence[str] = OWN) -> dict[str, list[str]]:
+    """The methods, each with the overrides that are for it: of hyper-parameters its own.
+
+    Raises ConfigError for an option that no method has, and for one that is `fixed` otherwise.
+    """
+    for name in (text.partition("=")[0].strip() for text in overrides):
+        if name in fixed:
+            raise ConfigError(f"--set cannot take {name}, which is given otherwise; see the command's --help")
     known: dict[str, list[str]] = {}
     for name in names:
         method, regularizers = roles(name)
@@ -158,12 +190,9 @@ def _values(text: str) -> list[tuple[str, Any]]:
     """The pairs of name and value of "key=a,b"."""
     name, equals, values = text.partition("=")
     name = name.strip()
-    try:
-        found = yaml.safe_load(f"[{values}]") if equals and name else []
-    except yaml.YAMLError:
-        found = []
+    found = read_value(name, f"[{values}]") if equals and name else []
     if not found:
         raise ConfigError(f"--vary takes key=value,value, such as strategy.threshold=0.8,0.9, not '{text}'")
-    if name in HOW or name in ("benchmark", "method", "seed"):
+    if name in (*HOW, *OWN):
         raise ConfigError(f"--vary cannot take {name}, which is no setting of a method; see 'cfl-run compare --help'")
     return [(name, value) for value in found]

@@ -39,7 +39,8 @@ class RoundAborted(CflError):
 def unknown(kind: str, name: str, known: Iterable[object]) -> ConfigError:
     """A ConfigError for a `name` that is not among the `known` ones, with the nearest valid one."""
     known = sorted(map(str, known))
-    near = get_close_matches(name, known, n=1, cutoff=0.5)
+    folded = {one.lower(): one for one in known}
+    near = [folded[one] for one in get_close_matches(name.lower(), folded, n=1, cutoff=0.5)]
     more = f", ... (and {len(known) - MOST_NAMES} more)" if len(known) > MOST_NAMES else ""
     names = f"known: {', '.join(known[:MOST_NAMES]) or 'none'}{more}"
     hint = f"did you mean '{near[0]}'?" if near else names

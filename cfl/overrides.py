@@ -37,6 +37,14 @@ def read_yaml(path: Any) -> dict[str, Any]:
     return data
 
 
+def read_value(name: str, text: str) -> Any:
+    """The YAML value of an option; raises ConfigError that names the option."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError):  # such as a date without such a day
+        raise ConfigError(f"the value of {name} is not valid YAML: '{text}'") from None
+
+
 def parse(overrides: Sequence[str]) -> dict[str, Any]:
     """Nested mapping of "a.b=value" texts, later ones over earlier ones; raises ConfigError for what is not one."""
     nested: dict[str, Any] = {}
@@ -45,10 +53,7 @@ def parse(overrides: Sequence[str]) -> dict[str, Any]:
         parts = dotted.strip().split(".")
         if not equals or not all(parts):
             raise ConfigError(f"--set takes key=value, such as local.lr=0.05, not '{text}'")
-        try:
-            item = yaml.load(value, Loader=_Loader)
-        except yaml.YAMLError:
-            raise ConfigError(f"the value of {dotted} is not valid YAML: '{value}'") from None
+        item = read_value(dotted, value)
         for part in reversed(parts):
             item = {part: item}
         clash = _clash(nested, item)

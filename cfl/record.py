@@ -311,6 +311,17 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
     _replace(path, json.dumps(plain(data), indent=2, allow_nan=False) + "\n")
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The mapping in a JSON file; empty where there is no file. Raises ConfigError for a damaged one."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError:
+        data = None
+    if not isinstance(data, dict):
+        raise ConfigError(f"'{path}' is damaged; move its folder away, and run it again")
+    return data
+
+
 def plain(value: Any) -> Any:
     """JSON data of a value: NaN and infinities to None, tuples to lists, numpy and torch scalars to numbers."""
     if isinstance(value, Mapping):

@@ -9,7 +9,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from cfl.compare import Run, finished, place
+from cfl.compare import OWN, Run, finished, for_methods, place
 from cfl.config import RunConfig, resolve
 from cfl.errors import unknown
 from cfl.overrides import read_yaml
@@ -28,11 +28,15 @@ _OPTIONS = ("set", "exact", "reduced")  # at every scale; at paper scale alone; 
 
 @dataclass(frozen=True)
 class Score:
-    """A number of a paper, or of ours: mean, population standard deviation (None where there is none), runs."""
+    """A number of a paper, or of ours: mean, population standard deviation (None where there is none), runs.
+
+    digits: as many as the paper prints after the point.
+    """
 
     mean: float
     std: float | None = None
     runs: int | None = None
+    digits: int = field(default=2, compare=False)
 
     def gap(self, printed: Score) -> float | None:
         """This less the printed one in standard deviations, of both together; None where neither has one."""
@@ -50,13 +54,18 @@ class Cell:
     paper: Mapping[str, Score | None]
     spec: Mapping[str, Any]
 
+    @property
+    def method(self) -> str:
+        """What runs; empty where it is not in cfl."""
+        return str(self.spec.get("method", ""))
+
     def runs(self, seeds: Iterable[int], scale: str, overrides: Sequence[str], folder: Path) -> list[Run]:
         """Its runs in a folder of many; none where the method is not in cfl."""
-        if "method" not in self.spec:
+        if not self.method:
             return []
         own = [*self.spec["set"], *self.spec["exact" if scale == "paper" else "reduced"], *overrides]
         name = ", ".join(filter(None, (self.column, self.part, self.row)))
-        config = resolve(self.spec["benchmark"], method=self.spec["method"], overrides=own, scale=scale)
+        config = resolve(self.spec["benchmark"], method=self.method, overrides=own, scale=scale)
         return [place(f"{name}, seed {seed}", config.model_copy(update={"seed": seed}), folder) for seed in seeds]
 
 
@@ -83,12 +92,13 @@ class Table:
 
         only: see `only`. Raises ConfigError for what cannot run like this.
         """
-        there = finished(*stored)
+        there, cells = finished(*stored), self.only(only)
+        own = for_methods(list({cell.method for cell in cells} - {""}), overrides, (*OWN, "scale"))
 
         def found(run: Run) -> Run:
             return replace(run, folder=there.get(run.digest, run.folder))
 
-        return {cell: [*map(found, cell.runs(seeds, scale, overrides, folder))] for cell in self.only(only)}
+        return {cell: [*map(found, cell.runs(seeds, scale, own.get(cell.method, ()), folder))] for cell in cells}
 
     def only(self, names: Sequence[str]) -> list[Cell]:
         """Its cells in the parts, columns and rows named (any of a kind, and all kinds); ConfigError for others."""
@@ -150,7 +160,8 @@ def _flat(texts: Iterable[Any]) -> Iterable[str]:
 def _score(text: str) -> Score | None:
     """The number of "85.68±0.57", "7.15" or "-"."""
     mean, _, std = text.partition("±")
-    return None if text == "-" else Score(float(mean), float(std) if std else None)
+    digits = max(len(number.partition(".")[2]) for number in (mean, std))
+    return None if text == "-" else Score(float(mean), float(std) if std else None, digits=digits)
 
 
 def measure(name: str) -> tuple[str, Callable[[Results, RunConfig], float]]:
@@ -170,27 +181,44 @@ def _task(number: int, results: Results, config: RunConfig) -> float:
 
 
 def _use(results: Results, config: RunConfig) -> float:
-    return 100 * float(np.mean(list(results["subspace_use"].values())))
+    use = list(results["subspace_use"].values())
+    return 100 * float(np.mean(use)) if use else math.nan
 
 
-def _times(results: Results, config: RunConfig, phase: str) -> int:
-    """How often a client took part in a phase of FOT, over all clients, where every round has a whole cohort."""
+def _times(results: Results, config: RunConfig, phase: str) -> float:
+    """How often a client took part in a phase of FOT, over all clients, where every round has a whole cohort.
+
+    NaN for rounds by the names of tasks, some of which may not be in the run.
+    """
     tasks, rounds = len(results["accuracy_matrix"]), config.rounds
-    assert isinstance(rounds, int)
-    return config.cohort * (tasks * rounds if phase == "train" else tasks - 1)
+    if isinstance(rounds, Mapping):
+        return math.nan
+    trained = tasks * rounds if isinstance(rounds, int) else sum(rounds)
+    return config.cohort * (trained if phase == "train" else tasks - 1)
+
+
+def _each(total: float | None, times: float) -> float:
+    """NaN for a phase that the run did not come to, and for seconds that were not stored."""
+    return math.nan if total is None else total / times
 
 
 def _seconds(phase: str) -> Callable[[Results, RunConfig], float]:
-    return lambda results, config: results["timing"]["clients"][phase] / _times(results, config, phase)
+    return lambda results, config: _each(
+        results["timing"].get("clients", {}).get(phase), _times(results, config, phase)
+    )
 
 
 def _sent(phase: str) -> Callable[[Results, RunConfig], float]:
-    return lambda results, config: results["bytes_by_phase"][phase]["up"] / _times(results, config, phase) / 1e6
+    return lambda results, config: _each(
+        results["bytes_by_phase"].get(phase, {}).get("up"), 1_000_000 * _times(results, config, phase)
+    )
 
 
 def _basis(results: Results, config: RunConfig) -> float:
-    """The basis goes down with the model; the first one is empty."""
+    """The basis goes down with the model; the first one is empty, so that two tasks show none."""
     tasks, model = len(results["accuracy_matrix"]), _sent("train")(results, config)
+    if tasks < 3:
+        return math.nan
     down = results["bytes_by_phase"]["gpse"]["down"] / config.cohort / 1e6
     return (down - (tasks - 1) * model) / (tasks - 2)
 

@@ -52,6 +52,9 @@ def run_all(
         try:
             for worker in workers:
                 worker.result()
+        except KeyboardInterrupt:
+            board.warn("interrupted: runs are saved after their rounds; give the same command again to go on")
+            raise
         finally:
             crew.stop()
     return crew.failed

@@ -16,7 +16,8 @@ import pytest
 from scipy import stats
 
 import cfl
-from cfl.compare import HOW, digest, plan
+from cfl import side_by_side
+from cfl.compare import HOW, digest, finished, plan
 from cfl.errors import Busy, ConfigError
 from cfl.record import RunFolder
 from cfl.report import paired
@@ -40,6 +41,20 @@ def test_a_plan_is_methods_by_settings_and_a_method_is_not_varied_in_what_it_lac
         "fot, strategy.threshold=0.9, partition.name=iid",
         "fot, strategy.threshold=0.9, partition.name=shards",
     ]
+
+
+def test_an_unknown_benchmark_is_said_before_anything_runs():
+    with pytest.raises(ConfigError, match="did you mean 'permuted-digits'"):
+        plan("permuted-digit", "fedavg", "0", Path())
+
+
+def test_numbers_are_varied_as_set_reads_them():
+    groups = plan("permuted-digits", "fedavg", "0", Path(), vary=["local.lr=1e-3,0.5"])
+    assert [run.config.local.lr for group in groups for run in group.runs] == [0.001, 0.5]
+    with pytest.raises(ConfigError, match="--vary takes local.lr once"):
+        plan("permuted-digits", "fedavg", "0", Path(), vary=["local.lr=0.1", "local.lr=0.5"])
+    with pytest.raises(ConfigError, match="value of model.hidden is not valid YAML"):
+        plan("permuted-digits", "fedavg", "0", Path(), vary=["model.hidden=[8"])
 
 
 def test_the_counterpart_of_a_group_has_the_settings_that_both_know():
@@ -77,6 +92,36 @@ def test_the_hash_is_of_what_decides_the_result():
 def test_what_cannot_be_varied_is_said_before_anything_runs(vary, named):
     with pytest.raises(ConfigError, match=named):
         plan("permuted-digits", "fot", "0", Path(), vary=[vary])
+
+
+@pytest.mark.parametrize("text", ["", '{"method": "fed', "[]"])
+def test_a_damaged_result_is_named_before_anything_runs(text, tmp_path):
+    ((first, second),) = (group.runs for group in plan("permuted-digits", "fedavg", "0..1", tmp_path))
+    second.folder.mkdir()
+    (second.folder / "metrics.json").write_text(text)
+    with pytest.raises(ConfigError, match=f"{second.folder.name}/metrics.json' is damaged; move its folder away"):
+        run_all([first, second], quiet=True)
+    assert not first.folder.exists()
+
+
+def test_a_stored_run_that_is_not_known_here_is_named(tmp_path):
+    for name, text in (("good", "benchmark: permuted-digits"), ("bad", "method: fott"), ("other", None)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.json").write_text("{}")
+        if text:
+            (tmp_path / name / "config.yaml").write_text(text)
+    assert list(finished(tmp_path / "good", tmp_path / "other").values()) == [tmp_path / "good"]
+    with pytest.raises(ConfigError, match=r"the run '.*bad' is of another version.*did you mean 'fot'"):
+        finished(tmp_path)
+
+
+def test_a_run_whose_seconds_were_not_stored_is_finished(tmp_path):
+    (run,) = plan("permuted-digits", "fedavg", "0", tmp_path)[0].runs
+    run.folder.mkdir()
+    (run.folder / "metrics.json").write_text('{"acc": 0.5}')
+    assert run.results() == {"acc": 0.5, "timing": {}}
+    (run.folder / "timing.json").write_text('{"clients": {"train": 1, "gpse": 2}, "server": {"train": 4}}')
+    assert (run.results()["client_seconds"], run.results()["server_seconds"]) == (3, 4)
 
 
 def test_paired_differences_are_those_of_a_paired_t_test():
@@ -144,6 +189,16 @@ def test_killed_or_twice_at_once_a_comparison_ends_as_one_that_was_not(tmp_path)
     assert tables[0] == tables[1] and "fot" in tables[0]
     assert results(folder) == whole
     assert list(json.loads((folder / "compare.json").read_text())["methods"]) == ["fedavg", "fot"]
+
+
+def test_ctrl_c_says_that_nothing_is_lost(tmp_path, monkeypatch, capsys):
+    def interrupted(crew):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(side_by_side._Crew, "work", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_all(plan("permuted-digits", "fedavg", "0", tmp_path)[0].runs, quiet=True)
+    assert "runs are saved after their rounds; give the same command again" in capsys.readouterr().err
 
 
 def test_a_run_that_fails_or_dies_leaves_the_others_alone(tmp_path):

@@ -10,6 +10,7 @@ import cfl
 from cfl import cli, plugins, reproduce
 from cfl.compare import Run, digest
 from cfl.errors import ConfigError
+from cfl.report import reproduced
 from cfl.reproduce import Cell, Score, Table
 
 CELLS = [(table, cell) for table in reproduce.tables().values() for cell in table.cells]
@@ -74,8 +75,49 @@ def test_only_takes_names_of_the_table_and_suggests():
     }
     with pytest.raises(ConfigError, match="'PMNIST'"):
         table.only(["PMIST"])
+    with pytest.raises(ConfigError, match="did you mean 'PMNIST'"):
+        table.only(["pmnist"])
     with pytest.raises(ConfigError, match="did you mean 'fot-table12'"):
         reproduce.table("fot-tabel12")
+
+
+def test_a_method_gets_the_options_that_it_has_and_no_run_another_s_name():
+    table = reproduce.table("fot-table1")
+
+    def runs(*overrides, stored=()):
+        found = table.runs(["FL", "FOT", "TARGET", "PMNIST", "IID"], [5], "smoke", overrides, Path(), stored)
+        return {cell.row: each for cell, each in found.items()}
+
+    own = runs("strategy.threshold=0.5", "local.lr=0.25")
+    assert own["FOT"][0].config.strategy["threshold"] == 0.5 and own["TARGET"] == []
+    assert {row: [run.config.local.lr for run in own[row]] for row in ("FL", "FOT")} == {"FL": [0.25], "FOT": [0.25]}
+    with pytest.raises(ConfigError, match=r"did you mean 'strategy.threshold'"):
+        runs("strategy.treshold=0.5")
+    for name in ("seed=3", "method=ewc", "benchmark=mnist", "scale=small"):
+        with pytest.raises(ConfigError, match=f"--set cannot take {name.partition('=')[0]}, "):
+            runs(name)
+    with pytest.raises(ConfigError, match="'gone' is no folder"):
+        runs(stored=[Path("gone")])
+
+
+def test_numbers_have_the_digits_of_the_paper():
+    """FOT, Table 4: 0.194 and 0.215; Table 12: 51.9; Table 1: 10.7 beside 0.61, which has two."""
+    cells = {
+        name: next(c for c in reproduce.table(name).cells if c.row == row and c.column == column)
+        for name, row, column in (
+            ("fot-table4-5", "Mini-ImageNet", "a client"),
+            ("fot-table12", "0.80", "CIFAR100"),
+            ("fot-table1", "GPM+FL", "5-Datasets"),
+        )
+    }
+    shown = {}
+    for name, cell in cells.items():
+        ours = {cell: {measure: Score(0.12345, None, 1) for measure in cell.paper}}
+        ((_, _, shown[name]),) = reproduced.blocks(reproduce.table(name), ours)
+    (_, _, *printed, _), (_, _, *own, _) = shown["fot-table4-5"]
+    assert (printed[:2], own[:2]) == (["0.194", "0.215"], ["0.123", "0.123"])
+    assert shown["fot-table12"][0][2] == "51.9" and shown["fot-table12"][1][2] == "0.12"
+    assert shown["fot-table1"][0][4:6] == ["10.70 ± 0.61", "0.12"]
 
 
 def test_measures_of_a_run_are_what_it_sent(tmp_path):
@@ -112,6 +154,26 @@ def test_measures_of_a_run_are_what_it_sent(tmp_path):
     timing = json.loads((tmp_path / "timing.json").read_text())["clients"]
     assert found["epoch_seconds"] == pytest.approx(timing["train"] / 12)  # 3 tasks of 4 clients
     assert found["gpse_seconds"] == pytest.approx(timing["gpse"] / 8)  # after 2 of them
+
+
+def test_what_a_short_run_cannot_give_has_a_dash(tmp_path):
+    """One task has neither forgetting nor a sketch, two have no basis that went down; seconds may not be stored."""
+    names = ("fgt", "model_mb", "sketch_mb", "basis_mb", "cost2", "epoch_seconds", "gpse_seconds")
+    few = ["cohort=4", "partition.clients=4", "model.hidden=[8]"]
+    gone = {}
+    for tasks, rounds in ((1, "2"), (2, "[1,3]")):
+        options = [*few, f"tasks={tasks}", f"rounds={rounds}"]
+        run = Run("", cfl.resolve("permuted-digits", method="fot", overrides=options), tmp_path / str(tasks))
+        cfl.run(run.config, output=run.folder)
+        found = {name: score.mean for name, score in reproduce.scores(names, [run]).items()}
+        gone[tasks] = {name for name, mean in found.items() if math.isnan(mean)}
+        assert found["model_mb"] == pytest.approx(4 * (64 * 8 + 8 + 8 * 10 + 10) / 1e6)  # float32, whatever the rounds
+    assert gone == {1: {*names} - {"model_mb", "epoch_seconds"}, 2: {"basis_mb", "cost2"}}
+    cell = Cell("", "FOT", "digits", {"fgt": Score(7.5)}, {})
+    ((_, _, (row,)),) = reproduced.blocks(
+        Table("toy", "Toy", ("fgt",), (), (cell,)), {cell: {"fgt": Score(math.nan, None, 1)}}
+    )
+    assert row == ["FOT", "7.50", "–", "", "1"]
 
 
 def test_the_command_runs_what_is_missing_and_prints_it_beside_the_paper(tmp_path, capsys, monkeypatch):

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from cfl.compare import Group
 from cfl.report.tables import NONE, Metrics
 
 MEASURES = ("acc", "fgt")
@@ -26,6 +27,13 @@ def differences(runs: Sequence[Metrics], others: Sequence[Metrics]) -> dict[str,
         ours, theirs = (np.array([each[seed][name] for seed in seeds], dtype=float) for each in by_seed)
         out[name] = _paired(ours - theirs)
     return out
+
+
+def against(groups: Sequence[Group], method: str) -> dict[str, dict[str, Any]]:
+    """The differences of each group from the one of that method in its setting, by names such as "fot less fedavg"."""
+    pairs = [(group, group.counterpart(groups, method)) for group in groups if group.method != method]
+    found = {f"{a.label} less {b.label}": differences(a.results(), b.results()) for a, b in pairs if b}
+    return {name: row for name, row in found.items() if row}
 
 
 def _paired(gaps: np.ndarray) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """A paper's table beside ours, for the terminal and in Markdown."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from rich.table import Table as Shown
@@ -24,6 +25,14 @@ def blocks(table: Table, ours: Ours) -> list[Block]:
         build = _beside if len(shown) <= _WIDE else _below
         found.append((title, *build(shown, own, ours)))
     return found
+
+
+def shown(table: Table, ours: Ours, scale: str) -> Iterator[Shown | str]:
+    """The blocks for the terminal, and what is to be known of them."""
+    yield from map(rich, blocks(table, ours))
+    yield from (f"note: {note}" for note in table.notes)
+    if scale != "paper":
+        yield f"note: at {scale} scale the numbers are others than the paper's; compare their order"
 
 
 def rich(block: Block) -> Shown:
@@ -60,25 +69,31 @@ def _below(shown: Sequence[str], cells: Iterable[Cell], ours: Ours) -> tuple[lis
     """Two rows a cell: what the paper has, and what we have below it."""
     heads, rows = ["", "", *(measure(name)[0] for name in shown), "runs"], []
     for cell in cells:
-        own = [ours[cell].get(name) for name in shown]
+        own = {name: ours[cell].get(name) for name in shown}
+        texts = [_text(score, _digits(cell.paper[name])) for name, score in own.items()]
         rows.append([cell.row, "paper", *(_text(cell.paper[name]) for name in shown), ""])
-        rows.append(["", "ours", *map(_text, own), str(max((score.runs or 0 for score in own if score), default=NONE))])
+        runs = max((score.runs or 0 for score in own.values() if score), default=0)
+        rows.append(["", "ours", *texts, str(runs or NONE)])
     return heads, rows
 
 
 def _three(printed: Score | None, own: Score | None) -> tuple[str, str, str]:
-    if own is None or printed is None:
-        return _text(printed), _text(own), ""
+    digits = _digits(printed)
+    texts = _text(printed), _text(own, digits)
+    if own is None or printed is None or math.isnan(own.mean):
+        return *texts, ""
     gap = own.gap(printed)
-    return (
-        _text(printed),
-        _text(own),
-        f"{own.mean - printed.mean:+.2f}" + (f" ({gap:+.1f} σ)" if gap is not None else ""),
-    )
+    return *texts, f"{own.mean - printed.mean:+.{digits}f}" + (f" ({gap:+.1f} σ)" if gap is not None else "")
 
 
-def _text(score: Score | None) -> str:
-    if score is None or score.mean != score.mean:
+def _digits(printed: Score | None) -> int:
+    """Digits of ours after the point: as many as in the paper, two at least."""
+    return max(2, printed.digits if printed else 0)
+
+
+def _text(score: Score | None, digits: int | None = None) -> str:
+    """digits: after the point; None: as printed."""
+    if score is None or math.isnan(score.mean):
         return NONE
-    digits = 3 if abs(score.mean) < 0.1 and score.std is None and score.mean else 2
-    return f"{score.mean:.{digits}f}" + ("" if score.std is None else f" ± {score.std:.{digits}f}")
+    places = score.digits if digits is None else digits
+    return f"{score.mean:.{places}f}" + ("" if score.std is None else f" ± {score.std:.{places}f}")

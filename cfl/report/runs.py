@@ -8,10 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cfl.compare import HOW
+from cfl.compare import HOW, spent
 from cfl.config import RunConfig, dump, load, resolve
 from cfl.errors import ConfigError
 from cfl.overrides import parse, read_yaml
+from cfl.record import read_json
 from cfl.report import tables
 from cfl.report.tables import Cell
 
@@ -59,11 +60,7 @@ class Group:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The metrics of each run, with the seconds that clients and server spent, where they are stored."""
-        spent = {"client_seconds": "clients", "server_seconds": "server"}
-        return [
-            {**run.metrics, **{name: sum(run.timing[who].values()) for name, who in spent.items() if run.timing}}
-            for run in self.runs
-        ]
+        return [{**run.metrics, **spent(run.timing)} for run in self.runs]
 
 
 @dataclass(frozen=True)
@@ -196,7 +193,7 @@ def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _run(folder: Path) -> Run:
-    metrics, data = _json(folder / "metrics.json"), read_yaml(folder / "config.yaml")
+    metrics, data = read_json(folder / "metrics.json"), read_yaml(folder / "config.yaml")
     if missing := [name for name in _NEEDED if name not in metrics]:
         raise ConfigError(f"'{folder / 'metrics.json'}' is not the result of a run: it has no '{missing[0]}'")
     try:
@@ -210,19 +207,8 @@ def _run(folder: Path) -> Run:
         rows = [json.loads(line) for line in lines]
     except json.JSONDecodeError:
         raise ConfigError(f"'{rounds}' is damaged; run it again, or move the file away") from None
-    timing, machine = (_json(folder / name) for name in ("timing.json", "machine.json"))
+    timing, machine = (read_json(folder / name) for name in ("timing.json", "machine.json"))
     return Run(folder, metrics, options, config, rows, timing, machine)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """The mapping in a JSON file; empty where there is no file."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError:
-        data = None
-    if not isinstance(data, dict):
-        raise ConfigError(f"'{path}' is damaged; run it again, or move its folder away")
-    return data
 
 
 def _settings(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
