@@ -247,8 +247,8 @@ def load(data: Mapping[str, Any]) -> RunConfig:
         config = RunConfig.model_validate(data)
     except ValidationError as error:
         raise _one_line(error) from None
-    _check_model(config)
     config = config.model_copy(update=_filled(config))
+    _check_layers(config)
     built = members.build(config)
     members.check(built, config)
     rules.check(built, config)
@@ -381,23 +381,24 @@ def _option_names(method: str, regularizers: Any = ()) -> Iterable[str]:
             yield from (f"regularizer.{owner}.{row['name']}" for row in options.describe(plugins.local.get(owner)))
 
 
-def _check_model(config: RunConfig) -> None:
-    from cfl.models import check_options, sample  # brings torch, which reading a configuration does not need
+def _check_layers(config: RunConfig) -> None:
+    from cfl.models import sample
 
-    plugins.models.get(config.model.name)
-    check_options(config.model.name, config.model.options)
     if config.dp.level != "none" and (module := sample(config.model.name, config.model.options)) is not None:
         rules.check_model(module, config)
 
 
 def _filled(config: RunConfig) -> dict[str, Any]:
-    """The hyper-parameters of the method and of every regularizer, checked, with defaults."""
+    """The options of the model, of the method and of every regularizer, checked, with defaults."""
+    from cfl import models  # brings torch, which reading a preset does not need
+
+    options = models.filled(config.model.name, config.model.options)
     own = _hyper(plugins.strategies.get(config.method), config.strategy, "strategy")
     others = {
         name: _hyper(plugins.local.get(name), config.regularizer.get(name, {}), f"regularizer.{name}")
         for name in config.regularizers
     }
-    return {"strategy": own, "regularizer": others}
+    return {"model": config.model.model_copy(update={"options": options}), "strategy": own, "regularizer": others}
 
 
 def _hyper(cls: type, values: Mapping[str, Any], prefix: str) -> dict[str, Any]:

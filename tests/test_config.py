@@ -22,7 +22,7 @@ def test_preset_of_permuted_digits_is_the_setting_of_the_issue():
     config = resolve("permuted-digits", method="fot")
     assert (config.tasks, config.partition.clients, config.cohort, config.rounds) == (5, 20, 10, 20)
     assert (config.local.optimizer, config.local.lr, config.local.batch_size) == ("sgd", 0.05, 16)
-    assert config.model.options == {"hidden": [128, 128]}
+    assert config.model.options == {"hidden": [128, 128], "dropout": []}
     assert config.strategy["threshold"] == 0.9
     assert config.partition.name == "iid"
 
@@ -73,10 +73,10 @@ def test_a_variant_with_another_model_has_its_own_options_and_not_the_presets(mo
     }
     monkeypatch.setattr("cfl.config.preset", lambda benchmark: written)
     small = resolve("permuted-digits", scale="small").model
-    assert (small.name, small.options["width"]) == ("cnn", 8) and "hidden" not in small.options
+    assert small.name == "cnn" and small.options == {"width": 8, "hidden": 512}  # of the cnn, not of the mlp
     assert resolve("permuted-digits", scale="smoke").model.options["hidden"] == [4]
     other = resolve("permuted-digits", scale="small", overrides=["model.name=mlp"]).model
-    assert not other.options  # back to the builder's defaults
+    assert other.options == {"hidden": [128, 128], "dropout": []}  # the builder's defaults
     assert resolve("permuted-digits", scale="small", overrides=["model.width=4"]).model.options["width"] == 4
 
 
@@ -89,6 +89,9 @@ def test_rounds_a_task_become_a_tuple():
 def test_dump_names_every_hyper_parameter():
     from cfl import options
     from cfl.strategies import FOT
+
+    config = RunConfig(benchmark="x", model={"name": "alexnet_cl", "options": {"width": 16}})
+    assert dump(config)["model"]["options"] == {"dropout": [0.2, 0.2, 0.5, 0.5], "width": 16}
 
     names = {row["name"] for row in options.describe(FOT)}
     assert names <= set(dump(RunConfig(benchmark="x", method="fot"))["strategy"])

@@ -1,7 +1,7 @@
 """Models by name; any other `nn.Module` can be passed to `cfl.run` as it is."""
 
-import inspect
 from collections.abc import Mapping, Sequence
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from cfl.models.resnet import resnet8, resnet18, resnet18_cifar
 from cfl.models.vgg import vgg11
 from cfl.models.vit import vit_small
 
-__all__ = ["Layer", "Model", "build", "check_options"]
+__all__ = ["Layer", "Model", "build", "filled"]
 
 _FOT = "FOT (Bakman et al., ICLR 2024)"
 plugins.models.register("mlp", source=f"{_FOT}, Permuted MNIST")(mlp)
@@ -30,19 +30,20 @@ plugins.models.register("resnet18_cifar", source="He et al., CVPR 2016, as usual
 plugins.models.register("vit_small", source="Dosovitskiy et al., ICLR 2021")(vit_small)
 
 
-def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for options that the model's builder does not have, with the nearest valid one."""
-    known = list(inspect.signature(plugins.models.get(name)).parameters)[2:]
+def filled(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a model's builder, with its defaults; raises ConfigError for one that it does not have."""
+    known = dict(list(signature(plugins.models.get(name)).parameters.items())[2:])
     for option in options:
         if option not in known:
-            raise unknown(
-                "option", f"model.{option}", ["model.name", "model.norm_stats", *(f"model.{k}" for k in known)]
-            )
+            raise unknown("option", f"model.{option}", [f"model.{k}" for k in ("name", "norm_stats", *known)])
+    defaults = {name: known[name].default for name in known if known[name].default is not Parameter.empty}
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
+    return plain | dict(options)
 
 
 def build(name: str, input_shape: Sequence[int], outputs: int, options: Mapping[str, Any]) -> nn.Module:
     """A fresh module of that name; raises ConfigError where name, options or shape do not fit."""
-    check_options(name, options)
+    options = filled(name, options)
     try:
         return plugins.models.get(name)(input_shape, outputs, **options)
     except (TypeError, ValueError, RuntimeError) as error:
