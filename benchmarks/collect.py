@@ -35,7 +35,8 @@ _HEAD = """# Results
 Made by `python benchmarks/collect.py` from the runs in `benchmarks/results/runs`; nothing here is typed by hand.
 Scores are mean ± population standard deviation over the seeds. Differences are ours less the paper's, in brackets
 in standard deviations of both. At small scale the numbers are others than the paper's, and their order is what counts.
-Dashes: nothing printed, not run, or not in `cfl`. `docs/reproduce.md` says how to run more.
+Dashes: nothing printed, not run, or not in `cfl`. Runs shared the machine with others, so seconds are upper bounds.
+`docs/reproduce.md` says how to run more.
 """
 
 
