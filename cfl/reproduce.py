@@ -194,7 +194,14 @@ def _times(results: Results, config: RunConfig, phase: str) -> float:
     if isinstance(rounds, Mapping):
         return math.nan
     trained = tasks * rounds if isinstance(rounds, int) else sum(rounds)
-    return config.cohort * (trained if phase == "train" else tasks - 1)
+    if phase == "train":
+        return config.cohort * trained
+    return _measured(config) * (tasks - 1)
+
+
+def _measured(config: RunConfig) -> int:
+    """Clients whose layer inputs FOT measures after a task, where all have data of it."""
+    return config.cohort if config.strategy["participants"] == "sampled" else config.partition.clients
 
 
 def _each(total: float | None, times: float) -> float:
@@ -203,8 +210,10 @@ def _each(total: float | None, times: float) -> float:
 
 
 def _seconds(phase: str) -> Callable[[Results, RunConfig], float]:
+    """Of one client: a local epoch, or what it does once after a task."""
     return lambda results, config: _each(
-        results["timing"].get("clients", {}).get(phase), _times(results, config, phase)
+        results["timing"].get("clients", {}).get(phase),
+        _times(results, config, phase) * (config.local.epochs if phase == "train" else 1),
     )
 
 
@@ -219,7 +228,7 @@ def _basis(results: Results, config: RunConfig) -> float:
     tasks, model = len(results["accuracy_matrix"]), _sent("train")(results, config)
     if tasks < 3:
         return math.nan
-    down = results["bytes_by_phase"]["gpse"]["down"] / config.cohort / 1e6
+    down = results["bytes_by_phase"]["gpse"]["down"] / _measured(config) / 1e6
     return (down - (tasks - 1) * model) / (tasks - 2)
 
 
