@@ -34,7 +34,7 @@ _HEAD = """# Results
 
 Made by `python benchmarks/collect.py` from the runs in `benchmarks/results/runs`; nothing here is typed by hand.
 Scores are mean ± population standard deviation over the seeds. Differences are ours less the paper's, in brackets
-in standard deviations of both. At small scale the numbers are others than the paper's, and their order is what counts.
+in standard deviations of both. At small scale the numbers are others than the paper's, which stand there for the order.
 Dashes: nothing printed, not run, or not in `cfl`. Runs shared the machine with others, so seconds are upper bounds.
 `docs/reproduce.md` says how to run more.
 """
@@ -87,7 +87,7 @@ def _table(table: reproduce.Table, scale: str, folder: Path, stored: Sequence[Ru
     places = {(cell.part, cell.column) for cell, own in found.items() if own}
     shown = {cell: own for cell, own in found.items() if (cell.part, cell.column) in places}
     ours = {cell: reproduce.scores(table.measures, own) for cell, own in shown.items()}
-    return [reproduced.markdown(block) + "\n" for block in reproduced.blocks(table, ours)]
+    return [reproduced.markdown(block) + "\n" for block in reproduced.blocks(table, ours, scale)]
 
 
 def _machines(runs: Path) -> str:

@@ -113,7 +113,7 @@ def test_numbers_have_the_digits_of_the_paper():
     shown = {}
     for name, cell in cells.items():
         ours = {cell: {measure: Score(0.12345, None, 1) for measure in cell.paper}}
-        ((_, _, shown[name]),) = reproduced.blocks(reproduce.table(name), ours)
+        ((_, _, shown[name]),) = reproduced.blocks(reproduce.table(name), ours, "paper")
     (_, _, *printed, _), (_, _, *own, _) = shown["fot-table4-5"]
     assert (printed[:2], own[:2]) == (["0.194", "0.215"], ["0.123", "0.123"])
     assert shown["fot-table12"][0][2] == "51.9" and shown["fot-table12"][1][2] == "0.12"
@@ -172,10 +172,10 @@ def test_what_a_short_run_cannot_give_has_a_dash(tmp_path):
         assert found["model_mb"] == pytest.approx(4 * (64 * 8 + 8 + 8 * 10 + 10) / 1e6)  # float32, whatever the rounds
     assert gone == {1: {*names} - {"model_mb", "epoch_seconds"}, 2: {"basis_mb", "cost2"}}
     cell = Cell("", "FOT", "digits", {"fgt": Score(7.5)}, {})
-    ((_, _, (row,)),) = reproduced.blocks(
-        Table("toy", "Toy", ("fgt",), (), (cell,)), {cell: {"fgt": Score(math.nan, None, 1)}}
-    )
-    assert row == ["FOT", "7.50", "–", "", "1"]
+    toy, ours = Table("toy", "Toy", ("fgt",), (), (cell,)), {cell: {"fgt": Score(math.nan, None, 1)}}
+    for scale, expected in (("paper", ["FOT", "7.50", "–", "", "1"]), ("small", ["FOT", "7.50", "–", "1"])):
+        ((_, _, (row,)),) = reproduced.blocks(toy, ours, scale)
+        assert row == expected
 
 
 def test_the_command_runs_what_is_missing_and_prints_it_beside_the_paper(tmp_path, capsys, monkeypatch):

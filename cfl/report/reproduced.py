@@ -14,22 +14,25 @@ Block = tuple[str, list[str], list[list[str]]]  # title, heads, rows
 _WIDE = 2  # measures that a row has room for beside each other
 
 
-def blocks(table: Table, ours: Ours) -> list[Block]:
-    """A block for each column and part of the table; ours: what its cells gave, those without runs left empty."""
+def blocks(table: Table, ours: Ours, scale: str) -> list[Block]:
+    """A block for each column and part of the table; ours: what its cells gave, those without runs left empty.
+
+    A difference from the paper is shown at paper scale alone: shorter runs have other numbers.
+    """
     found = []
     cells = sorted(ours, key=lambda cell: list(dict.fromkeys(c.column for c in ours)).index(cell.column))
     for (column, part), group in groupby(cells, key=lambda cell: (cell.column, cell.part)):
         own = list(group)
         title = ": ".join([table.title, ", ".join(filter(None, (column, part)))])
         shown = [name for name in table.measures if any(cell.paper[name] or name in ours[cell] for cell in own)]
-        build = _beside if len(shown) <= _WIDE else _below
-        found.append((title, *build(shown, own, ours)))
+        heads, rows = _beside(shown, own, ours, scale == "paper") if len(shown) <= _WIDE else _below(shown, own, ours)
+        found.append((title, heads, rows))
     return found
 
 
 def shown(table: Table, ours: Ours, scale: str) -> Iterator[Shown | str]:
     """The blocks for the terminal, and what is to be known of them."""
-    yield from map(rich, blocks(table, ours))
+    yield from map(rich, blocks(table, ours, scale))
     yield from (f"note: {note}" for note in table.notes)
     if scale != "paper":
         yield f"note: at {scale} scale the numbers are others than the paper's; compare their order"
@@ -53,13 +56,13 @@ def markdown(block: Block) -> str:
     return "\n".join([f"**{title}**", "", *(f"| {' | '.join(cells)} |" for cells in (heads, rule, *rows))])
 
 
-def _beside(shown: Sequence[str], cells: Iterable[Cell], ours: Ours) -> tuple[list[str], list[list[str]]]:
-    """A row a cell: for each measure what the paper has, what we have, and the difference."""
-    titles = [measure(name)[0] for name in shown]
-    heads = ["", *(f"{title} {what}" for title in titles for what in ("paper", "ours", "difference")), "runs"]
+def _beside(shown: Sequence[str], cells: Iterable[Cell], ours: Ours, differ: bool) -> tuple[list[str], list[list[str]]]:
+    """A row a cell: for each measure what the paper has, what we have, and the difference where wanted."""
+    whats = ("paper", "ours", "difference")[: 3 if differ else 2]
+    heads = ["", *(f"{measure(name)[0]} {what}" for name in shown for what in whats), "runs"]
     rows = []
     for cell in cells:
-        texts = [text for name in shown for text in _three(cell.paper[name], ours[cell].get(name))]
+        texts = [text for name in shown for text in _three(cell.paper[name], ours[cell].get(name))[: len(whats)]]
         runs = max((score.runs or 0 for score in ours[cell].values()), default=0)
         rows.append([cell.row, *texts, str(runs or NONE)])
     return heads, rows
