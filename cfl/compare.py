@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,10 @@ class Run:
     config: RunConfig
     folder: Path
 
-    @property
+    @cached_property
     def digest(self) -> str:
-        """The hash of its configuration, which its folder is named by."""
-        return self.folder.name.rpartition("-")[2]
+        """The hash of its configuration; the name of a stored folder may have one of an earlier version."""
+        return digest(self.config)
 
     def results(self) -> dict[str, Any] | None:
         """Its metrics, `timing` as in timing.json, and what `spent` makes of it; None where not finished.

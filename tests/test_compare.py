@@ -115,6 +115,11 @@ def test_a_stored_run_that_is_not_known_here_is_named(tmp_path):
         finished(tmp_path)
 
 
+def test_the_hash_of_a_run_is_of_its_options_wherever_it_is_stored(tmp_path):
+    (run,) = plan("permuted-digits", "fedavg", "0", tmp_path)[0].runs
+    assert replace(run, folder=tmp_path / "mine-0").digest == run.digest == digest(run.config)
+
+
 def test_a_run_whose_seconds_were_not_stored_is_finished(tmp_path):
     (run,) = plan("permuted-digits", "fedavg", "0", tmp_path)[0].runs
     run.folder.mkdir()
