@@ -97,7 +97,7 @@ def _machines(runs: Path) -> str:
         data = json.loads(path.read_text(encoding="utf-8"))
         machine = f"{data['processor']}, {data['cores']} cores, {data['system']}, torch {data['torch']}"
         days.setdefault(machine, []).append(data["ended"])
-    return "".join(f"- {m}: runs: {len(d)}, {min(d)} to {max(d)}\n" for m, d in sorted(days.items()))
+    return "".join(f"- {m}: runs: {len(d)}, {' to '.join(sorted({min(d), max(d)}))}\n" for m, d in sorted(days.items()))
 
 
 def main() -> None:
