@@ -5,9 +5,10 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 import cfl
-from cfl import cli, plugins, reproduce
+from cfl import cli, plugins, reproduce, rng, streams
 from cfl.compare import Run, digest
 from cfl.errors import ConfigError
 from cfl.report import reproduced
@@ -22,6 +23,17 @@ def test_every_cell_resolves_at_every_scale():
             (run,) = cell.runs([3], scale, [], Path())
             assert run.config.seed == 3 and run.config.scale == scale
             assert run.config.benchmark in plugins.benchmarks.names(), table.name
+
+
+@pytest.mark.parametrize("column, size", [("5-Datasets", 32), ("Mini-ImageNet", 84)])
+def test_columns_whose_images_have_to_be_fetched_run_with_every_method(column, size):
+    # Random images in their place: a method that cannot take the preset's network says so when its run begins.
+    images, labels = torch.rand(24, 3, size, size, generator=rng.generator(0)), torch.arange(24) % 5
+    stream = streams.from_tensors([(images, labels, images[:10], labels[:10])] * 2, multi_head=True)
+    few = ["partition.clients=4", "cohort=2", "local.batch_size=3"]
+    for cell in reproduce.table("fot-table1").only([column, "IID"]):
+        for run in cell.runs([0], "smoke", few, Path()):
+            assert cfl.run(run.config, stream=stream).metrics["acc"] >= 0, cell.row
 
 
 def test_methods_that_are_not_here_are_the_two_with_generators():

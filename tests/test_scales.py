@@ -51,7 +51,9 @@ def test_smoke_runs_end(benchmark: str) -> None:
 
 @pytest.mark.data
 @pytest.mark.skipif("CFL_DATA" not in os.environ, reason="needs real data: set CFL_DATA to a folder that has them")
-@pytest.mark.parametrize("benchmark, method", [("permuted-mnist", "fot"), ("mnist", "fedproj")])
+@pytest.mark.parametrize(
+    "benchmark, method", [("permuted-mnist", "fot"), ("mnist", "fedproj"), ("split-tiny-imagenet100", "ewc")]
+)
 def test_smoke_runs_of_real_data_end(benchmark: str, method: str) -> None:
     config, metrics = run(benchmark, method)
     assert 0 <= metrics["acc"] <= 1 and len(metrics["accuracy_matrix"]) == (config.tasks or 1)
