@@ -128,7 +128,7 @@ def comparison(
         means = [100 * summaries[method][name]["mean"] for method in methods]
         stds = [100 * summaries[method][name]["std"] for method in methods]
         bars = left.barh(places + shift, means, 0.4, xerr=stds, capsize=3, color=colour, label=name.upper())
-        texts = ["" if np.isnan(mean) else f"{mean:.1f}" for mean in means]  # forgetting is not defined for all
+        texts = ["" if np.isnan(mean) else f"{mean:z.1f}" for mean in means]  # forgetting is not defined for all
         left.bar_label(bars, texts, padding=3, fontsize=9)
     left.set(yticks=places, yticklabels=methods, xlabel="percent", title="after the last task")
     left.invert_yaxis()  # the first method on top, as in the table

@@ -99,4 +99,4 @@ def _text(score: Score | None, digits: int | None = None) -> str:
     if score is None or math.isnan(score.mean):
         return NONE
     places = score.digits if digits is None else digits
-    return f"{score.mean:.{places}f}" + ("" if score.std is None else f" ± {score.std:.{places}f}")
+    return f"{score.mean:z.{places}f}" + ("" if score.std is None else f" ± {score.std:.{places}f}")

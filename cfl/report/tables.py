@@ -76,7 +76,7 @@ def summary(runs: Sequence[Metrics]) -> dict[str, Any]:
 
 def percent(value: float) -> str:
     """A fraction in percent with one decimal; a dash for what is not defined (forgetting after one task)."""
-    return NONE if math.isnan(value) else f"{100 * value:.1f}"
+    return NONE if math.isnan(value) else f"{100 * value:z.1f}"
 
 
 def spread(score: Mapping[str, float], runs: int) -> str:

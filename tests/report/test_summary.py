@@ -18,6 +18,12 @@ def test_the_best_have_the_highest_accuracy_and_the_lowest_forgetting_as_printed
     assert [[cell.best for cell in line] for line in cells] == [[True, False], [True, True], [False, False]]
 
 
+def test_nothing_is_less_than_nothing():
+    ((cell,),) = tables.cells([row(0.8, fgt=-0.0004)], ["fgt"])
+    assert cell.text == "0.0"
+    assert [tables.percent(value) for value in (-0.0006, 0.0004)] == ["-0.1", "0.0"]
+
+
 def test_nothing_is_best_alone():
     ((cell,),) = tables.cells([row(0.8)], ["acc"])
     assert cell == Cell("80.0", False)
