@@ -28,7 +28,7 @@ from cfl.report.runs import Run, overview, read, scenes
 
 HERE = Path(__file__).parent
 RUNS, PAGE = HERE / "results" / "runs", HERE / "RESULTS.md"
-SCALES = {"paper": "as in the papers", "small": "small, minutes a run"}
+SCALES = {"paper": "as in the papers", "small": "small, minutes a run", "smoke": "smoke, seconds a run"}
 
 _HEAD = """# Results
 
@@ -70,10 +70,14 @@ def page(runs: Path = RUNS) -> str:
                 command = f"cfl-run reproduce {table.name} --scale {scale} --stored benchmarks/results/runs --show"
                 sections += [f"## {table.title} ({words})\n\n```\n{command}\n```\n", *shown]
                 sections += ["\n".join(f"- {note}" for note in table.notes) + "\n"] if table.notes else []
-    for scene in scenes([run for run in stored if run.config is None or digest(run.config) not in used]):
-        titles, rows, labels = overview([scene])
-        title = ", ".join(filter(None, (scene.benchmark, scene.setting)))
-        sections += [f"## {title}, not in a paper\n", tables.markdown(titles, rows, labels)]
+    rest = [run for run in stored if run.config is None or digest(run.config) not in used]
+    for scale, words in SCALES.items():
+        for scene in scenes([run for run in rest if run.options["scale"] == scale]):
+            names = scene.groups[0].runs[0].options.get("tasks")  # those of all groups, or else the setting has them
+            chosen = f"tasks {', '.join(names)}" if isinstance(names, list) else ""
+            title = ", ".join(filter(None, (scene.benchmark, scene.setting, chosen)))
+            titles, rows, labels = overview([replace(scene, setting="")])
+            sections += [f"## {title}, not in a paper ({words})\n", tables.markdown(titles, rows, labels)]
     return "\n".join(sections)
 
 
