@@ -73,8 +73,9 @@ def page(runs: Path = RUNS) -> str:
     rest = [run for run in stored if run.config is None or digest(run.config) not in used]
     for scale, words in SCALES.items():
         for scene in scenes([run for run in rest if run.options["scale"] == scale]):
-            names = scene.groups[0].runs[0].options.get("tasks")  # those of all groups, or else the setting has them
-            chosen = f"tasks {', '.join(names)}" if isinstance(names, list) else ""
+            names, *others = [group.runs[0].options.get("tasks") for group in scene.groups]
+            same = isinstance(names, list) and all(other == names for other in others)  # else the labels have them
+            chosen = f"tasks {', '.join(names)}" if same and "tasks=" not in scene.setting else ""
             title = ", ".join(filter(None, (scene.benchmark, scene.setting, chosen)))
             titles, rows, labels = overview([replace(scene, setting="")])
             sections += [f"## {title}, not in a paper ({words})\n", tables.markdown(titles, rows, labels)]
