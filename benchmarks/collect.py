@@ -20,8 +20,8 @@ from host import about
 from cfl import reproduce
 from cfl.compare import digest, finished, place
 from cfl.config import load
+from cfl.config.overrides import read_yaml
 from cfl.errors import ConfigError
-from cfl.overrides import read_yaml
 from cfl.record import write_json
 from cfl.report import reproduced, tables
 from cfl.report.runs import Run, overview, read, scenes

@@ -41,7 +41,7 @@ def point(
     from cfl import config as configuration
     from cfl import machine, members, rng, streams
     from cfl.record import NullSink
-    from cfl.runner import Session
+    from cfl.session import Session
 
     torch.set_num_threads(1)
     imported, began = peak_bytes(resource.RUSAGE_SELF), time.perf_counter()
@@ -106,7 +106,7 @@ def tasks(engine: str, count: int, rounds: int) -> list[dict[str, Any]]:
     import cfl
     from cfl import machine, members, streams
     from cfl.record import NullSink
-    from cfl.runner import Session
+    from cfl.session import Session
 
     torch.set_num_threads(1)
     quiet = ["strategy.measure_coverage=false"]  # a measurement of the simulator, no part of FOT

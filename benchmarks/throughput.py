@@ -40,7 +40,7 @@ from torch.utils.data import Subset, TensorDataset
 from cfl import config as configuration
 from cfl import machine, members, rng, streams
 from cfl.record import NullSink
-from cfl.runner import Session
+from cfl.session import Session
 
 AGAINST = {name: (name,) for name in ("plain", "hand", "products", "flower")} | {"pfl": ("pfl", "pfl-2")}
 PACKAGES = {"pfl": "pfl", "pfl-2": "pfl", "flower": "flwr"}

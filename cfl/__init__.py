@@ -5,7 +5,8 @@ from cfl.errors import CflError
 from cfl.local.base import LocalRegularizer
 from cfl.models.handle import Model
 from cfl.options import option
-from cfl.runner import Result, run
+from cfl.runner import run
+from cfl.session import Result
 from cfl.strategies.base import Strategy
 from cfl.streams import Stream, from_tensors
 from cfl.types import Batch, Ctx, Phase, RoundInfo

@@ -17,9 +17,9 @@ from typing import Any
 
 from cfl import checkpoint, options, plugins
 from cfl.config import RunConfig, dump, load, resolve
+from cfl.config.overrides import read_value, read_yaml, scoped
 from cfl.errors import ConfigError
 from cfl.members import roles
-from cfl.overrides import read_value, read_yaml, scoped
 from cfl.record import read_json
 
 HOW = ("engine", "block", "workers", "threads", "device", "checkpoint_every")

@@ -40,6 +40,11 @@ def build(config: RunConfig) -> dict[str, Any]:
     return made
 
 
+def need_public(members: Mapping[str, Any]) -> bool:
+    """Whether any of them reads public data."""
+    return any(member.needs_public for member in members.values())
+
+
 def check(members: Mapping[str, Any], config: RunConfig, public: bool = False) -> None:
     """Raise ConfigError where a run's members do not fit each other or the configuration.
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from cfl.compare import OWN, Run, finished, for_methods, place
 from cfl.config import RunConfig, resolve
+from cfl.config.overrides import read_yaml
 from cfl.errors import unknown
-from cfl.overrides import read_yaml
 
 Results = Mapping[str, Any]
 _OPTIONS = ("set", "exact", "reduced")  # at every scale; at paper scale alone; at all others

@@ -20,8 +20,8 @@ from typing import Any
 from cfl import machine
 from cfl.compare import HOW, Run
 from cfl.config import RunConfig, dump, load
+from cfl.config.overrides import read_yaml
 from cfl.errors import Busy, CflError
-from cfl.overrides import read_yaml
 from cfl.record import NullSink, RunFolder, task_line
 
 _LOOK = 1.0  # seconds between looks at runs that another process is at

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from cfl import cli, plugins, runner
-from cfl.overrides import read_yaml
+from cfl.config.overrides import read_yaml
 from cfl.privacy import accounting, rules
 from cfl.record import RunFolder
 from cfl.report import plots, tables

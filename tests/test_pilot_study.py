@@ -13,7 +13,7 @@ import torch
 
 import cfl
 from cfl import cli
-from cfl.overrides import read_yaml
+from cfl.config.overrides import read_yaml
 
 METHODS, SEEDS = ("fedavg", "fedproj"), (0, 1, 2)
 

@@ -17,7 +17,7 @@ from cfl import members as membership
 from cfl.errors import ConfigError, UpdateError
 from cfl.population import Population
 from cfl.privacy.accounting import Releases, epsilon
-from cfl.runner import Session
+from cfl.session import Session
 from cfl.strategies import FOT, SingleTask
 from cfl.types import STAGES, Phase
 from tests import toy

@@ -1,16 +1,11 @@
 """Smoke runs of the papers' benchmarks, with the papers' models, on real data."""
 
-import os
-from pathlib import Path
-
 import pytest
 
 import cfl
+from tests.toy import need_data
 
-pytestmark = [
-    pytest.mark.data,
-    pytest.mark.skipif("CFL_DATA" not in os.environ, reason="needs real data: set CFL_DATA to a folder that has them"),
-]
+pytestmark = pytest.mark.data
 
 
 @pytest.mark.parametrize(
@@ -21,6 +16,7 @@ pytestmark = [
     ],
 )
 def test_two_tasks_train_for_a_few_rounds(benchmark: str, parameters: int, layers: int, options: tuple) -> None:
+    need_data(benchmark.partition("-")[2])
     overrides = ["tasks=2", "rounds=2", "cohort=3", "strategy.measure_coverage=false", *options]
     result = cfl.run(cfl.resolve(benchmark, method="fot", overrides=overrides))
     assert sum(leaf.numel() for leaf in result.params.values()) == parameters
@@ -31,15 +27,16 @@ def test_two_tasks_train_for_a_few_rounds(benchmark: str, parameters: int, layer
 
 
 @pytest.mark.parametrize(
-    "benchmark, sizes",
+    "benchmark, data, sizes",
     [
-        ("five-datasets", [(8000, 2000), (60000, 10000)]),  # of notMNIST the part that tests have, and MNIST
-        ("split-tiny-imagenet100", [(500, 150), (500, 150)]),  # five classes of 100 and 30 images
+        # of notMNIST the part that tests have, and MNIST
+        ("five-datasets", ["notmnist", "mnist"], [(8000, 2000), (60000, 10000)]),
+        # five classes of 100 and 30 images
+        ("split-tiny-imagenet100", ["tiny-imagenet100"], [(500, 150), (500, 150)]),
     ],
 )
-def test_smoke_scale_runs(benchmark: str, sizes: list) -> None:
-    if "tiny" in benchmark and not (Path(os.environ["CFL_DATA"]) / "tiny-imagenet100.npz").exists():
-        pytest.skip("needs tiny-imagenet100.npz in CFL_DATA")
+def test_smoke_scale_runs(benchmark: str, data: list[str], sizes: list) -> None:
+    need_data(*data)
     config = cfl.resolve(benchmark, method="fot", scale="smoke", overrides=["eval_batch_size=500"])
     stream = cfl.streams.build(benchmark, tasks=config.tasks, class_order=config.class_order)
     if len(stream.tasks[0].train) != 16851:  # not the whole of notMNIST

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from cfl.config import RunConfig
+from cfl.config.overrides import read_yaml
 from cfl.errors import ConfigError
-from cfl.overrides import read_yaml
 from cfl.record import NullSink, PlainSink, RichSink, RunFolder, console_sink
 
 ROW = {"task": 0, "phase": "train", "round": 0, "clients": 2, "loss": 0.5, "accuracy": None, "lr": 0.1, "seconds": 0.1}

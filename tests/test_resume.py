@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import cfl
-from cfl import checkpoint, runner
+from cfl import checkpoint, runner, session
 from cfl import config as configuration
 from cfl.engines.choose import Choice
 from cfl.errors import CheckpointError, ConfigError
@@ -69,7 +69,7 @@ def test_killed_at_every_checkpoint_the_run_ends_with_the_same_bytes(
         return path
 
     with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(runner.checkpoint, "save", dies)
+        patched.setattr(checkpoint, "save", dies)
         run(tmp_path)
     result = run(tmp_path, resume=True)
     assert finished(tmp_path) == reference[0]
@@ -283,7 +283,7 @@ def test_a_choice_is_taken_again_whatever_a_new_measurement_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def choosing(*choice: object) -> None:
-        monkeypatch.setattr(runner, "choose", lambda *given: Choice(*choice))
+        monkeypatch.setattr(session, "choose", lambda *given: Choice(*choice))
 
     auto = toy.config(*OPTIONS, "engine=auto")
     fixed = toy.config(*OPTIONS, "engine=vmapped", "block=3")

@@ -14,7 +14,7 @@ from cfl import rng, tree
 from cfl.errors import ConfigError, DataError, UpdateError
 from cfl.local import FedProx, LocalRegularizer
 from cfl.record import NullSink
-from cfl.runner import Session
+from cfl.session import Session
 from cfl.strategies import FOT
 from tests import toy
 
@@ -385,7 +385,7 @@ def test_a_look_at_local_models_counts_as_measurement(label: str, tmp_path, monk
     """On a clock that only looking moves, nobody else spends time."""
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr("cfl.runner.time", clock)
+    monkeypatch.setattr("cfl.session.time", clock)
     monkeypatch.setattr("cfl.engines.evaluate.time", clock)
 
     def look(info, client, params) -> None:  # noqa: ANN001

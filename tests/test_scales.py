@@ -1,13 +1,12 @@
 """Every preset has a scale of minutes and one of seconds, and the latter goes through everything."""
 
-import os
-
 import pytest
 
 import cfl
 from cfl import plugins
 from cfl.config import preset
 from cfl.members import DEFAULT_METHOD
+from tests.toy import need_data
 
 BENCHMARKS = [name for name in plugins.benchmarks.names() if preset(name)]
 SCALES = ("small", "smoke")
@@ -50,11 +49,16 @@ def test_smoke_runs_end(benchmark: str) -> None:
 
 
 @pytest.mark.data
-@pytest.mark.skipif("CFL_DATA" not in os.environ, reason="needs real data: set CFL_DATA to a folder that has them")
 @pytest.mark.parametrize(
-    "benchmark, method", [("permuted-mnist", "fot"), ("mnist", "fedproj"), ("split-tiny-imagenet100", "ewc")]
+    "benchmark, method, data",
+    [
+        ("permuted-mnist", "fot", ["mnist"]),
+        ("mnist", "fedproj", ["mnist", "notmnist"]),  # it distils on the second
+        ("split-tiny-imagenet100", "ewc", ["tiny-imagenet100"]),
+    ],
 )
-def test_smoke_runs_of_real_data_end(benchmark: str, method: str) -> None:
+def test_smoke_runs_of_real_data_end(benchmark: str, method: str, data: list[str]) -> None:
+    need_data(*data)
     config, metrics = run(benchmark, method)
     assert 0 <= metrics["acc"] <= 1 and len(metrics["accuracy_matrix"]) == (config.tasks or 1)
 

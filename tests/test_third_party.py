@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cfl.overrides import read_yaml
+from cfl.config.overrides import read_yaml
 from cfl.testing import check_strategy
 from cfl.types import EMPTY
 from tests.toy import context

@@ -10,8 +10,8 @@ from typing import Any
 
 from cfl.compare import HOW, spent
 from cfl.config import RunConfig, dump, load, resolve
+from cfl.config.overrides import parse, read_yaml
 from cfl.errors import ConfigError
-from cfl.overrides import parse, read_yaml
 from cfl.record import read_json
 from cfl.report import tables
 from cfl.report.tables import Cell

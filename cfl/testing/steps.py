@@ -12,7 +12,7 @@ from cfl.engines.loop import recalled
 from cfl.engines.step import LocalStep
 from cfl.local.base import LocalRegularizer
 from cfl.local.chain import STRATEGY, Chain, own_state
-from cfl.runner import Prepared, Session
+from cfl.session import Prepared, Session
 from cfl.strategies.base import Strategy
 from cfl.testing.hooks import CLIENT_HOOKS, Faults
 from cfl.testing.runs import TOLERANCE

@@ -17,7 +17,7 @@ from cfl.local.chain import Chain
 from cfl.models.handle import Model
 from cfl.privacy.gaussian import SampleNoise, noise
 from cfl.record import NullSink
-from cfl.runner import Session
+from cfl.session import Session
 from cfl.strategies.base import Strategy
 from cfl.types import Batch
 from tests import toy

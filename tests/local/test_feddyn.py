@@ -17,7 +17,7 @@ from cfl.losses import masked_mean
 from cfl.models.handle import Model
 from cfl.options import build
 from cfl.record import NullSink
-from cfl.runner import Session
+from cfl.session import Session
 from cfl.strategies.base import Strategy
 from cfl.types import Batch
 from tests import toy

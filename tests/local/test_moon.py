@@ -15,7 +15,7 @@ from cfl.local.chain import Chain, own_state
 from cfl.models.handle import Model
 from cfl.options import build
 from cfl.record import NullSink
-from cfl.runner import Session
+from cfl.session import Session
 from cfl.strategies.base import Strategy
 from cfl.types import Batch
 from tests import toy

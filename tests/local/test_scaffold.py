@@ -14,7 +14,7 @@ from cfl.local import Scaffold
 from cfl.local.chain import Chain, own_state
 from cfl.models.handle import Model
 from cfl.record import NullSink
-from cfl.runner import Session
+from cfl.session import Session
 from cfl.strategies.base import Strategy
 from cfl.types import EMPTY, Batch
 from tests import toy

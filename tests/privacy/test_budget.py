@@ -12,7 +12,7 @@ from cfl.privacy import accounting
 from cfl.privacy.accounting import Releases
 from cfl.privacy.budget import Budget
 from cfl.record import NullSink
-from cfl.runner import Session
+from cfl.session import Session
 from tests import toy
 
 UNIFORM = "agg.weights=uniform"

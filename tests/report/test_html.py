@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cfl import cli
-from cfl.overrides import read_yaml
+from cfl.config.overrides import read_yaml
 from cfl.report import figures, html, plots, runs
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}

@@ -1,6 +1,5 @@
 """Streams that Avalanche makes: the built-in benchmarks, and benchmarks of a user's own."""
 
-import os
 import subprocess
 import sys
 
@@ -14,8 +13,7 @@ from cfl.errors import ConfigError, DataError
 from cfl.plugins import benchmarks
 from cfl.streams import avalanche
 from cfl.streams.datasets import digits, load, pooled
-
-DATA = os.environ.get("CFL_DATA")
+from tests.toy import need_data
 
 
 def _labels(part, source):
@@ -234,8 +232,9 @@ def test_from_benchmark_says_what_it_cannot_read():
         avalanche.from_benchmark(arrays, name="mine")
 
 
-@pytest.mark.skipif(not DATA or not os.path.exists(f"{DATA}/mnist.npz"), reason="CFL_DATA has no mnist.npz")
+@pytest.mark.data
 def test_permuted_mnist_has_the_papers_sizes_and_normalisation():
+    need_data("mnist")
     stream, arrays = streams.build("permuted-mnist", seed=0), load("mnist")
     assert [(len(t.train), len(t.test), t.classes) for t in stream.tasks] == [(60000, 10000, 10)] * 10
     assert stream.input_shape == (1, 28, 28)
@@ -248,11 +247,9 @@ def test_permuted_mnist_has_the_papers_sizes_and_normalisation():
     assert torch.equal(permuted, x[:100].flatten(1)[:, order].view(100, 1, 28, 28))
 
 
-@pytest.mark.skipif(
-    not DATA or not any(os.path.exists(f"{DATA}/{name}") for name in ("cifar100.npz", "cifar-100-python")),
-    reason="CFL_DATA has no CIFAR-100",
-)
+@pytest.mark.data
 def test_split_cifar100_has_the_papers_sizes():
+    need_data("cifar100")
     stream = streams.build("split-cifar100", seed=0, class_order="natural")
     assert [(len(t.train), len(t.test), t.classes) for t in stream.tasks] == [(5000, 1000, 10)] * 10
     assert stream.tasks[3].name == "classes " + " ".join(map(str, range(30, 40)))
