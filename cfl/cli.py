@@ -1,4 +1,4 @@
-"""The command `cfl-run`: train, compare, list, describe, report.
+"""The command `cfl-run`: train, compare, reproduce, list, describe, report.
 
 Exit status: 0 done; 1 a run that cannot go on; 2 wrong use, in one line; 130 interrupted.
 """
@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import click
 import typer
 
+import cfl
 from cfl.errors import CflError, ConfigError, unknown
 
 if TYPE_CHECKING:
     from cfl.config import RunConfig
 
-app = typer.Typer(
-    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Continual federated learning."
-)
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Set an option; may be given again.")]
 DataRoot = Annotated[Path | None, typer.Option(help="Folder of the data sets (default: CFL_DATA).")]
@@ -34,6 +33,21 @@ Jobs = Annotated[
     int | None, typer.Option(min=1, help="Runs at a time (default: one a core; one where a run takes all cores).")
 ]
 Plot = Annotated[bool, typer.Option(help="Draw the results to a PNG file.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"cfl {cfl.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Continual federated learning."""
 
 
 @app.command()

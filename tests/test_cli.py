@@ -4,6 +4,7 @@ import shlex
 import numpy as np
 import pytest
 
+import cfl
 from cfl import cli, plugins, runner
 from cfl.config.overrides import read_yaml
 from cfl.privacy import accounting, rules
@@ -50,6 +51,11 @@ def test_wrong_use_exits_2_with_one_line_that_suggests(args, hint, capsys):
     streams = capsys.readouterr()
     assert len(streams.err.splitlines()) == 1 and hint in streams.err
     assert streams.out == ""
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert invoke("--version") == 0
+    assert capsys.readouterr().out.split() == ["cfl", cfl.__version__]
 
 
 def test_missing_data_exits_1_with_one_line(tmp_path, capsys):
