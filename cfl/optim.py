@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
+from torch.optim.sgd import sgd as torch_sgd
 
 from cfl import tree
 from cfl.tree import Tree
@@ -31,8 +32,23 @@ def sgd(momentum: float = 0.0, weight_decay: float = 0.0) -> Optimizer:
         return tree.map(torch.zeros_like, params) if momentum else {}
 
     def update(grads: Tree, state: Tree, params: Tree, lr: float, step: int) -> None:
-        for name, grad in _decayed(grads, params, weight_decay).items():
-            params[name].add_(state[name].mul_(momentum).add_(grad) if momentum else grad, alpha=-lr)
+        leaves, sums = [params[name] for name in grads], [state.get(name) for name in grads]
+        # The fused kernel goes over memory once. It takes all leaves to be laid out alike, and does not look; with
+        # momentum it rounds the last elements of a leaf otherwise than the first.
+        fused = not momentum and all(leaf.is_contiguous() for leaf in leaves)
+        torch_sgd(
+            leaves,
+            [grad.contiguous() for grad in grads.values()],
+            sums,
+            fused=fused,
+            foreach=False,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            lr=lr,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
 
     return Optimizer(init, update, momentum)
 

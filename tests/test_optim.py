@@ -48,6 +48,18 @@ def test_equals_torch_to_the_bit(case, dtype):
             assert torch.equal(params[name], leaf.data), (name, step)
 
 
+def test_leaves_of_any_layout_are_stepped_element_by_element():
+    """A weight or a gradient that is transposed, or a view with gaps, has its own numbers stepped and no others."""
+    source = torch.Generator().manual_seed(3)
+    layouts = [lambda x: x.clone(), lambda x: x.t().contiguous().t(), lambda x: x.repeat_interleave(2, 1)[:, ::2]]
+    weight, grad = torch.randn(2, 6, 8, generator=source)
+    for of_weight in layouts:
+        for of_grad in layouts:
+            leaf = of_weight(weight)
+            optim.sgd(weight_decay=0.1).update({"w": of_grad(grad)}, {}, {"w": leaf}, 0.5, 0)
+            assert torch.allclose(leaf, weight - 0.5 * (grad + 0.1 * weight))
+
+
 def test_one_step_of_sgd_by_hand():
     # decayed gradient 3 + 0.5 * 2 = 4; buffer 0.9 * 1 + 4 = 4.9; weight 2 - 0.1 * 4.9 = 1.51
     optimizer = optim.sgd(momentum=0.9, weight_decay=0.5)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from cfl.models.cnn import whole
+from cfl.models.dropout import Dropout
 
 
 def alexnet_cl(
@@ -28,10 +29,10 @@ def alexnet_cl(
         raise ValueError("images must have at least 19 x 19 pixels")
 
     def block(inputs: int, filters: int, kernel: int, rate: float) -> list[nn.Module]:
-        return [nn.Conv2d(inputs, filters, kernel, bias=False), nn.ReLU(), nn.Dropout(rate), nn.MaxPool2d(2)]
+        return [nn.Conv2d(inputs, filters, kernel, bias=False), nn.ReLU(), Dropout(rate), nn.MaxPool2d(2)]
 
     def hidden(inputs: int) -> list[nn.Module]:
-        return [nn.Linear(inputs, 32 * width, bias=False), nn.ReLU(), nn.Dropout(dropout[3])]
+        return [nn.Linear(inputs, 32 * width, bias=False), nn.ReLU(), Dropout(dropout[3])]
 
     return nn.Sequential(
         *block(channels, width, 4, dropout[0]),

@@ -6,6 +6,8 @@ from types import UnionType
 
 from torch import nn
 
+from cfl.models.dropout import Dropout
+
 
 def mlp(
     input_shape: Sequence[int], outputs: int, hidden: Sequence[int] = (128, 128), dropout: Sequence[float] = ()
@@ -29,7 +31,7 @@ def mlp(
     width = math.prod(input_shape)
     for i, size in enumerate(hidden):
         layers += [nn.Linear(width, size), nn.ReLU()]
-        layers += [nn.Dropout(dropout[i])] if dropout else []
+        layers += [Dropout(dropout[i])] if dropout else []
         width = size
     return nn.Sequential(*layers, nn.Linear(width, outputs))
 

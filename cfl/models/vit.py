@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from cfl.models.cnn import images, whole
+from cfl.models.dropout import Dropout
 
 
 class _Block(nn.Module):
@@ -30,10 +31,8 @@ class _Block(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
         self.norm2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * width, width)
-        )
-        self.dropout = nn.Dropout(dropout)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), Dropout(dropout), nn.Linear(4 * width, width))
+        self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.out(self._attend(self.qkv(self.norm1(x)))))
@@ -56,7 +55,7 @@ class _ViT(nn.Module):
         self.patches = nn.Conv2d(channels, width, patch, patch)
         self.token = nn.Parameter(torch.zeros(1, 1, width))
         self.positions = nn.Parameter(0.02 * torch.randn(1, patches + 1, width))
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.blocks = nn.Sequential(*(_Block(width, heads, dropout) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, outputs)

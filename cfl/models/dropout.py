@@ -1,0 +1,15 @@
+"""Dropout with a cheap mask."""
+
+import torch
+from torch import Tensor, nn
+
+
+class Dropout(nn.Dropout):
+    """`nn.Dropout` in law, with one uniform number an element: torch's own mask takes a CPU twice the time or more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x of any shape, with each element zero at probability `p` and the others over 1 - p, while training."""
+        if not self.training or not self.p:
+            return x
+        kept = (torch.rand_like(x) >= self.p).to(x.dtype)
+        return x * (kept / (1 - self.p) if self.p < 1 else kept)
