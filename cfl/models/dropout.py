@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 
 class Dropout(nn.Dropout):
-    """`nn.Dropout` in law, with one uniform number an element: torch's own mask takes a CPU twice the time or more."""
+    """`nn.Dropout` in law; its masks are uniform numbers compared, cheaper on a CPU than torch's Bernoulli draws."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x of any shape, with each element zero at probability `p` and the others over 1 - p, while training."""
