@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.optim.sgd import sgd as torch_sgd
 
 from cfl import tree
@@ -32,15 +33,13 @@ def sgd(momentum: float = 0.0, weight_decay: float = 0.0) -> Optimizer:
         return tree.map(torch.zeros_like, params) if momentum else {}
 
     def update(grads: Tree, state: Tree, params: Tree, lr: float, step: int) -> None:
-        leaves, sums = [params[name] for name in grads], [state.get(name) for name in grads]
-        # The fused kernel goes over memory once. It takes all leaves to be laid out alike, and does not look; with
-        # momentum it rounds the last elements of a leaf otherwise than the first.
-        fused = not momentum and all(leaf.is_contiguous() for leaf in leaves)
+        leaves = [params[name] for name in grads]
         torch_sgd(
             leaves,
-            [grad.contiguous() for grad in grads.values()],
-            sums,
-            fused=fused,
+            list(grads.values()),
+            [state[name] if momentum else None for name in grads],
+            # one pass over memory; with momentum it rounds the last elements of a leaf otherwise than the first
+            fused=not momentum and all(map(_fusible, leaves, grads.values())),
             foreach=False,
             weight_decay=weight_decay,
             momentum=momentum,
@@ -69,6 +68,12 @@ def adam(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_dec
             params[name].addcdiv_(mean, square.sqrt().div_(correction).add_(eps), value=-step_size)
 
     return Optimizer(init, update)
+
+
+def _fusible(leaf: Tensor, grad: Tensor) -> bool:
+    """What torch's fused kernel takes for granted of the two, and where it gives the same bits as one after another."""
+    alike = leaf.shape == grad.shape and leaf.dtype == grad.dtype and leaf.is_contiguous() and grad.is_contiguous()
+    return alike and leaf.device.type == grad.device.type == "cpu" and leaf.dtype in (torch.float32, torch.float64)
 
 
 def _decayed(grads: Tree, params: Tree, weight_decay: float) -> Tree:

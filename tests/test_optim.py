@@ -25,7 +25,7 @@ CASES = {
 
 def drawn(seed, dtype):
     source = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=source, dtype=dtype) for name, shape in SHAPES.items()}
+    return {name: torch.randn(shape, generator=source, dtype=dtype) for name, shape in (SHAPES | WIDE).items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -44,7 +44,7 @@ def test_equals_torch_to_the_bit(case, dtype):
         for leaf, grad in zip(leaves, grads.values()):
             leaf.grad = grad.clone()
         reference.step()
-        for name, leaf in zip(SHAPES, leaves):
+        for name, leaf in zip(params, leaves):
             assert torch.equal(params[name], leaf.data), (name, step)
 
 
@@ -58,6 +58,15 @@ def test_leaves_of_any_layout_are_stepped_element_by_element():
             leaf = of_weight(weight)
             optim.sgd(weight_decay=0.1).update({"w": of_grad(grad)}, {}, {"w": leaf}, 0.5, 0)
             assert torch.allclose(leaf, weight - 0.5 * (grad + 0.1 * weight))
+
+
+@pytest.mark.parametrize("grad", [torch.tensor(2.0), torch.full((1, 8), 2.0), torch.full((6, 8), 2.0).double()])
+def test_a_gradient_may_be_of_another_shape_or_precision(grad):
+    """Such as the zero that a hook returns for what it freezes."""
+    weight = torch.arange(48.0).view(6, 8)
+    leaf = weight.clone()
+    optim.sgd(weight_decay=0.1).update({"w": grad}, {}, {"w": leaf}, 0.5, 0)
+    assert torch.allclose(leaf, weight - 0.5 * (2.0 + 0.1 * weight))
 
 
 def test_one_step_of_sgd_by_hand():

@@ -9,7 +9,8 @@ class Dropout(nn.Dropout):
 
     def forward(self, x: Tensor) -> Tensor:
         """x of any shape, with each element zero at probability `p` and the others over 1 - p, while training."""
-        if not self.training or not self.p:
-            return x
-        kept = (torch.rand_like(x) >= self.p).to(x.dtype)
+        if not self.training or not self.p or x.is_cuda:
+            return super().forward(x)
+        drawn = torch.rand_like(x, dtype=torch.promote_types(x.dtype, torch.float32))  # half floats are too coarse
+        kept = (drawn >= self.p).to(x.dtype)
         return x * (kept / (1 - self.p) if self.p < 1 else kept)

@@ -37,3 +37,9 @@ def test_clients_of_a_block_draw_their_own():
     x = torch.ones(4, 500)
     out = torch.func.vmap(Dropout(RATE), randomness="different")(x)
     assert len({tuple(row.tolist()) for row in out}) == 4
+
+
+def test_half_floats_have_the_same_rates():
+    torch.manual_seed(0)
+    kept = Dropout(0.001)(torch.ones(N, dtype=torch.bfloat16)) != 0
+    assert abs(kept.float().mean() - 0.999) < 0.0004  # sqrt(.001 * .999 / N) = .00007; five of those
