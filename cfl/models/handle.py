@@ -189,10 +189,13 @@ class Model:
             hook.remove()
 
     @contextlib.contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """Inside, the module is in evaluation mode."""
+    def evaluation(self, dropout: bool = False) -> Iterator[None]:
+        """Inside, the module is in evaluation mode; dropout: but for its `nn.Dropout` layers."""
         was_training = self.module.training
         self.module.eval()
+        for layer in self.module.modules():
+            if isinstance(layer, _DropoutNd):
+                layer.training = dropout
         try:
             yield
         finally:

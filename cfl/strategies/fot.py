@@ -78,6 +78,7 @@ class FOT(Strategy):
     )  # fmt: skip
     participants: str = option("all", "clients in GPSE", source="code: sampled", choices=("all", "sampled"))
     model: str = option("global", "model that is sketched", source="code: local", choices=("global", "local"))
+    dropout: bool = option(False, "draw dropout in GPSE, but for that right before a layer", source="code: in the MLP")
     after_last_task: bool = option(False, "GPSE after the last task too", source="Algorithm 1: yes; code: no")
     bias: str = option("augment", "biases", source="code: free", choices=("augment", "free", "freeze"))
     norm_affine: str = option("freeze", "norm weights and biases", source="code: free", choices=("freeze", "free"))
@@ -169,7 +170,9 @@ class FOT(Strategy):
             into.add(private.unit_energy(vectors) if info.privacy else vectors, batch.ids)
 
         watched = [layer for layer in self._projected(info.model) if layer.name in sums]
-        stream(info.model, params, info.task, client.batches(64), watched, see, patches=False)
+        drawn = self.dropout and not diagnostic
+        with rng.fork(rng.key(info.key, "dropout", client.id), client.device):
+            stream(info.model, params, info.task, client.batches(64), watched, see, patches=False, dropout=drawn)
         for (name, _), seen in images.items():
             into = sums[name]
             assert isinstance(into, Gram)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from cfl import rng
 from cfl.models.handle import Layer, Model, margins
@@ -24,12 +25,17 @@ def watch(
 ) -> Iterator[None]:
     """Call see(layer, inputs) with inputs (batch, positions, d) whenever a forward pass reaches one of the layers.
 
-    patches: False hands over what enters the module, as it is.
+    patches: False hands over what enters the module, as it is. What a dropout right before a layer does is left out.
     """
+    last: list[Tensor] = [torch.empty(0), torch.empty(0)]  # what the last dropout gave, and what it got
+
+    def dropped(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+        last[:] = out, args[0]
 
     def hook(layer: Layer) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = (*args, *kwargs.values())[0].detach()
+            x = (*args, *kwargs.values())[0]
+            x = (last[1] if x is last[0] else x).detach()
             see(layer, layer.inputs(x) if patches else x)
 
         return called
@@ -38,6 +44,7 @@ def watch(
         model.module.get_submodule(layer.path).register_forward_pre_hook(hook(layer), with_kwargs=True)
         for layer in layers
     ]
+    handles += [each.register_forward_hook(dropped) for each in model.module.modules() if isinstance(each, _DropoutNd)]
     try:
         yield
     finally:
@@ -54,11 +61,15 @@ def stream(
     see: Callable[[Layer, Tensor, Batch], None],
     *,
     patches: bool = True,
+    dropout: bool = False,
 ) -> None:
-    """Send batches through the model in evaluation mode and hand each layer's inputs to see(layer, inputs, batch)."""
+    """Send batches through the model in evaluation mode and hand each layer's inputs to see(layer, inputs, batch).
+
+    dropout: whether it is drawn all the same; a layer's inputs are then those before a dropout of its own.
+    """
     current: list[Batch] = []
     seen = watch(model, layers, lambda layer, inputs: see(layer, inputs, current[0]), patches=patches)
-    with torch.no_grad(), model.evaluation(), seen:
+    with torch.no_grad(), model.evaluation(dropout), seen:
         for batch in batches:
             current[:] = [batch]
             model.logits(params, batch.x, task)

@@ -690,6 +690,20 @@ def test_gpse_on_the_clients_own_models():
         torch.testing.assert_close(_projector(bases[True][name]), _projector(basis), atol=1e-9, rtol=0)
 
 
+def test_dropout_in_gpse_makes_wider_spans_of_deep_layers_and_repeats():
+    """Noise in a layer's inputs, and therefore in what comes after it, takes directions of its own."""
+    net = _mlp(10, 30, 30, 3)
+    model = _handle(_Net(*net[:2], nn.Dropout(0.5), *net[2:4], nn.Dropout(0.5), net[4]), (10,))
+
+    def ranks(dropout):
+        return _ranks(_one_gpse(FOT(threshold=0.95, dropout=dropout), model, _random(80, 10))[0])
+
+    first, second, third = ({on: ranks(on)[layer] for on in (False, True)} for layer in ("0", "3", "6"))
+    assert first[True] == first[False] and second[True] == second[False]  # a layer's own dropout is left out
+    assert third[True] > third[False]
+    assert ranks(True) == ranks(True)
+
+
 def test_the_last_task_is_sketched_on_request_only():
     ranks = {}
     for after in (False, True):

@@ -244,3 +244,40 @@ def test_watch_takes_its_hooks_away_even_after_an_error():
     with pytest.raises(ZeroDivisionError), watch(model, model.layers, lambda layer, inputs: 1 / 0):
         model.logits(model.params, torch.zeros(1, 4, dtype=torch.float64), 0)
     assert model.logits(model.params, torch.zeros(1, 4, dtype=torch.float64), 0).shape == (1, 3)
+
+
+def _dropping():
+    layers = (nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
+    return _handle(nn.Sequential(*layers), (6,), 3)
+
+
+def _streamed(model, x, **options):
+    seen = {}
+    batch = Batch(x, torch.zeros(len(x), dtype=torch.int64), torch.ones(len(x)), torch.arange(len(x)))
+    stream(
+        model, model.params, 0, iter([batch]), model.layers, lambda layer, i, _: seen.update({layer.name: i}), **options
+    )
+    return {name: inputs[:, 0] for name, inputs in seen.items()}
+
+
+def test_dropout_is_drawn_on_request_before_a_layer_but_for_its_own():
+    """As FOT's code collects: outputs of the ReLUs, in training mode."""
+    model, x = _dropping(), _random_images(50, 6, ())
+    first, third = model.module[0], model.module[3]
+    torch.manual_seed(7)
+    seen = _streamed(model, x, dropout=True)
+    torch.manual_seed(7)
+    with torch.no_grad():
+        one = first(x).relu()
+        two = third(nn.functional.dropout(one, 0.3)).relu()
+    assert torch.equal(seen["0"], x) and torch.equal(seen["3"], one)  # nothing is dropped before the second layer
+    assert torch.equal(seen["6"], two)  # that of the second layer is, not that of the third
+    assert all(layer.training for layer in model.module.modules())  # as they were
+
+
+def test_without_dropout_layers_see_what_they_multiply():
+    model, x = _dropping(), _random_images(50, 6, ())
+    model.module.eval()
+    watched, _ = _seen(model, x)
+    seen = _streamed(model, x)
+    assert all(torch.equal(seen[name], inputs[:, 0]) for name, inputs in watched.items())
