@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,11 +25,11 @@ from cfl.config.overrides import read_yaml
 from cfl.errors import ConfigError
 from cfl.record import write_json
 from cfl.report import reproduced, tables
-from cfl.report.runs import Run, overview, read, scenes
+from cfl.report.runs import Run, command, overview, read, scenes
 
 HERE = Path(__file__).parent
 RUNS, PAGE = HERE / "results" / "runs", HERE / "RESULTS.md"
-SCALES = {"paper": "as in the papers", "small": "small, minutes a run", "smoke": "smoke, seconds a run"}
+SCALES = {"paper": "full length", "small": "small, minutes a run", "smoke": "smoke, seconds a run"}
 
 _HEAD = """# Results
 
@@ -67,8 +68,8 @@ def page(runs: Path = RUNS) -> str:
             there = [run for run in stored if run.options["scale"] == scale]
             shown = _table(table, scale, runs, there, used) if there else []
             if shown:
-                command = f"cfl-run reproduce {table.name} --scale {scale} --stored benchmarks/results/runs --show"
-                sections += [f"## {table.title} ({words})\n\n```\n{command}\n```\n", *shown]
+                line = f"cfl-run reproduce {table.name} --scale {scale} --stored benchmarks/results/runs --show"
+                sections += [f"## {table.title} ({words})\n\n```\n{line}\n```\n", *shown]
                 sections += ["\n".join(f"- {note}" for note in table.notes) + "\n"] if table.notes else []
     rest = [run for run in stored if run.config is None or digest(run.config) not in used]
     for scale, words in SCALES.items():
@@ -78,7 +79,10 @@ def page(runs: Path = RUNS) -> str:
             chosen = f"tasks {', '.join(names)}" if same and "tasks=" not in scene.setting else ""
             title = ", ".join(filter(None, (scene.benchmark, scene.setting, chosen)))
             titles, rows, labels = overview([replace(scene, setting="")])
-            sections += [f"## {title}, not in a paper ({words})\n", tables.markdown(titles, rows, labels)]
+            made = [command(group.runs[0].config) for group in scene.groups if group.runs[0].config]
+            lines = "\n".join(shlex.join(one) for one in made if one)
+            sections += [f"## {title}, not in a paper ({words})\n\n```\n{lines}\n```\n"]
+            sections += [tables.markdown(titles, rows, labels)]
     return "\n".join(sections)
 
 

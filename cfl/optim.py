@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 from torch.optim.sgd import sgd as torch_sgd
 
 from cfl import tree
@@ -38,8 +39,9 @@ def sgd(momentum: float = 0.0, weight_decay: float = 0.0) -> Optimizer:
             leaves,
             list(grads.values()),
             [state[name] if momentum else None for name in grads],
-            # one pass over memory; with momentum it rounds the last elements of a leaf otherwise than the first
-            fused=not momentum and all(map(_fusible, leaves, grads.values())),
+            # one pass over memory; with momentum it rounds the last elements of a leaf otherwise than the first, and
+            # `torch.func`, under which methods are checked, does not know it
+            fused=not momentum and peek_interpreter_stack() is None and all(map(_fusible, leaves, grads.values())),
             foreach=False,
             weight_decay=weight_decay,
             momentum=momentum,

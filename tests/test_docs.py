@@ -17,6 +17,7 @@ from cfl import options, plugins
 from cfl.cli import app
 from cfl.compare import plan
 from cfl.config import RunConfig, resolve
+from cfl.config.overrides import read_yaml
 from cfl.strategies.fot import FOT
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -348,3 +349,20 @@ def test_figures_of_the_fidelity_page_are_the_stored_ones():
         expected = [[shown(*pair) for pair in zip(row, columns.values(), strict=True)] for row in table["rows"]]
         assert f"| {' | '.join(columns)} |\n" in text.partition(f"\n### {title}\n")[2]
         assert rows(page, after=f"### {title}\n") == expected
+
+
+def test_rank_rules_at_full_length_are_the_stored_runs():
+    """The rows after the paper's: those runs of FOT on Permuted MNIST, seed 0, that are not IID."""
+    found = {}
+    for folder in (ROOT / "benchmarks/results/runs/paper/permuted-mnist").iterdir():
+        config, metrics = read_yaml(folder / "config.yaml"), json.loads((folder / "metrics.json").read_text())
+        if (config["method"], config["partition"]["name"], config["seed"]) == ("fot", "shards", 0):
+            own, use = config["strategy"], metrics["subspace_use"]
+            name = f"{own['criterion']}, dropout {'on' if own.get('dropout') else 'off'} in GPSE"
+            shares = metrics["acc"], metrics["fgt"], metrics["accuracy_matrix"][9][9], mean(use.values()), use["1"]
+            found[name] = [f"{100 * share:.2f}" for share in shares]
+    paper, *ours = rows(ROOT / "docs/fidelity.md", after="It can cost what later tasks learn.")
+    assert {name: cells for name, *cells in ours} == found
+    printed = read_yaml(ROOT / "cfl/papers/fot.yaml")
+    scores = re.findall(r"([\d.]+)±", printed["fot-table1"]["paper"]["non-IID"]["FOT"][0])
+    assert paper == ["paper", *scores, "–", printed["fot-table3"]["paper"][""]["PMNIST"][1], "–"]

@@ -60,6 +60,19 @@ def test_leaves_of_any_layout_are_stepped_element_by_element():
             assert torch.allclose(leaf, weight - 0.5 * (grad + 0.1 * weight))
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_may_be_mapped_over_clients(momentum):
+    optimizer = optim.sgd(momentum, weight_decay=0.1)
+    weights, grads = torch.arange(24.0).view(4, 6), torch.ones(4, 6)
+
+    def stepped(weight, grad):
+        params = {"w": weight.clone()}
+        optimizer.update({"w": grad}, optimizer.init(params), params, 0.5, 0)
+        return params["w"]
+
+    assert torch.allclose(torch.func.vmap(stepped)(weights, grads), weights - 0.5 * (grads + 0.1 * weights))
+
+
 @pytest.mark.parametrize("grad", [torch.tensor(2.0), torch.full((1, 8), 2.0), torch.full((6, 8), 2.0).double()])
 def test_a_gradient_may_be_of_another_shape_or_precision(grad):
     """Such as the zero that a hook returns for what it freezes."""
