@@ -193,9 +193,8 @@ class Model:
         """Inside, the module is in evaluation mode; dropout: but for its `nn.Dropout` layers."""
         was_training = self.module.training
         self.module.eval()
-        for layer in self.module.modules():
-            if isinstance(layer, _DropoutNd):
-                layer.training = dropout
+        for layer in self.module.modules() if dropout else ():
+            layer.training = isinstance(layer, _DropoutNd)
         try:
             yield
         finally:
