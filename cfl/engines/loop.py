@@ -158,6 +158,7 @@ class LoopEngine(Engine):
     def _train(self, step: LocalStep, info: RoundInfo, shared: Parts, state: Tree, client: Client) -> Trained:
         """A client's local epochs."""
         local, index, id = step.start(shared["params"]), 0, torch.tensor(client.id)
+        seen = self.chain.step_state(state)
         memories = self.memories(info, state, client)
         self.model.module.train()
         with rng.fork(rng.key(info.key, "local", client.id), client.device):
@@ -165,7 +166,7 @@ class LoopEngine(Engine):
                 losses = []
                 for batch in client.gathered(*self.plan(info, client, epoch)):
                     key = rng.key(info.key, "step", client.id, index)
-                    local, loss = step(local, batch, shared, state, info.lr, index, key, next(memories), id)
+                    local, loss = step(local, batch, shared, seen, info.lr, index, key, next(memories), id)
                     losses.append(loss)
                     index += 1
         return Trained(client, {**local.params, **local.buffers}, index, torch.stack(losses).mean())

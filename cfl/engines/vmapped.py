@@ -22,12 +22,10 @@ from cfl import rng, tree
 from cfl.engines.loop import LoopEngine, Trained, named, recorded
 from cfl.engines.step import Local, LocalStep
 from cfl.engines.traced import Traces
-from cfl.local.chain import STRATEGY
 from cfl.tree import Tree
-from cfl.types import MEMORY, Batch, Client, Ctx, Parts, RoundInfo
+from cfl.types import Batch, Client, Ctx, Parts, RoundInfo
 
 _ALL = slice(None)
-_UNSEEN = f"{STRATEGY}/{MEMORY}"  # hooks see the samples themselves, as ctx.memory
 
 
 @dataclass
@@ -91,7 +89,7 @@ class Block:
 
 @dataclass(frozen=True)
 class VmappedEngine(LoopEngine):
-    """Clients in blocks of `block`; those whose states have other shapes than all others' go alone."""
+    """Clients in blocks of `block`; those whose hooks see states of other shapes than all others' go alone."""
 
     block: int = 16
     traces: Traces = field(default_factory=Traces, compare=False)
@@ -107,10 +105,11 @@ class VmappedEngine(LoopEngine):
                     yield from self._train_block(step, info, shared, states, block)
 
     def blocks(self, clients: Sequence[Client], states: Mapping[int, Tree]) -> list[list[Client]]:
-        """Clients with states of equal shapes, those with the most steps first, `block` at a time."""
+        """Clients whose hooks see states of equal shapes, those with the most steps first, `block` at a time."""
         alike: dict[object, list[Client]] = {}
         for client in clients:
-            kinds = tuple((name, leaf.shape, leaf.dtype) for name, leaf in states[client.id].items() if name != _UNSEEN)
+            seen = self.chain.step_state(states[client.id])
+            kinds = tuple((name, leaf.shape, leaf.dtype) for name, leaf in seen.items())
             alike.setdefault(kinds, []).append(client)
         found = []
         for group in alike.values():
@@ -154,7 +153,7 @@ class VmappedEngine(LoopEngine):
         for client in clients:
             epochs = [self.plan(info, client, epoch) for epoch in range(self.epochs)]
             plans.append([(part, (key, number)) for parts, key in epochs for number, part in enumerate(parts)])
-        seen = [{name: leaf for name, leaf in states[client.id].items() if name != _UNSEEN} for client in clients]
+        seen = [self.chain.step_state(states[client.id]) for client in clients]
         return Block(clients, tree.stack(seen), plans, list(self._memories(info, states, clients)))
 
     def _memories(

@@ -61,6 +61,11 @@ class LocalRegularizer:
         """Name of the regularizer whose terms stay out of the update and become this one's `ctx.correction`."""
         return None
 
+    @property
+    def steps_see_state(self) -> bool:
+        """Whether hooks of a step get `ctx.state`; if not, clients with states of any shapes train in one block."""
+        return True
+
     def init_client(self, params: Tree, model: Model) -> Tree:
         """The state of a client that has not yet taken part; it then belongs to the client's id."""
         return {}

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
+from cfl import tree
 from cfl.local.base import GradFn, LocalRegularizer
 from cfl.models.handle import Model
 from cfl.tree import Tree
-from cfl.types import Batch, Ctx, Parts, RoundInfo, Server
+from cfl.types import MEMORY, Batch, Ctx, Parts, RoundInfo, Server
 
 if TYPE_CHECKING:
     from cfl.strategies.base import Strategy
@@ -56,6 +57,12 @@ class Chain:
                 own = member.init_client(params, model)
             state |= {f"{owner}/{name}": leaf for name, leaf in own.items()}
         return state
+
+    def step_state(self, state: Tree) -> Tree:
+        """What the hooks of a step get of a client's state; of a memory they get samples, as ctx.memory, not places."""
+        hidden = tuple(f"{owner}/" for owner, member in self.members.items() if not member.steps_see_state)
+        kept = (name for name in state if name != f"{STRATEGY}/{MEMORY}" and not name.startswith(hidden))
+        return tree.select(state, kept)
 
     def end_task(self, server: Server, clients: Mapping[int, Tree]) -> tuple[Server, dict[int, Tree]]:
         """The trees of server and clients without those of the regularizers, which are of one task."""

@@ -59,6 +59,10 @@ class GPM(Strategy):
     def notes(self, model: Model) -> list[str]:
         return covered(model, model.layers, self.frozen(1, model), self._augment)
 
+    @property
+    def steps_see_state(self) -> bool:
+        return self.apply == "gradient"
+
     def adjust(self, grads: Tree, params: Tree, ctx: Ctx) -> Tree:
         return project(grads, known(ctx.state), ctx.model.layers, self._augment) if self.apply == "gradient" else grads
 

@@ -309,6 +309,22 @@ def test_states_of_other_shapes_go_in_other_blocks(name, block):
     assert found.states[4]["strategy/seen"].tolist() == [5.0]
 
 
+@pytest.mark.parametrize(("apply", "together"), [("update", [[4, 9, 1, 6, 7]]), ("gradient", [[9, 1, 7], [4, 6]])])
+def test_states_that_no_step_sees_split_no_block(apply, together):
+    """GPM's bases are of another width for even clients; its steps see them only where it projects gradients."""
+    strategy, samples = plugins.strategies.get("gpm")(apply=apply, bias="free"), samples_of(30)
+    even, odd = (torch.eye(8, dtype=torch.float64)[:, :width] for width in (2, 3))
+    states = {id: {"strategy/basis/0": odd if id % 2 else even} for id in ROWS}
+    engine = engine_of("vmapped", model_of(), strategy, block=9)
+    clients = [Client(id, {0: Share(samples, torch.tensor(own))}, 0, (0,)) for id, own in ROWS.items()]
+    assert [[client.id for client in block] for block in engine.blocks(clients, states)] == together
+    alone, found = (a_round(each, samples, ROWS, states) for each in (engine_of("loop", model_of(), strategy), engine))
+    assert_near(found.mean, alone.mean)
+    assert found.states.keys() == states.keys()
+    step = found.mean["strategy"]["0.weight"]
+    assert float(step[:, :2].abs().max()) < 1e-12 < 1e-4 < float(step[:, 3:].abs().max())
+
+
 def test_blocks_are_sorted_by_steps():
     engine = engine_of("vmapped", model_of(), block=2)
     clients = [Client(id, {0: Share(samples_of(30), torch.tensor(own))}, 0, (0,)) for id, own in ROWS.items()]
