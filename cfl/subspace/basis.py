@@ -22,10 +22,13 @@ def remove(x: Tensor, basis: Tensor) -> Tensor:
 
     For a weight's update (outputs, d) this leaves the layer's output on inputs in span(O) unchanged.
     """
-    if basis.shape[1] == 0:
-        return x
+    return x if basis.shape[1] == 0 else x - component(x, basis)
+
+
+def component(x: Tensor, basis: Tensor) -> Tensor:
+    """The component in the basis of each row of x (n, d): (x O) O^T, in the precision of x."""
     basis = basis.to(x)
-    return x - (x @ basis) @ basis.T
+    return (x @ basis) @ basis.T
 
 
 def outer(a: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:

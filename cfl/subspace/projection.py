@@ -4,14 +4,14 @@ With `augment`, a layer's bias counts as one more column of its weight, whose in
 a projection then holds for the layer's output, not only for the weight's part of it.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cfl.models.handle import Layer, Model
-from cfl.subspace.basis import remove
+from cfl.subspace.basis import component, remove
 from cfl.tree import Tree
 
 
@@ -34,19 +34,12 @@ def project(step: Tree, bases: Mapping[str, Tensor], layers: Iterable[Layer], au
     """A step (or a gradient) of the weights, less what it does to inputs in the layers' bases: P(step) (FOT, eq. 6).
 
     bases: layer name to (d, k). Layers without a basis, with an empty one, or not in `step` keep their very tensors;
-    one whose basis is full gets zeros. The projection runs in float64.
+    one whose basis is full gets zeros. The projection runs in the finer precision of the two.
     """
     result = dict(step)
-    for layer in layers:
-        basis, own = bases.get(layer.name), names(layer, augment)
-        if basis is None or basis.shape[1] == 0 or any(name not in step for name in own):
-            continue
-        columns = [_rows(step[name], layer).double() for name in own]
-        rows = torch.cat(columns, dim=1)
-        rows = torch.zeros_like(rows) if basis.shape[1] == basis.shape[0] else remove(rows, basis)
-        parts = rows.split([column.shape[1] for column in columns], dim=1)
-        for name, part in zip(own, parts, strict=True):
-            result[name] = layer.put(result[name], part)
+    for layer, basis, own in _bound(step, bases, layers, augment):
+        rows = _rows(step, layer, own, basis.dtype)
+        _put(result, layer, own, torch.zeros_like(rows) if _full(basis) else remove(rows, basis))
     return result
 
 
@@ -55,11 +48,11 @@ def project_step(old: Tree, new: Tree, bases: Mapping[str, Tensor], layers: Iter
 
     Leaves that no basis covers keep the very tensors of `new`; layers whose basis is full stay at `old`.
     """
-    bound = [layer for layer in layers if layer.name in bases and bases[layer.name].shape[1]]
-    taken = {name for layer in bound for name in names(layer, augment) if name in new}
-    step = {name: new[name].double() - old[name].double() for name in taken}
-    moved = project(step, bases, bound, augment)
-    return {**new, **{name: (old[name].double() + leaf).to(new[name].dtype) for name, leaf in moved.items()}}
+    result = dict(new)
+    for layer, basis, own in _bound(new, bases, layers, augment):
+        before, after = (_rows(leaves, layer, own, basis.dtype) for leaves in (old, new))
+        _put(result, layer, own, before if _full(basis) else after - component(after - before, basis))
+    return result
 
 
 def covered(model: Model, layers: Sequence[Layer], frozen: Collection[str], augment: bool) -> list[str]:
@@ -75,6 +68,28 @@ def covered(model: Model, layers: Sequence[Layer], frozen: Collection[str], augm
     return [f"{title}: {', '.join(members)}" for title, members in groups.items() if members]
 
 
-def _rows(leaf: Tensor, layer: Layer) -> Tensor:
-    """The group's rows of a weight (outputs, d), or of a bias (outputs, 1)."""
-    return leaf[layer.rows].reshape(layer.rows.stop - layer.rows.start, -1)
+def _bound(
+    leaves: Tree, bases: Mapping[str, Tensor], layers: Iterable[Layer], augment: bool
+) -> Iterator[tuple[Layer, Tensor, list[str]]]:
+    """The layers whose leaves are there and whose bases are not empty, with their bases and the leaves' names."""
+    for layer in layers:
+        basis, own = bases.get(layer.name), names(layer, augment)
+        if basis is not None and basis.shape[1] and all(name in leaves for name in own):
+            yield layer, basis, own
+
+
+def _full(basis: Tensor) -> bool:
+    return basis.shape[1] == basis.shape[0]
+
+
+def _rows(leaves: Tree, layer: Layer, own: Sequence[str], dtype: torch.dtype) -> Tensor:
+    """The group's rows (outputs, d) of a weight, with its bias as a last column; dtype: the coarsest they may have."""
+    columns = [leaves[name][layer.rows].reshape(layer.rows.stop - layer.rows.start, -1) for name in own]
+    rows = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
+    return rows.to(torch.promote_types(rows.dtype, dtype))
+
+
+def _put(leaves: Tree, layer: Layer, own: Sequence[str], rows: Tensor) -> None:
+    """Replace what `_rows` gives; the bias is the last column."""
+    for name, part in zip(own, rows.tensor_split([layer.size], dim=1), strict=False):
+        leaves[name] = layer.put(leaves[name], part)

@@ -1,5 +1,7 @@
 """Projected steps: what they leave alone, to the bit or to rounding, and what an augmented bias adds."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -262,12 +264,31 @@ def test_what_a_step_does_not_hold_is_not_made_up():
     assert project(other, basis, model.layers, False)["head.weight@1"] is other["head.weight@1"]
 
 
-def test_float32_steps_are_projected_in_float64():
+@pytest.mark.parametrize(("of_step", "of_basis"), [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+def test_projections_run_in_the_finer_precision(of_step, of_basis):
     model = _every_kind()
-    step, basis = {name: leaf.float() for name, leaf in _step(model).items()}, _bases(model, True, 3)
-    result = project(step, basis, model.layers, True)
-    exact = project({name: leaf.double() for name, leaf in step.items()}, basis, model.layers, True)
-    assert all(torch.equal(result[name], leaf.float()) for name, leaf in exact.items())  # rounded once, at the end
+    step = {name: leaf.to(of_step) for name, leaf in _step(model).items()}
+    basis = {name: leaf.to(of_basis) for name, leaf in _bases(model, True, 3).items()}
+    start = {name: torch.ones_like(leaf) for name, leaf in step.items()}
+    for function in (partial(project, step), partial(project_step, start, step)):
+        result = function(basis, model.layers, True)
+        given = [{name: leaf.double() for name, leaf in leaves.items()} for leaves in function.args]
+        exact = function.func(*given, {name: leaf.double() for name, leaf in basis.items()}, model.layers, True)
+        assert all(
+            torch.equal(result[name], leaf.to(of_step)) for name, leaf in exact.items()
+        )  # rounded once, at the end
+
+
+def test_a_client_in_float32_loses_what_rounding_does():
+    """Beside the same in float64: at most a few units in the last place of the largest number."""
+    model = _every_kind()
+    step = {name: leaf.float() for name, leaf in _step(model).items()}
+    basis = {name: leaf.float() for name, leaf in _bases(model, True, 3).items()}
+    start = {name: torch.ones_like(leaf) for name, leaf in step.items()}
+    result = project_step(start, step, basis, model.layers, True)
+    exact = project_step(start, step, {name: leaf.double() for name, leaf in basis.items()}, model.layers, True)
+    largest = max(float(leaf.abs().max()) for leaf in exact.values())
+    assert _difference(result, exact) < 8 * torch.finfo(torch.float32).eps * largest
 
 
 def test_projection_writes_to_nothing_it_is_given():
