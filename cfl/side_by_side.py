@@ -223,6 +223,7 @@ def _serve(channel: Connection, data_root: Path | None, download: bool) -> None:
 
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # Ctrl-C at the terminal goes to the process that started this one, which passes it on
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have the background jobs of scripts ignore it
     sink = _Channel(channel)
     with suppress(EOFError, KeyboardInterrupt):
         while True:

@@ -196,6 +196,27 @@ def test_killed_or_twice_at_once_a_comparison_ends_as_one_that_was_not(tmp_path)
     assert list(json.loads((folder / "compare.json").read_text())["methods"]) == ["fedavg", "fot"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ignored", [False, True], ids=["at a prompt", "in the background of a script"])
+def test_runs_end_with_the_comparison_that_started_them(tmp_path, ignored):
+    handler = signal.SIG_IGN if ignored else signal.default_int_handler
+    call = [*command(tmp_path), "--set", "rounds=100000", "--jobs", "1"]
+    process = subprocess.Popen(
+        call, stdout=subprocess.DEVNULL, preexec_fn=lambda: signal.signal(signal.SIGINT, handler)
+    )
+    while not (begun := [path.parent for path in tmp_path.glob("*/rounds.jsonl")]):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    for _ in range(600):
+        if not RunFolder.busy(begun[0]):
+            break
+        time.sleep(0.1)
+    assert not RunFolder.busy(begun[0]) and not (begun[0] / "metrics.json").exists()
+    assert list((begun[0] / "checkpoints").iterdir())  # saved after its round
+
+
 def test_ctrl_c_says_that_nothing_is_lost(tmp_path, monkeypatch, capsys):
     def interrupted(crew):
         raise KeyboardInterrupt
