@@ -198,7 +198,7 @@ class _Channel(NullSink):
     """The sink of a run in a process: it tells the one that started it, and stops the run where that one is gone."""
 
     def __init__(self, channel: Connection) -> None:
-        self._channel = channel
+        self._channel, self._alone = channel, False
 
     def round(self, row: dict[str, Any]) -> None:
         self.send("round", (row["rounds_done"], row["rounds_total"]))
@@ -214,7 +214,9 @@ class _Channel(NullSink):
         try:
             self._channel.send((kind, value))
         except OSError:
-            signal.raise_signal(signal.SIGINT)  # saved after the round, as with Ctrl-C
+            if not self._alone:
+                self._alone = True
+                signal.raise_signal(signal.SIGINT)  # saved after the round, as with Ctrl-C; a second one would not wait
 
 
 def _serve(channel: Connection, data_root: Path | None, download: bool) -> None:  # pragma: no cover

@@ -200,7 +200,7 @@ def test_killed_or_twice_at_once_a_comparison_ends_as_one_that_was_not(tmp_path)
 @pytest.mark.parametrize("ignored", [False, True], ids=["at a prompt", "in the background of a script"])
 def test_runs_end_with_the_comparison_that_started_them(tmp_path, ignored):
     handler = signal.SIG_IGN if ignored else signal.default_int_handler
-    call = [*command(tmp_path), "--set", "rounds=100000", "--jobs", "1"]
+    call = [*command(tmp_path), "--set", "rounds=5000", "--set", "checkpoint_every=5000", "--jobs", "1"]
     process = subprocess.Popen(
         call, stdout=subprocess.DEVNULL, preexec_fn=lambda: signal.signal(signal.SIGINT, handler)
     )
@@ -214,7 +214,19 @@ def test_runs_end_with_the_comparison_that_started_them(tmp_path, ignored):
             break
         time.sleep(0.1)
     assert not RunFolder.busy(begun[0]) and not (begun[0] / "metrics.json").exists()
-    assert list((begun[0] / "checkpoints").iterdir())  # saved after its round
+    assert list((begun[0] / "checkpoints").glob("*.safetensors"))  # saved after its round
+
+
+def test_a_run_whose_starter_is_gone_is_interrupted_once(monkeypatch):
+    """A second interrupt, at the line of the task, would come before the round is saved."""
+    ours, theirs = multiprocessing.Pipe()
+    ours.close()
+    sent = []
+    monkeypatch.setattr(signal, "raise_signal", sent.append)
+    sink = side_by_side._Channel(theirs)
+    for _ in range(2):
+        sink.warn("text")
+    assert sent == [signal.SIGINT]
 
 
 def test_ctrl_c_says_that_nothing_is_lost(tmp_path, monkeypatch, capsys):

@@ -169,6 +169,18 @@ class BranchesInFinish(cfl.LocalRegularizer):
         return {"norm": torch.tensor(float(sum(leaf.norm() for leaf in params.values())))}, ctx.state
 
 
+class ReadsWhatIsHidden(cfl.LocalRegularizer):
+    """Says that steps do not see its state, and does otherwise where they do."""
+
+    steps_see_state = False
+
+    def init_client(self, params, model):
+        return {"factor": torch.tensor(2.0)}
+
+    def adjust(self, grads, params, ctx):
+        return tree.map(lambda leaf: leaf * ctx.state.get("factor", 1.0), grads)
+
+
 class ModuleState(cfl.Strategy):
     """Momentum at the server, in a dictionary of the module: a process that resumes does not have it."""
 
@@ -234,6 +246,7 @@ BROKEN = [
     (PhasesByName(), "plan", "plans task 0 as ['train', 'consolidate']"),
     (SamePhaseTwice(), "plan", "plans phases ['train', 'train'] for task 0"),
     (PhaseWithoutWork(), "plan", "phase 'gather' has work=True, but the class has no hook `work`"),
+    (ReadsWhatIsHidden(), "adjust", "reads a state that steps do not see; see `steps_see_state`"),
     (BranchesOnValues(), "adjust", "cannot run for many clients at once"),
     (CountsPadding(), "penalty", "padding in a batch changes the step"),
     (PullsWithPadding(), "penalty", "padding in a batch changes the step"),

@@ -30,7 +30,7 @@ def check_steps(session: Session, faults: Faults) -> bool:
     for position, (_, phase, number) in enumerate(session.schedule):
         if phase.train and number == 0:
             steps = _Steps(session, session.prepare(position))
-            for fails in (steps.padding, steps.vmap):
+            for fails in (steps.hidden, steps.padding, steps.vmap):
                 if text := fails(session.chain.members):
                     faults.add(steps.culprit(fails), text)
             draws |= steps.draws
@@ -55,8 +55,20 @@ class _Steps:
             self.clients.append((next(client.batches(size)), memory, state))
         session.model.module.train()
 
-    def step(self, hooks: Hooks, batch: Batch, memory: Batch, state: Tree, last: Batch, key: int = 0) -> Result:
-        """A client's weights, optimiser, uploads and state after some steps; last: the batch of the last one."""
+    def step(
+        self,
+        hooks: Hooks,
+        batch: Batch,
+        memory: Batch,
+        state: Tree,
+        last: Batch,
+        key: int = 0,
+        seen: Tree | None = None,
+    ) -> Result:
+        """A client's weights, optimiser, uploads and state after some steps.
+
+        last: the batch of the last one; seen: what steps see of the state, by default what the engines let them see.
+        """
         info, lr = self.info, self.info.lr
         chain, options = Chain(hooks), self.session.config.local
         model, public = self.session.model, info.public
@@ -64,12 +76,18 @@ class _Steps:
         step = LocalStep(model, info.task, info.frozen, chain, optimizer, info.heads, public)
         zero = torch.zeros_like(batch.mask[0])  # of each client under vmap: so are the leaves that a step writes to
         local = step.start(tree.map(lambda leaf: leaf + zero.to(leaf), self.shared["params"]))
-        batches = [batch] * WARM_UP + [last]
+        batches, seen = [batch] * WARM_UP + [last], chain.step_state(state) if seen is None else seen
         for index, each in enumerate(batches):
-            local, _ = step(local, each, self.shared, state, lr, index, key, memory)
+            local, _ = step(local, each, self.shared, seen, lr, index, key, memory)
         ctx = step.context(self.shared, state, len(batches), key, lr=lr)
         uploads, after = chain.finish({**local.params, **local.buffers}, ctx, len(batches))
         return {"params": local.params, "optimizer": local.optimizer, **uploads, "state": after}
+
+    def hidden(self, hooks: Hooks) -> str:
+        for batch, memory, state in self.clients:
+            if not _near(*(self.step(hooks, batch, memory, state, batch, seen=seen) for seen in (None, state))):
+                return "a hook of a step reads a state that steps do not see; see `steps_see_state` and `ctx.memory`"
+        return ""
 
     def padding(self, hooks: Hooks) -> str:
         for batch, memory, state in self.clients:
