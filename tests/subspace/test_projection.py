@@ -274,9 +274,8 @@ def test_projections_run_in_the_finer_precision(of_step, of_basis):
         result = function(basis, model.layers, True)
         given = [{name: leaf.double() for name, leaf in leaves.items()} for leaves in function.args]
         exact = function.func(*given, {name: leaf.double() for name, leaf in basis.items()}, model.layers, True)
-        assert all(
-            torch.equal(result[name], leaf.to(of_step)) for name, leaf in exact.items()
-        )  # rounded once, at the end
+        # rounded once, at the end
+        assert all(torch.equal(result[name], leaf.to(of_step)) for name, leaf in exact.items())
 
 
 def test_a_client_in_float32_loses_what_rounding_does():
