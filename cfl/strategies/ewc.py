@@ -6,8 +6,9 @@ At the end of task t a client computes the diagonal of the empirical Fisher matr
     CE + lambda/2 sum_{s < t} F_i,s (theta - theta_s)^2            (eq. 3),
 whose gradient lambda (theta sum_s F_s - sum_s F_s theta_s) needs two sums, however many tasks there were.
 
-FOT does not say whether its lambda stands before 1 or 1/2 (`half`), nor whether F is clipped: here it is not. Heads of
-single tasks do not train in later ones, so they have no Fisher.
+FOT does not say whether its lambda stands before 1 or 1/2 (`half`), nor whether F is clipped (`max_fisher`). Plain SGD
+overshoots, and in the end diverges, where lr lambda sum F > 2; a limit of 1 / (lr lambda) prevents it. Heads of single
+tasks do not train in later ones, so they have no Fisher.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class EWC(Strategy):
         40.0, "lambda; FOT: 40 for MNIST, 20 CIFAR-100, 1 5-Datasets, 0.01 Mini-ImageNet", source="F.2", at_least=0.0
     )
     half: bool = option(True, "penalty lambda / 2 F d^2; false: lambda F d^2", source="eq. 3")
+    max_fisher: float | None = option(None, "entries of sum F are cut to this; none: no limit", above=0.0)
 
     def init_server(self, params: Tree, model: Model) -> Server:
         norms = [layer for layer in model.module.modules() if isinstance(layer, _BatchNorm)]
@@ -71,8 +73,12 @@ class EWC(Strategy):
         names = [name for name in model.trainable(info.task) if name not in heads]
         new = dict(state)
         for name, fisher in self.importance(names, params, client, info).items():
-            new[f"fisher/{name}"] = state.get(f"fisher/{name}", 0) + fisher
-            new[f"center/{name}"] = state.get(f"center/{name}", 0) + fisher * params[name]
+            total = state.get(f"fisher/{name}", 0) + fisher
+            center = state.get(f"center/{name}", 0) + fisher * params[name]
+            if self.max_fisher is not None:  # cut both alike: the penalty's minimum stays where it is
+                kept = (self.max_fisher / total).clamp(max=1)
+                total, center = total * kept, center * kept
+            new[f"fisher/{name}"], new[f"center/{name}"] = total, center
         return {}, new
 
     def importance(self, names: list[str], params: Tree, client: Client, info: RoundInfo) -> Tree:

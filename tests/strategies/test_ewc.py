@@ -1,6 +1,7 @@
 """EWC: Fisher against loops over samples, the penalty against its list of tasks, and what runs send and store."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -121,6 +122,42 @@ def test_a_consolidation_and_a_step_by_hand():
     local, loss = step(step.start(params), batch, {"params": params}, states, 0.1, 0, 0)
     assert local.params["weight"].flatten().tolist() == pytest.approx([2.0, 1.0], abs=1e-15)
     assert loss.item() == pytest.approx(torch.tensor(2.0).log().item())  # of the cross-entropy alone
+
+
+def test_a_limit_of_one_over_lr_and_lambda_brings_a_step_to_the_old_weights_and_not_beyond():
+    # As above: F = 2.5 at w = 1. With lambda 4 and lr 1 a step of the penalty multiplies w - 1 by 1 - 4 * 2.5 = -9, and
+    # the next by -9 again. Cut to 1 / (4 * 1), F makes that 1 - 1 = 0. Weights that matter less are left alone.
+    with rng.fork(0):
+        model = Model(nn.Linear(1, 2, bias=False).double(), (1,), [2, 2], multi_head=False)
+    ones, mine = (
+        {"weight": torch.ones(2, 1).double()},
+        client(torch.tensor([[2.0], [4.0]]).double(), torch.tensor([0, 1])),
+    )
+    away = {"weight": torch.tensor([[3.0], [1.0]]).double()}
+    reached = {}
+    for limit in (None, 0.25, 3.0):
+        rule = EWC(strength=4.0, max_fisher=limit)
+        _, state = rule.work(ones, mine, {}, {}, info(model))
+        pull = torch.func.grad(
+            partial(rule.penalty, logits=PENALTY_ONLY, ctx=toy.context({}, state, None, model, task=1))
+        )
+        reached[limit] = (away["weight"] - 1.0 * pull(away)["weight"]).flatten().tolist()
+    assert reached == {None: [1.0 - 9 * 2, 1.0], 0.25: [1.0, 1.0], 3.0: [1.0 - 9 * 2, 1.0]}
+
+
+def test_the_limit_holds_for_the_sum_over_tasks_and_keeps_the_minimum_of_the_penalty():
+    model, free, past = two_tasks()
+    limit = free["fisher/0.weight"].quantile(0.5).item()  # half of the entries are above it
+    state = {}
+    for task in range(2):
+        mine = client(random(9, 5, seed=10 + task), torch.arange(9) % 2, task)
+        _, state = EWC(max_fisher=limit).work(past[task][0], mine, {}, state, info(model, task))
+    total, center = state["fisher/0.weight"], state["center/0.weight"]
+    first, second = (fisher["0.weight"] for _, fisher in past)
+    kept = first.clamp(max=limit)  # of the first task; then the second is added, and the sum cut
+    torch.testing.assert_close(total, (kept + second).clamp(max=limit))
+    old, new = (params["0.weight"] for params, _ in past)
+    torch.testing.assert_close(center * (kept + second), (kept * old + second * new) * total)
 
 
 def test_fisher_of_softmax_regression_at_zero_is_a_quarter_of_the_mean_square():
