@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from cfl import rng, tree
+from cfl import rng
 from cfl.engines.base import Collected, Engine, Observe, Sums
 from cfl.engines.step import LocalStep
 from cfl.errors import UpdateError
@@ -76,8 +76,7 @@ class LoopEngine(Engine):
                 self._reject(client.id, info)
                 found.excluded.append(client.id)
             elif drawn:
-                # a view that stays would keep all that it is a part of, such as a block of clients
-                found.states[client.id] = tree.map(lambda leaf: leaf.clone() if leaf._is_view() else leaf, state)
+                found.states[client.id] = _own(state, states[client.id])
                 if trained is not None:
                     found.losses[client.id] = trained.loss
         return found
@@ -206,6 +205,13 @@ def named(what: str, clients: Sequence[Client], info: RoundInfo) -> Iterator[Non
         ids = ", ".join(str(client.id) for client in clients)
         place = f"client{'s' * (len(clients) > 1)} {ids} ({info.place})"
         raise UpdateError(f"{what} failed at {place}: {error}") from error
+
+
+def _own(state: Tree, before: Tree) -> Tree:
+    """A client's new state without views of anything larger, such as a block of clients, which they would keep."""
+    return {
+        name: leaf.clone() if leaf._is_view() and leaf is not before.get(name) else leaf for name, leaf in state.items()
+    }
 
 
 def recorded(state: Tree, client: Client) -> Tensor:

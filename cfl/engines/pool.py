@@ -81,7 +81,7 @@ class PoolEngine(Engine):
             for number, result in results:
                 early[number] = result if number == merged else _copied(result)
                 while merged in early:  # in the order of the chunks, so that sums round alike
-                    self._take(early.pop(merged), total, found, observe)
+                    self._take(early.pop(merged), states, total, found, observe)
                     merged += 1
         return found
 
@@ -153,9 +153,19 @@ class PoolEngine(Engine):
             )
         worker.start()
 
-    def _take(self, result: Mapping[str, Any], total: Sum, found: Collected, observe: Observe | None) -> None:
+    def _take(
+        self,
+        result: Mapping[str, Any],
+        states: Mapping[int, Tree],
+        total: Sum,
+        found: Collected,
+        observe: Observe | None,
+    ) -> None:
         total.merge(result["part"])
-        found.states.update((id, tree.clone(state)) for id, state in result["states"].items())
+        for id, state in result["states"].items():
+            found.states[id] = {
+                name: states[id][name] if leaf is None else leaf.clone() for name, leaf in state.items()
+            }
         found.losses.update((id, loss.clone()) for id, loss in result["losses"].items())
         found.excluded += result["excluded"]
         self.grown = max(self.grown, result["grown"])
@@ -204,9 +214,14 @@ class PoolEngine(Engine):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             found = self.inner.collect(total, info, shared, states, clients, keep)
+        changed = {  # None for a leaf that is as it came
+            id: {name: None if leaf is states[id].get(name) else leaf for name, leaf in state.items()}
+            for id, state in found.states.items()
+        }
         return {
             "part": total.part(),
             **vars(found),
+            "states": changed,
             "models": models,
             "grown": machine.peak_bytes() - before,
             "warnings": list(dict.fromkeys((each.category, str(each.message)) for each in said)),

@@ -19,11 +19,11 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cfl import plugins, tree
 from cfl.errors import ConfigError
+from cfl.local.base import GradFn
 from cfl.models.handle import Model
 from cfl.models.per_sample import squared_gradients
 from cfl.options import option
@@ -57,14 +57,18 @@ class EWC(Strategy):
     def plan(self, task: int, tasks: int, rounds: int) -> list[Phase]:
         return with_consolidation(task, tasks, rounds)
 
-    def penalty(self, params: Tree, logits: Tensor, ctx: Ctx) -> Tensor | float:
+    def around(self, grad_fn: GradFn) -> GradFn:
+        """Add the gradient of eq. 3 wherever one is taken; automatic differentiation would read the sums many times."""
         scale = self.strength if self.half else 2 * self.strength
-        terms = [  # eq. 3, less the constant F theta_s^2
-            (ctx.state[f"fisher/{name}"] * param.square() / 2 - ctx.state[f"center/{name}"] * param).sum()
-            for name, param in params.items()
-            if f"fisher/{name}" in ctx.state
-        ]
-        return scale * sum(terms)
+
+        def held(params: Tree, ctx: Ctx) -> Tree:
+            grads = dict(grad_fn(params, ctx))
+            for name in (name for name in grads if f"fisher/{name}" in ctx.state):
+                fisher, center = ctx.state[f"fisher/{name}"], ctx.state[f"center/{name}"]
+                grads[name] = grads[name].sub(center, alpha=scale).addcmul(fisher, params[name], value=scale)
+            return grads
+
+        return held
 
     def work(self, params: Tree, client: Client, shared: Parts, state: Tree, info: RoundInfo) -> tuple[Tree, Tree]:
         """Add this task's Fisher to the client's sums, sum F and sum F theta. Nothing goes up."""

@@ -62,6 +62,14 @@ class Trips(cfl.LocalRegularizer):
         return {}, ctx.state
 
 
+@dataclass(frozen=True)
+class Counts(cfl.LocalRegularizer):
+    """A state of which one leaf counts the rounds, one stays as it is, and a third is lost."""
+
+    def finish(self, params, ctx, steps):
+        return {}, {"rounds": ctx.state["rounds"] + 1, "kept": ctx.state["kept"]}
+
+
 class Strange(Exception):
     """Pickling loses it: its constructor takes other arguments than it keeps."""
 
@@ -77,6 +85,21 @@ def die():
 def test_any_number_of_workers_gives_the_same_bits(name):
     first, *others = (a_round(pooled(workers=count, block=2, name=name), samples_of(30), ROWS) for count in (1, 2, 3))
     assert all(alike(first, other) for other in others)
+
+
+@pytest.mark.parametrize("name", ["loop", "pool", "pool+vmapped"])
+def test_what_a_client_leaves_as_it_was_is_neither_copied_nor_sent(name):
+    def start(id):
+        return {"rule/rounds": torch.ones(2), "rule/kept": torch.full((3,), float(id)), "rule/lost": torch.zeros(1)}
+
+    states = {id: start(id) for id in ROWS}
+    engine = engine_of(name, model_of(), rules={"rule": Counts()}, block=2)
+    found = a_round(engine, samples_of(30), ROWS, states=states)
+    for id, state in found.states.items():
+        assert list(state) == ["rule/rounds", "rule/kept"]
+        assert state["rule/kept"] is states[id]["rule/kept"]
+        assert state["rule/kept"].tolist() == [id] * 3 and state["rule/rounds"].tolist() == [2, 2]
+        assert states[id]["rule/rounds"].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("act", ["kill", "half an answer"])
