@@ -24,7 +24,12 @@ class FedProx(LocalRegularizer):
     per_sample: ClassVar[bool] = True
     lends: ClassVar[bool] = True
 
-    mu: float = option(0.01, "weight of the proximal term", source="eq. 2", at_least=0.0)
+    mu: float = option(
+        0.01,
+        "weight of the proximal term",
+        source="ours; the paper tries 0.001 to 1, FedSOL's code has 1",
+        at_least=0.0,
+    )
 
     def penalty(self, params: Tree, logits: Tensor, ctx: Ctx) -> Tensor | float:
         distances = [(param - ctx.shared["params"][name]).square().sum() for name, param in params.items()]

@@ -82,6 +82,8 @@ class FedSOL(LocalRegularizer):
     def around(self, grad_fn: GradFn) -> GradFn:
         def perturbed(params: Tree, ctx: Ctx) -> Tree:
             names = self._perturbed(params, ctx)
+            if not names:  # the method has frozen all of the scope
+                return grad_fn(params, ctx)
             if ctx.correction is not None:
                 gradient = {name: leaf for name, leaf in ctx.correction(params).items() if name in names}
             else:

@@ -37,7 +37,7 @@ class Moon(LocalRegularizer):
         """The last local model; before the first participation the global one."""
         if model.classifier is None:
             raise ConfigError("'moon' compares what enters the last layer; end the model in nn.Linear")
-        return {name: leaf for name, leaf in params.items() if model.is_parameter(name)}
+        return dict(params)
 
     def penalty(self, params: Tree, logits: Tensor, ctx: Ctx) -> Tensor | float:
         assert ctx.features is not None

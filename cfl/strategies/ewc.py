@@ -4,11 +4,12 @@ At the end of task t a client computes the diagonal of the empirical Fisher matr
     F_i,t = 1/n sum_samples (d log p(y | x) / d theta)^2
 (the square of a batch's mean gradient is another, smaller thing). Later it trains on
     CE + lambda/2 sum_{s < t} F_i,s (theta - theta_s)^2            (eq. 3),
-whose gradient lambda (theta sum_s F_s - sum_s F_s theta_s) needs two sums, however many tasks there were.
+whose gradient lambda F (theta - anchor) needs two trees, however many tasks there were: F = sum_s F_i,s, and the mean
+weights, anchor = sum_s F_i,s theta_s / F.
 
-FOT does not say whether its lambda stands before 1 or 1/2 (`half`), nor whether F is clipped (`max_fisher`). Plain SGD
-overshoots, and in the end diverges, where lr lambda sum F > 2; a limit of 1 / (lr lambda) prevents it. Heads of single
-tasks do not train in later ones, so they have no Fisher.
+FOT does not say whether its lambda stands before 1 or 1/2 (`half`), nor whether F is clipped (`max_fisher`). With the
+1/2, plain SGD diverges where lr lambda F > 2; a limit of 1 / (lr lambda) prevents it. Heads of single tasks do not
+train in later ones, so they have no Fisher.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class EWC(Strategy):
         40.0, "lambda; FOT: 40 for MNIST, 20 CIFAR-100, 1 5-Datasets, 0.01 Mini-ImageNet", source="F.2", at_least=0.0
     )
     half: bool = option(True, "penalty lambda / 2 F d^2; false: lambda F d^2", source="eq. 3")
-    max_fisher: float | None = option(None, "entries of sum F are cut to this; none: no limit", above=0.0)
+    max_fisher: float | None = option(None, "the penalty takes no entry of F for more; none: no limit", above=0.0)
 
     def init_server(self, params: Tree, model: Model) -> Server:
         norms = [layer for layer in model.module.modules() if isinstance(layer, _BatchNorm)]
@@ -58,31 +59,31 @@ class EWC(Strategy):
         return with_consolidation(task, tasks, rounds)
 
     def around(self, grad_fn: GradFn) -> GradFn:
-        """Add the gradient of eq. 3 wherever one is taken; automatic differentiation would read the sums many times."""
+        """Add eq. 3's gradient wherever one is taken; automatic differentiation would read the trees many times."""
         scale = self.strength if self.half else 2 * self.strength
 
         def held(params: Tree, ctx: Ctx) -> Tree:
             grads = dict(grad_fn(params, ctx))
             for name in (name for name in grads if f"fisher/{name}" in ctx.state):
-                fisher, center = ctx.state[f"fisher/{name}"], ctx.state[f"center/{name}"]
-                grads[name] = grads[name].sub(center, alpha=scale).addcmul(fisher, params[name], value=scale)
+                fisher, away = ctx.state[f"fisher/{name}"], params[name] - ctx.state[f"anchor/{name}"]
+                if self.max_fisher is not None:
+                    fisher = fisher.clamp(max=self.max_fisher)
+                grads[name] = grads[name].addcmul(fisher, away, value=scale)
             return grads
 
         return held
 
     def work(self, params: Tree, client: Client, shared: Parts, state: Tree, info: RoundInfo) -> tuple[Tree, Tree]:
-        """Add this task's Fisher to the client's sums, sum F and sum F theta. Nothing goes up."""
+        """Add this task's Fisher and weights to the client's sum F and mean. Nothing goes up."""
         model = info.model
         heads = model.head(info.task) if model.multi_head else ()
         names = [name for name in model.trainable(info.task) if name not in heads]
         new = dict(state)
         for name, fisher in self.importance(names, params, client, info).items():
-            total = state.get(f"fisher/{name}", 0) + fisher
-            center = state.get(f"center/{name}", 0) + fisher * params[name]
-            if self.max_fisher is not None:  # cut both alike: the penalty's minimum stays where it is
-                kept = (self.max_fisher / total).clamp(max=1)
-                total, center = total * kept, center * kept
-            new[f"fisher/{name}"], new[f"center/{name}"] = total, center
+            old = state.get(f"anchor/{name}", params[name])
+            total = new[f"fisher/{name}"] = state.get(f"fisher/{name}", 0) + fisher
+            share = torch.where(total > 0, fisher / total, 0.0)
+            new[f"anchor/{name}"] = old + share * (params[name] - old)
         return {}, new
 
     def importance(self, names: list[str], params: Tree, client: Client, info: RoundInfo) -> Tree:

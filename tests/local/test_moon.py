@@ -135,15 +135,24 @@ def test_the_previous_model_is_the_clients_own_last_one_and_before_that_the_glob
     assert firsts == 2 * 4 and returns == 12 * 2 - 8  # all four clients came, in both tasks
 
 
-def test_statistics_are_not_kept():
+def test_the_previous_model_has_its_own_statistics():
     model, step = make(nn.BatchNorm1d(4))
-    state = step.chain.client_state(None, model.params, model)
-    assert set(own_state(state, "moon")) == set(model.trainable(0))
+    state = own_state(step.chain.client_state(None, model.params, model), "moon")
+    assert set(state) == set(model.params) and set(model.buffers(0)) < set(state)
     moved = {name: leaf + 1 for name, leaf in model.params.items()}
-    ctx = step.context({"params": model.params}, own_state(state, "moon"), 1, 0)
-    upload, state = Moon().finish(moved, ctx, 1)
-    assert not upload and set(state) == set(model.trainable(0))
-    assert all(torch.equal(leaf, moved[name]) for name, leaf in state.items())
+    upload, kept = Moon().finish(moved, step.context({"params": model.params}, state, 1, 0), 1)
+    assert not upload and all(torch.equal(kept[name], leaf) for name, leaf in moved.items())
+    # By hand, over the four samples of the mask: the statistics of the kept model are not those of the global one.
+    ctx = step.context({"params": model.params}, kept, 1, 0, BATCH)
+    ctx = ctx._replace(features=toy.random(*ctx.forward(model.params, BATCH, features=True).shape, seed=4))
+    with model.evaluation():
+        near, far, wrong = (
+            F.cosine_similarity(ctx.features, ctx.forward(at, BATCH, features=True), dim=1)
+            for at in (model.params, moved, {**moved, **{name: model.params[name] for name in model.buffers(0)}})
+        )
+    found = Moon(mu=1.0, tau=1.0).penalty(model.params, torch.zeros(6, 2), ctx)
+    torch.testing.assert_close(found, -F.log_softmax(torch.stack([near, far], 1), 1)[:4, 0].mean())
+    assert (far - wrong).abs().max() > 1e-3
 
 
 def test_a_model_without_a_last_layer_and_values_out_of_range_are_refused():

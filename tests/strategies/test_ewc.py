@@ -102,7 +102,7 @@ def pull(rule, params, ctx):
 
 def test_a_consolidation_and_a_step_by_hand():
     # Logits (w0 x, w1 x) with w0 = w1 = 1, so p = (1/2, 1/2), and d log p(y | x) / d w_k = ([y = k] - 1/2) x = +-x/2.
-    # Samples 2 and 4: F = (1 + 4) / 2 = 2.5 for both weights, and F theta = 2.5.
+    # Samples 2 and 4: F = (1 + 4) / 2 = 2.5 for both weights, which are 1.
     with rng.fork(0):
         model = Model(nn.Linear(1, 2, bias=False).double(), (1,), [2, 2], multi_head=False)
     ones = {"weight": torch.ones(2, 1, dtype=torch.float64)}
@@ -112,7 +112,7 @@ def test_a_consolidation_and_a_step_by_hand():
     assert up == {}
     assert {name: leaf.flatten().tolist() for name, leaf in state.items()} == {
         "fisher/weight": [2.5, 2.5],
-        "center/weight": [2.5, 2.5],
+        "anchor/weight": [1.0, 1.0],
     }
     # Task 1, at w = (3, 1), with a sample 0 whose cross-entropy has no gradient: the penalty's is
     # 2 * 2.5 * ((3, 1) - 1) = (10, 0), so a step of 0.1 goes to (2, 1).
@@ -144,19 +144,18 @@ def test_a_limit_of_one_over_lr_and_lambda_brings_a_step_to_the_old_weights_and_
     assert reached == {None: [1.0 - 9 * 2, 1.0], 0.25: [1.0, 1.0], 3.0: [1.0 - 9 * 2, 1.0]}
 
 
-def test_the_limit_holds_for_the_sum_over_tasks_and_keeps_the_minimum_of_the_penalty():
-    model, free, past = two_tasks()
-    limit = free["fisher/0.weight"].quantile(0.5).item()  # half of the entries are above it
-    state = {}
-    for task in range(2):
-        mine = client(random(9, 5, seed=10 + task), torch.arange(9) % 2, task)
-        _, state = EWC(max_fisher=limit).work(past[task][0], mine, {}, state, info(model, task))
-    total, center = state["fisher/0.weight"], state["center/0.weight"]
-    first, second = (fisher["0.weight"] for _, fisher in past)
-    kept = first.clamp(max=limit)  # of the first task; then the second is added, and the sum cut
-    torch.testing.assert_close(total, (kept + second).clamp(max=limit))
-    old, new = (params["0.weight"] for params, _ in past)
-    torch.testing.assert_close(center * (kept + second), (kept * old + second * new) * total)
+def test_the_limit_is_of_the_sum_over_tasks_and_changes_nothing_that_is_stored():
+    model, state, past = two_tasks()
+    limit = state["fisher/0.weight"].quantile(0.5).item()  # half of the entries are above it
+    params = {name: leaf + random(*leaf.shape, seed=5) for name, leaf in model.params.items()}
+    found = pull(EWC(strength=3.0, max_fisher=limit), params, toy.context({}, state, None, model, task=2))
+    for name, leaf in params.items():
+        total = sum(fisher[name] for _, fisher in past)
+        anchor = sum(fisher[name] * old[name] for old, fisher in past) / total.clamp(min=1e-300)
+        torch.testing.assert_close(found[name], 3.0 * total.clamp(max=limit) * (leaf - anchor), atol=1e-12, rtol=0)
+    mine = client(random(9, 5, seed=10), torch.arange(9) % 2, 0)
+    _, cut = EWC(max_fisher=limit).work(past[0][0], mine, {}, {}, info(model, 0))
+    assert torch.equal(cut["fisher/0.weight"], past[0][1]["0.weight"]) and (cut["fisher/0.weight"] > limit).any()
 
 
 def test_fisher_of_softmax_regression_at_zero_is_a_quarter_of_the_mean_square():
@@ -204,7 +203,7 @@ def test_fisher_is_the_mean_of_squared_gradients_of_single_samples_in_evaluation
 
 
 @pytest.mark.parametrize("half,factor", [(True, 1.0), (False, 2.0)])
-def test_two_sums_give_the_penalty_of_all_tasks(half, factor):
+def test_a_sum_and_a_mean_give_the_penalty_of_all_tasks(half, factor):
     model, state, past = two_tasks()
     rule, ctx = EWC(strength=3.0, half=half), toy.context({}, state, None, model, task=2)
     params = {name: leaf + random(*leaf.shape, seed=5) for name, leaf in model.params.items()}
@@ -221,12 +220,25 @@ def test_two_sums_give_the_penalty_of_all_tasks(half, factor):
         assert by_hand.abs().max() > 1e-3
 
 
-def test_two_sums_are_kept_however_many_tasks_there_were():
+def test_two_trees_are_kept_however_many_tasks_there_were():
     model, state, past = two_tasks()
-    assert set(state) == {f"{kind}/{name}" for kind in ("fisher", "center") for name in model.params}
+    assert set(state) == {f"{kind}/{name}" for kind in ("fisher", "anchor") for name in model.params}
     for name in model.params:
-        torch.testing.assert_close(state[f"fisher/{name}"], sum(f[name] for _, f in past))
-        torch.testing.assert_close(state[f"center/{name}"], sum(f[name] * old[name] for old, f in past))
+        total = sum(f[name] for _, f in past)
+        torch.testing.assert_close(state[f"fisher/{name}"], total)
+        weighted = sum(f[name] * old[name] for old, f in past)
+        torch.testing.assert_close(total * state[f"anchor/{name}"], weighted)
+
+
+def test_weights_without_any_fisher_have_an_anchor_all_the_same():
+    # A dead input has no gradient in either task: 0 / 0 would be NaN, and NaN times 0 too.
+    with rng.fork(0):
+        model = Model(nn.Linear(2, 2).double(), (2,), [2, 2], multi_head=False)
+    dead, state = torch.tensor([[2.0, 0.0], [4.0, 0.0]]).double(), {}
+    for task in range(2):
+        _, state = EWC().work(model.params, client(dead, torch.tensor([0, 1]), task), {}, state, info(model, task))
+    assert not state["fisher/weight"][:, 1].any() and state["fisher/weight"][:, 0].all()
+    assert torch.equal(state["anchor/weight"], model.params["weight"])
 
 
 def test_the_penalty_is_that_of_the_weights_at_which_the_gradient_is_taken():
@@ -256,7 +268,7 @@ def test_heads_of_single_tasks_have_no_fisher_and_a_shared_one_has():
     for multi_head, covered in ((True, {"0.weight", "0.bias"}), (False, {"0.weight", "0.bias", "3.weight", "3.bias"})):
         model = Model(module, shape, [2, 2], multi_head=multi_head)
         _, state = EWC().work(model.params, mine, {}, {}, info(model))
-        assert set(state) == {f"{kind}/{name}" for kind in ("fisher", "center") for name in covered}
+        assert set(state) == {f"{kind}/{name}" for kind in ("fisher", "anchor") for name in covered}
 
 
 def test_statistics_of_batches_are_refused():
@@ -366,7 +378,7 @@ def test_a_client_without_data_of_a_task_keeps_its_state():
 
 @pytest.mark.parametrize("multi_head,covered", [(False, 110), (True, 96)])
 def test_consolidation_sends_nothing_up_and_stores_eight_bytes_a_parameter(multi_head, covered):
-    # The 8-6-6-2 MLP has 54 + 42 = 96 parameters in its body and 14 in its head; two sums of four bytes for each.
+    # The 8-6-6-2 MLP has 54 + 42 = 96 parameters in its body and 14 in its head; two trees of four bytes for each.
     result = cfl.run(toy.config(method="ewc"), stream=toy.stream(multi_head=multi_head))
     moved = result.metrics["bytes_by_phase"]
     assert moved["consolidate"] == {"up": 0, "down": 2 * 4 * 4 * 110}  # after two tasks, the model to four clients
