@@ -1,11 +1,14 @@
 """Every preset has a scale of minutes and one of seconds, and the latter goes through everything."""
 
+from pathlib import Path
+
 import pytest
 
 import cfl
 from cfl import plugins
 from cfl.config import preset
-from cfl.members import DEFAULT_METHOD
+from cfl.members import DEFAULT_METHOD, build
+from cfl.reproduce import tables
 from tests.toy import need_data
 
 BENCHMARKS = [name for name in plugins.benchmarks.names() if preset(name)]
@@ -39,6 +42,34 @@ def test_smoke_is_two_tasks_of_two_rounds_at_most(benchmark: str) -> None:
     tasks = len(smoke.tasks) if isinstance(smoke.tasks, tuple) else smoke.tasks
     assert smoke.rounds in (1, 2) and tasks in (None, 1, 2)  # null: the benchmark is one task
     assert smoke.cohort * smoke.local.epochs <= 15  # iris has 3 clients of 5 epochs, over 50 samples each
+
+
+@pytest.mark.parametrize("scale", ["paper", *SCALES])
+@pytest.mark.parametrize("benchmark", [name for name in BENCHMARKS if "fedproj" in methods(name)])
+def test_what_distils_does_so_alike(benchmark: str, scale: str) -> None:
+    alike = ("server_epochs", "server_batch", "server_lr")
+    found = [
+        vars(build(cfl.resolve(benchmark, method=name, scale=scale))[name]) for name in ("fedproj", "feddf", "fedet")
+    ]
+    assert len({tuple(options[name] for name in alike) for options in found}) == 1
+
+
+@pytest.mark.parametrize("scale", ["paper", *SCALES])
+def test_fedprojs_tables_compare_like_with_like(scale: str, tmp_path: Path) -> None:
+    """FedProx has one mu in all columns; FedProj has the alpha whose cell of Table 3 b is that of Table 1."""
+    printed: dict[str, dict[float, float]] = {}
+    ablation = tables()["fedproj-table3b"].runs((), [0], scale, (), tmp_path)
+    for cell, (run,) in ablation.items():
+        alpha = build(run.config)["fedproj"].alpha
+        printed.setdefault(cell.column, {})[cell.paper["acc"].mean] = alpha
+    mus = set()
+    for cell, (run,) in tables()["fedproj-table1"].runs((), [0], scale, (), tmp_path).items():
+        rules = build(run.config)
+        if cell.row == "FedProx":
+            mus.add(rules["fedprox"].mu)
+        if cell.row == "FedProj":
+            assert rules["fedproj"].alpha == printed[cell.column][cell.paper["acc"].mean]
+    assert len(mus) == 1
 
 
 @pytest.mark.parametrize("benchmark", WITHOUT_FILES)

@@ -66,6 +66,8 @@ def _calls(
             handle = model.module.get_submodule(path).register_forward_hook(hook(path), with_kwargs=True)
             hooks.callback(handle.remove)
         total = loss(model.logits(params, x, task), y).sum()
+        if not seen:
+            return {}
         deltas = torch.autograd.grad(total, [shift for *_, shift in seen], materialize_grads=True)
     calls: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for (path, inputs, _), delta in zip(seen, deltas, strict=True):

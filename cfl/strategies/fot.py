@@ -128,8 +128,8 @@ class FOT(Strategy):
         names |= {layer.bias for layer in self._projected(model) if layer.bias and self.bias == "freeze"}
         by_path = list({layer.path: layer for layer in model.layers}.values())  # once, however many groups it has
         for name, after in model.norms.items():  # a norm belongs to the layer before it
-            near = by_path[max(after - 1, 0) :][:1]
-            if self.norm_affine == "freeze" or any(self._treatment(layer, model) == "freeze" for layer in near):
+            near = {self._treatment(layer, model) for layer in by_path[max(after - 1, 0) :][:1]}
+            if "freeze" in near or self.norm_affine == "freeze" and "finetune" not in near:
                 names.add(name)
         return frozenset(names)
 

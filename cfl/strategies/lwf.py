@@ -3,7 +3,8 @@
 A client trains on  CE + lambda sum_{s < t} H(p_s, softmax(z_s / T)),  p_s = softmax(z*_s / T),
 where z_s are the outputs of head s for the *new* data, and z*_s those of the global model at the end of the last task;
 H is the cross-entropy, T = 2 (eq. 2; no factor T^2, as in the paper). With one head for all tasks the sum is one
-term. Nothing is stored on clients; the teacher comes down in every round.
+term. Batch normalisation takes the batch's statistics in both passes: the new data have none yet. Nothing is stored
+on clients; the teacher comes down in every round.
 
 The paper trains the old heads along with the rest; here they stay as they were unless `train_old_heads`.
 """

@@ -3,6 +3,8 @@
 X (d, n) has one column for each input vector and is never stored; X* = X - O O^T X is its residual to a basis O (d, k).
 """
 
+from collections import Counter
+
 import torch
 from torch import Tensor
 
@@ -147,12 +149,15 @@ class Direct(Energies):
         self.matrix = torch.zeros(basis.shape[0], columns, dtype=torch.float64, device=basis.device)
         self.key, self.by_sample, self.uniform = key, by_sample, distribution == "uniform"
         self.source = rng.generator(key)
+        self._calls: Counter[int] = Counter()  # by sample: a layer may be called more than once in a pass
         self._waiting: list[Tensor] = []  # vectors not yet multiplied, while fewer than d: one large product is faster
 
     def add(self, inputs: Tensor, ids: Tensor) -> None:
         if self.by_sample:
             for sample, rows in zip(ids.tolist(), inputs, strict=True):
-                self._multiply(rows, rng.generator(rng.key(self.key, sample)))
+                calls = (self._calls[sample],) if sample in self._calls else ()
+                self._multiply(rows, rng.generator(rng.key(self.key, sample, *calls)))
+                self._calls[sample] += 1
             return
         self._waiting.append(inputs.flatten(0, 1))
         if sum(map(len, self._waiting)) >= len(self.basis):

@@ -127,7 +127,19 @@ def server(logits, **options):
     return average, loss, tree.sub(model.params, change), model
 
 
-def test_the_loss_by_hand():
+def test_a_client_with_larger_logits_is_not_surer_than_others_that_are_sure():
+    # Probabilities are all (1, 0, 0) or (0, 1, 0) within 1 %, so two clients outvote one; the logits' variances are
+    # 88.9 for (20, 0, 0) and 8 for (0, 6, 0), and 88.9 x 20 is more than 2 x 8 x 6.
+    logits = torch.tensor([[20.0, 0, 0], [0, 6.0, 0], [0, 6.0, 0]]).double()[:, None].expand(3, 20, 3)
+    for opinions, label in (("probabilities", 1), ("logits", 0)):
+        _, loss, _, _ = server(logits, diversity=0.0, opinions=opinions)
+        z = torch.zeros(20, 3).double()
+        z[:, label] = 50.0
+        assert loss(torch.arange(20), z, {}).item() == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("opinions", ["probabilities", "logits"])
+def test_the_loss_by_hand(opinions):
     """Two clients, T = 1: on sample 0 the second dissents and says (1/4, 3/4), on sample 1 nobody. A flat student:
     cross-entropy ln 2 on both, and KL((1/4, 3/4) || (1/2, 1/2)) / 2 times lambda."""
     logits = torch.zeros(2, 20, 2).double()
@@ -136,7 +148,7 @@ def test_the_loss_by_hand():
     logits[1, 1:, 0] = 9.0
     model = cfl.Model(toy.mlp(8, 2), (8,), [2], multi_head=False)
     info = replace(toy.consolidation(model), phase=Phase("train"), public=PUBLIC)
-    method = looking()(diversity=0.3)
+    method = looking()(diversity=0.3, opinions=opinions)
     method.server_step(tree.scale(model.params, 0.0), {}, {"logits": logits}, model.params, info)
     loss = method.distillations[0][1]
     apart = 0.25 * math.log(0.5) + 0.75 * math.log(1.5)
@@ -144,14 +156,24 @@ def test_the_loss_by_hand():
     assert float(found) == pytest.approx(math.log(2) + 0.3 * apart / 2)
 
 
+@pytest.mark.parametrize("opinions", ["probabilities", "logits"])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_the_loss_is_cross_entropy_on_the_label_and_divergence_from_dissenters(temperature):
+def test_the_loss_is_cross_entropy_on_the_label_and_divergence_from_dissenters(temperature, opinions):
     every, z = toy.random(20, 3) + toy.random(3, 20, 3, seed=1), toy.random(6, 3, seed=2)
-    _, loss, _, _ = server(every, diversity=0.4, temperature=temperature)
-    labels, dissent, dissenting = consensus(every)
+    _, loss, _, _ = server(every, diversity=0.4, temperature=temperature, opinions=opinions)
+    softened = opinions == "probabilities"
+    labels, dissent, dissenting = consensus(every.softmax(2) if softened else every)
     rows = torch.tensor([1, 3, 5, 7, 11, 19])
     assert set(dissenting[rows].tolist()) == {0.0, 1.0}
-    p, q = ((leaf / temperature).softmax(1) for leaf in (dissent[rows], z))
+    p = torch.full((6, 3), 1 / 3).double()  # of no account where nobody dissents
+    for row in dissenting[rows].nonzero().flatten():
+        said = dissent[rows[row]]  # probabilities at temperature T: p^(1/T), to a sum of 1
+        p[row] = (
+            said ** (1 / temperature) / (said ** (1 / temperature)).sum()
+            if softened
+            else (said / temperature).softmax(0)
+        )
+    q = (z / temperature).softmax(1)
     apart = (p * (p / q).log()).sum(1) * dissenting[rows]
     assert torch.allclose(loss(rows, z, {}), F.cross_entropy(z, labels[rows]) + 0.4 * apart.mean(), atol=1e-12)
 
@@ -159,7 +181,7 @@ def test_the_loss_is_cross_entropy_on_the_label_and_divergence_from_dissenters(t
 def test_without_diversity_the_student_learns_the_labels_alone():
     every, z = 2 * toy.random(3, 20, 3, seed=1), toy.random(20, 3, seed=2)
     _, loss, first, _ = server(every, diversity=0.0)
-    labels, _, dissenting = consensus(every)
+    labels, _, dissenting = consensus(every.softmax(2))
     rows = torch.arange(20)
     assert torch.equal(loss(rows, z, {}), F.cross_entropy(z, labels)) and dissenting.any()
     _, _, second, _ = server(every, diversity=0.5)

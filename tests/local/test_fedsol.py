@@ -595,6 +595,12 @@ class Watching(FedSOL):
         return result
 
 
+def test_nothing_is_perturbed_where_a_strategy_has_frozen_all_of_the_scope():
+    rule = Watching()
+    run(method="fot", strategy=FOT(second_half="freeze"), regularizers={"fedsol": rule})
+    assert len(rule.seen) == 2 * 3 * 3  # in the first task: 2 rounds of 3 clients of 3 local steps
+
+
 def test_with_fot_the_head_of_the_current_task_alone_is_perturbed():
     rule, recorder = Watching(), toy.recording(FOT)()
     model = run(method="fot", multi_head=True, strategy=recorder, regularizers={"fedsol": rule}).model

@@ -53,6 +53,17 @@ class Tied(nn.Module):
         return self.head(self.other(self.one(x).tanh()).tanh())
 
 
+class Bare(nn.Module):
+    """A weight of its own, and no layer of the kinds that are computed directly."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x):
+        return (x @ self.weight).tanh()
+
+
 NETS = {
     "mlp": ((5,), lambda: nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 3))),
     "conv": (
@@ -74,6 +85,7 @@ NETS = {
     "twice": ((4,), Twice),
     "tokens": ((12,), Tokens),
     "tied": ((4,), Tied),
+    "bare": ((4,), Bare),
 }
 
 
@@ -125,6 +137,12 @@ def test_only_what_is_no_plain_layer_takes_a_gradient_of_each_sample(net, direct
         squared_gradients(model, model.params, model.trainable(0), LOSS, x, y, 0)
     rest = {"mlp": [], "conv": [], "norms": ["1.weight", "1.bias", "4.weight", "4.bias"]}
     assert taken == rest.get(net, ["second.weight", "second.bias"]) and (not taken) == direct
+
+
+def test_a_model_of_nothing_but_heads_has_no_shared_weights_to_measure():
+    with rng.fork(1):
+        model = Model(nn.Linear(4, 3).double(), (4,), [3, 3], multi_head=True)
+    assert squared_gradients(model, model.params, [], LOSS, toy.random(5, 4), torch.arange(5) % 3, 1) == {}
 
 
 def test_names_that_are_not_asked_for_are_left_out_and_nothing_is_written_to():

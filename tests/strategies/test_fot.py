@@ -491,6 +491,7 @@ def test_nothing_is_frozen_in_the_first_task():
             {f"{path}.{name}" for path in (7, 8, 9) for name in ("weight", "bias")},
         ),
         ({"norm_affine": "free", "bias": "freeze", "first_half": "finetune"}, {"7.bias", "9.bias"}),
+        ({"first_half": "finetune"}, {"8.weight", "8.bias"}),  # what is fine-tuned is fine-tuned with its norms
     ],
     ids=_label,
 )

@@ -157,6 +157,18 @@ def test_patches_of_an_image_get_draws_of_their_own(by_sample):
     assert torch.linalg.matrix_rank(g) == 6
 
 
+@pytest.mark.parametrize("by_sample", [False, True])
+def test_a_layer_that_is_called_twice_draws_anew(by_sample):
+    # E[A A^T] = s X X^T. Inputs e1 and -e1 have the energy 2; with one draw for both they would cancel.
+    inputs = torch.tensor([[[1.0, 0.0]]]).double()
+    sums = Direct(bases.empty(2), 4000, 0, by_sample=by_sample)
+    for call in (inputs, -inputs):
+        sums.add(call, torch.tensor([7]))
+    a = sums.release()
+    # The mean of 4,000 squares of N(0, 2) deviates by 2 sqrt(2 / 4000) = 0.045; four of those
+    assert (a @ a.T / 4000)[0, 0].item() == pytest.approx(2.0, abs=0.18)
+
+
 @pytest.mark.parametrize("distribution", ["normal", "uniform"])
 def test_few_vectors_are_multiplied_at_once_however_they_come(distribution):
     inputs, basis = _random(20, 2, 50), _orthonormal(50, 3)
