@@ -14,12 +14,13 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 
 from host import about
 
 from cfl import reproduce
-from cfl.compare import digest, finished, place
+from cfl.compare import HOW, digest, finished, place
 from cfl.config import load
 from cfl.config.overrides import read_yaml
 from cfl.errors import ConfigError
@@ -35,7 +36,8 @@ _HEAD = """# Results
 
 Made by `python benchmarks/collect.py` from the runs in `benchmarks/results/runs`; nothing here is typed by hand.
 Scores are mean ± population standard deviation over the seeds. Differences are ours less the paper's, in brackets
-in standard deviations of both. At small scale the numbers are others than the paper's, which stand there for the order.
+in standard deviations of both; one run of ours has none, and the paper's stands alone. At small scale the numbers are
+others than the paper's, which stand there for the order.
 Dashes: nothing printed, not run, or not in `cfl`. Runs shared the machine with others, so seconds are upper bounds.
 `docs/reproduce.md` says how to run more.
 """
@@ -74,16 +76,25 @@ def page(runs: Path = RUNS) -> str:
     rest = [run for run in stored if run.config is None or digest(run.config) not in used]
     for scale, words in SCALES.items():
         for scene in scenes([run for run in rest if run.options["scale"] == scale]):
-            names, *others = [group.runs[0].options.get("tasks") for group in scene.groups]
-            same = isinstance(names, list) and all(other == names for other in others)  # else the labels have them
-            chosen = f"tasks {', '.join(names)}" if same and "tasks=" not in scene.setting else ""
-            title = ", ".join(filter(None, (scene.benchmark, scene.setting, chosen)))
             titles, rows, labels = overview([replace(scene, setting="")])
-            made = [command(group.runs[0].config) for group in scene.groups if group.runs[0].config]
+            configs = [group.runs[0].config for group in scene.groups]
+            made = [(command(config) if config else None) or [] for config in configs]
+            title = ", ".join(filter(None, (scene.benchmark, scene.setting, *_shared(made, scene.setting))))
             lines = "\n".join(shlex.join(one) for one in made if one)
             sections += [f"## {title}, not in a paper ({words})\n\n```\n{lines}\n```\n"]
             sections += [tables.markdown(titles, rows, labels)]
     return "\n".join(sections)
+
+
+def _shared(commands: Sequence[Sequence[str]], setting: str) -> list[str]:
+    """The options that all commands set, but for those of the setting and of how runs are computed."""
+    first, *others = [[word for flag, word in pairwise(words) if flag == "--set"] for words in commands]
+    aside = setting.split(", ")
+    return [
+        text
+        for text in first
+        if text.partition("=")[0] not in HOW and text not in aside and all(text in other for other in others)
+    ]
 
 
 def _table(table: reproduce.Table, scale: str, folder: Path, stored: Sequence[Run], used: set[str]) -> list[str]:

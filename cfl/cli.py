@@ -20,6 +20,7 @@ from cfl.errors import CflError, ConfigError, unknown
 if TYPE_CHECKING:
     from cfl.config import RunConfig
 
+# What an argument is stands in the docstring of its command: not every version of click has typer show its help.
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Set an option; may be given again.")]
@@ -29,6 +30,9 @@ Scale = Annotated[
     str | None, typer.Option(help="paper (the preset as written; default), small (minutes) or smoke (seconds).")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
+Engine = Annotated[
+    str | None, typer.Option(help="How clients are computed: loop (default), vmapped, pool, pool+vmapped or auto.")
+]
 Jobs = Annotated[
     int | None, typer.Option(min=1, help="Runs at a time (default: one a core; one where a run takes all cores).")
 ]
@@ -52,7 +56,7 @@ def _top(
 
 @app.command()
 def train(
-    benchmark: Annotated[str | None, typer.Argument(help="See 'cfl-run list benchmarks'.")] = None,
+    benchmark: Annotated[str | None, typer.Argument()] = None,
     method: Annotated[str | None, typer.Option(help="Method (default fedavg), such as fot or fot+fedsol.")] = None,
     local: Annotated[list[str], typer.Option("--local", help="Local regularizer; may be given again.")] = [],  # noqa: B006
     seed: Annotated[int | None, typer.Option(help="Seed of every draw (default 0).")] = None,
@@ -62,9 +66,7 @@ def train(
     output: Annotated[Path | None, typer.Option(help="Folder of the run (default under runs/).")] = None,
     data_root: DataRoot = None,
     download: Download = False,
-    engine: Annotated[
-        str | None, typer.Option(help="How clients are computed: loop (default), vmapped, pool, pool+vmapped or auto.")
-    ] = None,
+    engine: Engine = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the output folder.")] = False,
     quiet: Quiet = False,
     plot: Plot = True,
@@ -72,7 +74,10 @@ def train(
         bool, typer.Option("--tensorboard", help="Write TensorBoard's event files into the folder of the run.")
     ] = False,
 ) -> None:
-    """Train a method over the tasks of a benchmark."""
+    """Train a method over the tasks of a benchmark.
+
+    BENCHMARK: such as permuted-digits; see 'cfl-run list benchmarks'.
+    """
     from cfl.report import plots, tables
 
     settings = _resolved(
@@ -104,7 +109,7 @@ def train(
 
 @app.command()
 def compare(
-    benchmark: Annotated[str, typer.Argument(help="See 'cfl-run list benchmarks'.")],
+    benchmark: str,
     methods: Annotated[str, typer.Option(help="Methods, such as fedavg,fot,fot+fedsol.")],
     seeds: Annotated[str, typer.Option(help="Seeds, such as 0..2 or 0,3,5.")] = "0",
     scale: Scale = None,
@@ -113,6 +118,7 @@ def compare(
         list[str], typer.Option(metavar="KEY=A,B", help="Run with each of the values; may be given again.")
     ] = [],  # noqa: B006
     against: Annotated[str | None, typer.Option(help="Method for paired differences (default: the first).")] = None,
+    engine: Engine = None,
     jobs: Jobs = None,
     data_root: DataRoot = None,
     download: Download = False,
@@ -121,7 +127,10 @@ def compare(
     quiet: Quiet = False,
     plot: Plot = True,
 ) -> None:
-    """Train methods x settings x seeds side by side, and tabulate them."""
+    """Train methods x settings x seeds side by side, and tabulate them.
+
+    BENCHMARK: such as permuted-digits; see 'cfl-run list benchmarks'.
+    """
     from cfl.compare import plan
     from cfl.record import write_json
     from cfl.report import paired, plots, tables
@@ -129,7 +138,7 @@ def compare(
 
     folder = output or Path("runs") / f"compare-{benchmark}"
     # All are resolved before the first runs: a wrong name must not wait for hours.
-    groups = plan(benchmark, methods, seeds, folder, overrides=overrides, vary=vary, scale=scale)
+    groups = plan(benchmark, methods, seeds, folder, overrides=overrides, vary=vary, scale=scale, engine=engine)
     reference = groups[0].method if against is None else against
     if reference not in (known := {group.method for group in groups}):
         raise unknown("method of --against", reference, known)
@@ -141,7 +150,8 @@ def compare(
     summaries = {name: tables.summary(found) for name, found in results.items()}
     gaps = paired.against(groups, reference)
     given = {"--methods": [methods], "--seeds": [seeds], "--set": overrides, "--vary": vary}
-    given |= {name: [one] for name, one in (("--scale", scale), ("--against", against)) if one}
+    single = {"--scale": scale, "--against": against, "--engine": engine}
+    given |= {name: [one] for name, one in single.items() if one}
     words = [word for name, values in given.items() for one in values for word in (name, one)]
     command = shlex.join(["cfl-run", "compare", benchmark, *words])
     figures = {"benchmark": benchmark, "command": command, "methods": summaries, "paired": gaps}
@@ -163,7 +173,7 @@ def compare(
 
 @app.command()
 def reproduce(
-    table: Annotated[str | None, typer.Argument(help="Such as fot-table1; without one, the tables are listed.")] = None,
+    table: Annotated[str | None, typer.Argument()] = None,
     only: Annotated[
         list[str], typer.Option(metavar="NAME", help="A column, row or part of the table; may be given again.")
     ] = [],  # noqa: B006
@@ -179,7 +189,10 @@ def reproduce(
     download: Download = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run what a paper's table needs and is not there yet, and show it beside the paper's."""
+    """Run what a paper's table needs and is not there yet, and show it beside the paper's.
+
+    TABLE: such as fot-table1; without one, the tables are listed.
+    """
     from cfl import reproduce as papers
     from cfl.compare import seeds_of
     from cfl.report import reproduced, tables
@@ -201,9 +214,12 @@ def reproduce(
 
 @app.command("list")
 def list_(
-    what: Annotated[str | None, typer.Argument(help="benchmarks, methods, models or regularizers")] = None,
+    what: Annotated[str | None, typer.Argument()] = None,
 ) -> None:
-    """List what there is, with a line on each and its source."""
+    """List what there is, with a line on each and its source.
+
+    WHAT: benchmarks, methods, models or regularizers; without one, all are listed.
+    """
     from cfl.report import tables
 
     kinds = _registries()
@@ -216,8 +232,11 @@ def list_(
 
 
 @app.command()
-def describe(name: Annotated[str, typer.Argument(help="A benchmark, method, model or regularizer.")]) -> None:
-    """Show hyper-parameters, defaults, meaning and source."""
+def describe(name: str) -> None:
+    """Show hyper-parameters, defaults, meaning and source.
+
+    NAME: a benchmark, method, model or regularizer.
+    """
     kinds = _registries()
     found = [kind for kind, registry in kinds.items() if name in registry.names()]
     if not found:
@@ -231,12 +250,15 @@ def describe(name: Annotated[str, typer.Argument(help="A benchmark, method, mode
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or folders that hold them.")],
+    runs: list[Path],
     output: Annotated[
         list[Path], typer.Option("--output", "-o", help="FILE.html, FILE.md or FILE.tex; may be given again.")
     ],
 ) -> None:
-    """Write a page on runs, or the table of their results."""
+    """Write a page on runs, or the table of their results.
+
+    RUNS: folders of runs, or folders that hold them.
+    """
     from cfl.report import write
 
     for path in write.files(runs, output):

@@ -10,7 +10,8 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,15 @@ def finished(*folders: Path) -> dict[str, Path]:
     return found
 
 
+def finished_in(folder: Path) -> dict[str, Path]:
+    """As `finished`, in the folder of a comparison: it may not be there yet, what is not known here is passed over."""
+    found = {}
+    for path in sorted(folder.glob("*/metrics.json")):
+        with suppress(ConfigError):
+            found[digest(load(read_yaml(path.parent / "config.yaml")))] = path.parent
+    return found
+
+
 @dataclass(frozen=True)
 class Group:
     """Runs that differ in their seeds alone. varied: option to value, of those that are varied and that it has."""
@@ -105,13 +115,14 @@ class Group:
         """The metrics of its finished runs."""
         return [metrics for run in self.runs if (metrics := run.results()) is not None]
 
-    def counterpart(self, groups: Sequence[Group], method: str) -> Group | None:
-        """The group of another method under the same varied options, of which it may know fewer."""
-        for other in groups:
-            shared = other.varied.keys() & self.varied.keys()
-            if other.method == method and all(other.varied[name] == self.varied[name] for name in shared):
-                return other
-        return None
+    def counterparts(self, groups: Sequence[Group], method: str) -> list[Group]:
+        """The groups of another method with the same values of the varied options that both have."""
+        return [
+            other
+            for other in groups
+            if other.method == method
+            and all(other.varied.get(name, value) == value for name, value in self.varied.items())
+        ]
 
 
 def plan(
@@ -123,6 +134,7 @@ def plan(
     overrides: Sequence[str] = (),
     vary: Sequence[str] = (),
     scale: str | None = None,
+    engine: str | None = None,
 ) -> list[Group]:
     """The runs of methods x settings x seeds, in that order.
 
@@ -135,6 +147,7 @@ def plan(
         raise ConfigError(f"--methods takes each method once, not '{methods}'")
     plugins.benchmarks.get(benchmark)  # which a configuration may not know, but a run has to
     groups: dict[str, Group] = {}
+    there = finished_in(folder)  # an earlier version may have named them by another hash
     varying = [_values(text) for text in vary]
     for name, count in Counter(values[0][0] for values in varying).items():
         if count > 1:
@@ -148,8 +161,9 @@ def plan(
             if label in groups:  # what a method does not have is not varied for it
                 continue
             for seed in numbers:
-                config = resolve(benchmark, method=name, overrides=own[name], seed=seed, scale=scale)
-                runs.append(place(f"{label}, seed {seed}", config, folder))
+                config = resolve(benchmark, method=name, overrides=own[name], seed=seed, scale=scale, engine=engine)
+                run = place(f"{label}, seed {seed}", config, folder)
+                runs.append(replace(run, folder=there.get(run.digest, run.folder)))
             groups[label] = Group(name, varied, runs)
     return sorted(groups.values(), key=lambda group: names.index(group.method))
 

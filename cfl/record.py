@@ -1,5 +1,6 @@
 """The folder of a run and the sinks that show its progress."""
 
+import contextlib
 import json
 import math
 import os
@@ -86,6 +87,18 @@ class RunFolder:
             with self._rounds.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(plain(row), allow_nan=False) + "\n")
                 file.flush()
+        except OSError as error:
+            raise _unwritable(self._rounds, error) from None
+
+    def sync_rounds(self) -> None:
+        """Have `rounds.jsonl` on the disk, so that it survives a loss of power; ConfigError where it cannot be."""
+        try:
+            for path in (self._rounds, self.path):  # the folder has its name, which `truncate_rounds` gave it
+                descriptor = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
         except OSError as error:
             raise _unwritable(self._rounds, error) from None
 
@@ -349,6 +362,8 @@ def _replace(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise _unwritable(path, error) from None
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from cfl.compare import OWN, Run, finished, for_methods, place
+from cfl.compare import OWN, Run, finished, finished_in, for_methods, place
 from cfl.config import RunConfig, resolve
 from cfl.config.overrides import read_yaml
 from cfl.errors import unknown
@@ -92,7 +92,7 @@ class Table:
 
         only: see `only`. Raises ConfigError for what cannot run like this.
         """
-        there, cells = finished(*stored), self.only(only)
+        there, cells = finished_in(folder) | finished(*stored), self.only(only)
         own = for_methods(list({cell.method for cell in cells} - {""}), overrides, (*OWN, "scale"))
 
         def found(run: Run) -> Run:

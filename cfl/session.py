@@ -17,10 +17,11 @@ from cfl import checkpoint, engines, machine, metrics, models, optim, options, r
 from cfl import config as configuration
 from cfl import members as membership
 from cfl.config import RunConfig
+from cfl.config.overrides import change
 from cfl.engines import Engine, Outcome
 from cfl.engines.choose import choose, undecided
 from cfl.engines.evaluate import LocalModels, Observer, accuracies, accuracy
-from cfl.errors import ConfigError, UpdateError
+from cfl.errors import CheckpointError, ConfigError, UpdateError
 from cfl.local.base import LocalRegularizer
 from cfl.local.chain import STRATEGY, Chain
 from cfl.population import Population
@@ -122,8 +123,7 @@ class Session:
         }
         self._decide()
         self.engine = self._engine(self.config.engine, self.config.block)
-        decisive = {name: value for name, value in configuration.dump(self.config).items() if name != "workers"}
-        self.fingerprint = checkpoint.fingerprint({**decisive, "given": given})
+        self.fingerprint = checkpoint.fingerprint({**self._decisive(configuration.dump(self.config)), "given": given})
         self.clock = time.monotonic()
 
     def start(self, resume: bool) -> None:
@@ -131,11 +131,26 @@ class Session:
         if self.folder is not None:
             if not resume:
                 checkpoint.clear(self.folder.checkpoints)
-            elif found := checkpoint.load_latest(self.folder.checkpoints, self.fingerprint, self.sink.warn):
+            elif found := self._last():
                 self.state.restore(*found, device=self.device)
             self.folder.write_config(configuration.dump(self.config))
             self.folder.truncate_rounds(self.state.position)
         self.sink.start(self.config, self._notes(), len(self.schedule))
+
+    def _last(self) -> tuple[dict[str, tree.Tree], dict[str, Any]] | None:
+        """The last checkpoint. Raises CheckpointError, which names an option that is another in the folder."""
+        assert self.folder is not None
+        try:
+            return checkpoint.load_latest(self.folder.checkpoints, self.fingerprint, self.sink.warn)
+        except CheckpointError as error:
+            there, here = map(self._decisive, (self.folder.read_config(), configuration.dump(self.config)))
+            changed = change(there, here) if there else ""
+            raise CheckpointError(f"{error}: {changed}" if changed else str(error)) from None
+
+    @staticmethod
+    def _decisive(options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options that a checkpoint depends on: the number of processes changes no bit."""
+        return {name: value for name, value in options.items() if name != "workers"}
 
     def close(self) -> None:
         """Give back what the engine holds, such as processes."""
@@ -211,6 +226,7 @@ class Session:
     def save(self, wait: bool = False) -> None:
         """Have a checkpoint of what is done so far written, where there is a folder; wait: until it is on disk."""
         if self.folder is not None:
+            self.folder.sync_rounds()  # no checkpoint knows of more rounds than the disk has lines
             trees, meta = self.state.saved()
             self.writer.save(self.state.position, trees, {**meta, "fingerprint": self.fingerprint})
             if wait:
@@ -252,6 +268,10 @@ class Session:
             return
         training = (position for position, (_, phase, _) in enumerate(self.schedule) if phase.train)
         rounds = (self.prepare(position) for position in training)
+        first = next((round for round in rounds if round.clients), None)
+        if first is None:  # nobody ever trains: there is nothing to measure
+            self.config = config.model_copy(update={"engine": "loop"} if config.engine == "auto" else {})
+            return
         choice = choose(
             config.engine,
             config.block,
@@ -259,7 +279,7 @@ class Session:
             config.threads,
             self.device,
             self._engine,
-            next(round for round in rounds if round.clients),
+            first,
             config.local.batch_size,
         )
         self.config = config.model_copy(update=choice._asdict())

@@ -23,11 +23,11 @@ class Sum:
     """
 
     def __init__(self, info: RoundInfo, gathers: Mapping[str, Gathers]) -> None:
-        self.info, self.gathers = info, {**gathers, "strategy": "mean", "work": "sum"}
+        self.info, self.gathers = info, {"strategy": "mean", **gathers, "work": "sum"}
         self.clipped = self.shortened = 0
         self.noise = 0.0
         self._like: Parts = {}
-        self._first = -1  # whose uploads `_like` shows: of those added, the lowest id
+        self._first = -1  # whose uploads `_like` shows: of those added, the lowest id; -1 where there is none
         self._total: Parts = {}
         self._stacks: dict[int, Parts] = {}
         self._weights = 0.0
@@ -62,7 +62,7 @@ class Sum:
         """Take in what another sum of this round has; its tensors are not kept. Raises UpdateError as `add` does."""
         for name in ("clipped", "shortened", "_weights", "_bytes_up"):
             setattr(self, name, getattr(self, name) + part[name])
-        if part["_like"]:
+        if part["_first"] >= 0:
             self._look(part["_first"], part["_like"])
         for owner, total in part["_total"].items():
             _gather(self._total.setdefault(owner, {}), total, 1.0)
@@ -70,8 +70,8 @@ class Sum:
             self._stacks[client] = {owner: tree.clone(upload) for owner, upload in uploads.items()}
 
     def close(self) -> Parts:
-        """What the server gets. Raises RoundAborted where no client has sent anything."""
-        if not self._like:
+        """What the server gets. Raises RoundAborted where no client has answered."""
+        if self._first < 0:
             raise RoundAborted("no client of the cohort has answered")
         parts = {
             owner: tree.scale(total, 1 / self._weights) if self.gathers[owner] == "mean" else total
@@ -88,9 +88,9 @@ class Sum:
 
     def _look(self, client: int, uploads: Parts) -> None:
         """Remember what uploads look like. Raises UpdateError where these look otherwise."""
-        if self._like:
+        if self._first >= 0:
             _check_shapes(uploads, self._like, client, self.info)
-        if not self._like or client < self._first:
+        if self._first < 0 or client < self._first:
             self._like, self._first = {owner: tree.map(_outline, leaves) for owner, leaves in uploads.items()}, client
 
 

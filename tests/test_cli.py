@@ -53,6 +53,25 @@ def test_wrong_use_exits_2_with_one_line_that_suggests(args, hint, capsys):
     assert streams.out == ""
 
 
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("train", "BENCHMARK: such as permuted-digits; see 'cfl-run list benchmarks'."),
+        ("compare", "BENCHMARK: such as permuted-digits; see 'cfl-run list benchmarks'."),
+        ("reproduce", "TABLE: such as fot-table1; without one, the tables are listed."),
+        ("list", "WHAT: benchmarks, methods, models or regularizers; without one, all are listed."),
+        ("describe", "NAME: a benchmark, method, model or regularizer."),
+        ("report", "RUNS: folders of runs, or folders that hold them."),
+    ],
+)
+def test_the_help_says_what_the_argument_is(command, text, capsys):
+    assert invoke(command, "--help") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count(text) == 1
+    assert invoke("--help") == 0
+    assert text.partition(":")[0] not in capsys.readouterr().out  # a line each there
+
+
 def test_the_version_is_that_of_the_package(capsys):
     assert invoke("--version") == 0
     assert capsys.readouterr().out.split() == ["cfl", cfl.__version__]
@@ -106,6 +125,13 @@ def run_of(folder, method, seed=0):
     return found
 
 
+def test_compare_takes_an_engine_as_train_does(tmp_path):
+    args = ("compare", "permuted-digits", "--methods", "fedavg", *SMALL, "--set", "block=2", "--set", "engine=loop")
+    assert invoke(*args, "--engine", "vmapped", "--quiet", "--no-plot", "--output", str(tmp_path)) == 0
+    assert read_yaml(run_of(tmp_path, "fedavg") / "config.yaml")["engine"] == "vmapped"  # the flag wins over --set
+    assert json.loads((tmp_path / "compare.json").read_text())["command"].endswith("--engine vmapped")
+
+
 def test_compare_shows_what_methods_spent(tmp_path, capsys):
     private = ("dp.noise_multiplier=1", "agg.weights=uniform", "cohort=4", "dp.accountant=rdp")
     settings = [text for one in private for text in ("--set", one)]
@@ -153,6 +179,21 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path, capsys, monkeypatch):
     again = shlex.split(capsys.readouterr().err.partition("continue with: ")[2])
     wanted = ["--config", f"{folder}/config.yaml", "--output", str(folder), "--resume", "--data-root", "da ta"]
     assert again == ["cfl-run", "train", *wanted, "--download"]
+
+
+def test_resume_names_the_option_that_is_another(tmp_path, capsys):
+    args = ("train", "permuted-digits", *SMALL, "--output", str(tmp_path), "--quiet", "--no-plot")
+    assert invoke(*args) == 0
+    capsys.readouterr()
+    for more, there, here in (
+        (["local.lr=0.1", "rounds=2"], "rounds=1", "rounds=2"),  # in the order of the options
+        (["local.lr=0.1", "method=fot"], "method=fedavg", "method=fot"),
+        (["engine=vmapped", "block=2"], "engine=loop", "engine=vmapped"),
+    ):
+        assert invoke(*args, "--resume", *(word for text in more for word in ("--set", text))) == 1
+        hint = "choose another --output, or repeat the options of that run"
+        assert capsys.readouterr().err.endswith(f"another configuration; {hint}: {there} there, {here} here\n")
+    assert invoke(*args, "--resume", "--set", "workers=7") == 0  # which does not count
 
 
 def test_quiet_keeps_warnings(tmp_path, monkeypatch):

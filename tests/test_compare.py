@@ -17,7 +17,8 @@ from scipy import stats
 
 import cfl
 from cfl import side_by_side
-from cfl.compare import HOW, digest, finished, plan
+from cfl.compare import HOW, digest, finished, finished_in, plan
+from cfl.config import dump
 from cfl.errors import Busy, ConfigError
 from cfl.record import RunFolder
 from cfl.report import paired
@@ -57,10 +58,28 @@ def test_numbers_are_varied_as_set_reads_them():
         plan("permuted-digits", "fedavg", "0", Path(), vary=["model.hidden=[8"])
 
 
-def test_the_counterpart_of_a_group_has_the_settings_that_both_know():
-    groups = plan("permuted-digits", "fedavg,fot", "0", Path(), vary=["strategy.threshold=0.8", "local.lr=0.1,0.2"])
-    pairs = {group.label: group.counterpart(groups, "fedavg").label for group in groups if group.method == "fot"}
-    assert pairs == {f"fot, strategy.threshold=0.8, local.lr={lr}": f"fedavg, local.lr={lr}" for lr in (0.1, 0.2)}
+def test_a_group_is_paired_with_all_that_have_the_values_of_what_both_know():
+    vary = ["strategy.threshold=0.8,0.9", "local.lr=0.1,0.2"]
+    groups = plan("permuted-digits", "fedavg,fot", "0", Path(), vary=vary)
+
+    def pairs(method, other):
+        return {g.label: [o.label for o in g.counterparts(groups, other)] for g in groups if g.method == method}
+
+    fot = {lr: [f"fot, strategy.threshold={value}, local.lr={lr}" for value in (0.8, 0.9)] for lr in (0.1, 0.2)}
+    assert pairs("fot", "fedavg") == {label: [f"fedavg, local.lr={lr}"] for lr in fot for label in fot[lr]}
+    assert pairs("fedavg", "fot") == {f"fedavg, local.lr={lr}": fot[lr] for lr in fot}
+
+
+def test_no_difference_from_a_reference_that_is_varied_is_left_out(tmp_path):
+    groups = plan("permuted-digits", "fot,fedavg", "0..1", tmp_path, vary=["strategy.threshold=0.8,0.9"])
+    for number, group in enumerate(groups):  # thresholds 0.8 and 0.9, fedavg
+        for run in group.runs:
+            run.folder.mkdir()
+            seed = run.config.seed
+            (run.folder / "metrics.json").write_text(json.dumps({"seed": seed, "acc": number / 8, "fgt": 0.0}))
+    found = {label: row["acc"]["mean"] for label, row in paired.against(groups, "fot").items()}
+    # fedavg has 2/8, fot 0/8 and 1/8
+    assert found == {f"fedavg less fot, strategy.threshold={t}": gap for t, gap in ((0.8, 0.25), (0.9, 0.125))}
 
 
 def test_runs_have_names_of_their_own_and_folders_that_say_what_they_are():
@@ -94,6 +113,23 @@ def test_what_cannot_be_varied_is_said_before_anything_runs(vary, named):
         plan("permuted-digits", "fot", "0", Path(), vary=[vary])
 
 
+@pytest.mark.parametrize(
+    ("methods", "text", "message"),
+    [
+        ("fedavg,fot", "threshold=0.8", "unknown option 'threshold'; did you mean 'strategy.threshold'?"),
+        ("fedavg,fot", "treshold=0.8", "unknown option 'treshold'; did you mean 'strategy.threshold'?"),
+        ("fedavg,fot", "lr=0.8", "unknown option 'lr'; did you mean 'local.lr'?"),
+        ("fedavg,er", "strategy.min_rank=2", "no method named here has the option strategy.min_rank; 'fot' has"),
+        ("fedavg,fot", "strategy=3", "strategy is a group of options, not 3; set one of strategy.<option>"),
+    ],
+)
+def test_an_unknown_option_is_looked_for_in_all_methods(methods, text, message):
+    for layer in ("vary", "overrides"):
+        with pytest.raises(ConfigError) as caught:
+            plan("permuted-digits", methods, "0", Path(), **{layer: [text]})
+        assert str(caught.value) == message
+
+
 @pytest.mark.parametrize("text", ["", '{"method": "fed', "[]"])
 def test_a_damaged_result_is_named_before_anything_runs(text, tmp_path):
     ((first, second),) = (group.runs for group in plan("permuted-digits", "fedavg", "0..1", tmp_path))
@@ -113,6 +149,26 @@ def test_a_stored_run_that_is_not_known_here_is_named(tmp_path):
     assert list(finished(tmp_path / "good", tmp_path / "other").values()) == [tmp_path / "good"]
     with pytest.raises(ConfigError, match=r"the run '.*bad' is of another version.*did you mean 'fot'"):
         finished(tmp_path)
+
+
+def test_a_run_that_an_earlier_version_finished_is_found_in_the_folder(tmp_path):
+    """It has fewer options, so another hash in its name; runs that are not known here are left alone."""
+    old = dump(cfl.resolve("permuted-digits", method="fot", overrides=FEW))
+    missing = old["strategy"].pop("sketch"), old.pop("eval_local")
+    assert None not in missing
+    configs = {"fot-seed0-0123456789": old, "theirs-seed0-0123456789": {"method": "theirs"}}
+    configs["killed-seed0-0123456789"] = {**old, "seed": 1}
+    for name, config in configs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
+        (tmp_path / name / "metrics.json").write_text('{"acc": 0.5}')
+    (tmp_path / "killed-seed0-0123456789" / "metrics.json").unlink()
+    for folder in (tmp_path, tmp_path / "not there yet"):
+        ((first, second),) = (g.runs for g in plan("permuted-digits", "fot", "0..1", folder, overrides=FEW))
+        own = folder / f"fot-seed0-{digest(first.config)}"
+        assert first.folder == (tmp_path / "fot-seed0-0123456789" if folder == tmp_path else own) != second.folder
+        assert second.folder == folder / f"fot-seed1-{digest(second.config)}"
+    assert list(finished_in(tmp_path).values()) == [tmp_path / "fot-seed0-0123456789"]
 
 
 def test_the_hash_of_a_run_is_of_its_options_wherever_it_is_stored(tmp_path):

@@ -153,6 +153,30 @@ def test_wrong_overrides_are_one_line_that_says_what_is_valid(override, message)
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("strategy.threshold=0.9", "'fedavg' has no option strategy.threshold; 'fot', 'gpm' have: add --method fot"),
+        ("strategy.min_rank=1", "'fedavg' has no option strategy.min_rank; 'fot' has: add --method fot"),
+        *(
+            (
+                f"{typo}=0.9",
+                f"unknown option '{typo}'; did you mean 'strategy.threshold'? "
+                "'fedavg' has no option strategy.threshold; 'fot', 'gpm' have: add --method fot",
+            )
+            for typo in ("strateg.threshold", "threshold", "treshold", "strategy.treshold")
+        ),
+        ("strategy.zzz=1", "unknown option 'strategy.zzz'; known: none"),
+        ("thread=2", "unknown option 'thread'; did you mean 'threads'?"),
+        ("epoch=2", "unknown option 'epoch'; did you mean 'local.epochs'?"),
+    ],
+)
+def test_an_option_of_another_method_names_that_method(override, message):
+    with pytest.raises(ConfigError) as caught:
+        resolve("permuted-digits", overrides=[override])
+    assert str(caught.value) == message
+
+
 @pytest.mark.parametrize("benchmark", ["permuted-digits", "permuted-mnist"])  # without and with variants
 @pytest.mark.parametrize("override", ["partition=iid", "partition.name=[iid]", "method=[fot]", "model=3"])
 def test_values_of_the_wrong_shape_are_refused_in_every_preset(benchmark, override):

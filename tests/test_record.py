@@ -1,6 +1,8 @@
+import errno
 import io
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -124,6 +126,20 @@ def test_a_round_that_cannot_be_written_names_the_file(tmp_path):
     (tmp_path / "rounds.jsonl").mkdir()
     with pytest.raises(ConfigError, match=r"rounds\.jsonl' cannot be written .*another --output"):
         folder.append_round({"round": 0})
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path)
+    folder.write_metrics({"acc": 0.5})
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ConfigError, match=r"metrics\.json' cannot be written \(No space left on device\)"):
+        folder.write_metrics({"acc": 1.0})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "checkpoints", "metrics.json"]
+    assert json.loads((tmp_path / "metrics.json").read_text()) == {"acc": 0.5}
 
 
 def test_the_console_decides(capsys):

@@ -10,6 +10,7 @@ import torch
 import cfl
 from cfl import cli, plugins, reproduce, rng, streams
 from cfl.compare import Run, digest
+from cfl.config import dump
 from cfl.errors import ConfigError
 from cfl.report import reproduced
 from cfl.reproduce import Cell, Score, Table
@@ -105,11 +106,28 @@ def test_a_method_gets_the_options_that_it_has_and_no_run_another_s_name():
     assert {row: [run.config.local.lr for run in own[row]] for row in ("FL", "FOT")} == {"FL": [0.25], "FOT": [0.25]}
     with pytest.raises(ConfigError, match=r"did you mean 'strategy.threshold'"):
         runs("strategy.treshold=0.5")
+    with pytest.raises(ConfigError, match=r"did you mean 'strategy.threshold'"):
+        runs("treshold=0.5")
     for name in ("seed=3", "method=ewc", "benchmark=mnist", "scale=small"):
         with pytest.raises(ConfigError, match=f"--set cannot take {name.partition('=')[0]}, "):
             runs(name)
     with pytest.raises(ConfigError, match="'gone' is no folder"):
         runs(stored=[Path("gone")])
+
+
+def test_a_run_of_an_earlier_version_in_the_output_folder_counts(tmp_path):
+    def folder():
+        ((run,),) = reproduce.table("fot-table1").runs(["FOT", "PMNIST", "IID"], [5], "smoke", [], tmp_path).values()
+        return run.config, run.folder
+
+    config, new = folder()
+    old = dump(config)
+    del old["strategy"]["sketch"]  # an option that was added since: its default is set in place of it
+    (tmp_path / "fot-seed5-0123456789").mkdir()
+    (tmp_path / "fot-seed5-0123456789" / "config.yaml").write_text(json.dumps(old))  # JSON is YAML
+    assert folder() == (config, new)  # not finished
+    (tmp_path / "fot-seed5-0123456789" / "metrics.json").write_text("{}")
+    assert folder() == (config, tmp_path / "fot-seed5-0123456789") and new.name != "fot-seed5-0123456789"
 
 
 def test_numbers_have_the_digits_of_the_paper():

@@ -77,6 +77,34 @@ def test_killed_at_every_checkpoint_the_run_ends_with_the_same_bytes(
         assert leaf.equal(reference[1].params[name]), name
 
 
+def test_a_loss_of_power_after_a_checkpoint_is_survived(
+    reference: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds, on_disk = tmp_path / "rounds.jsonl", b""
+    fsync, save = os.fsync, checkpoint.save
+
+    def synced(descriptor: int) -> None:
+        nonlocal on_disk
+        fsync(descriptor)
+        if rounds.exists() and os.path.samestat(os.fstat(descriptor), rounds.stat()):
+            on_disk = rounds.read_bytes()
+
+    def dies(folder: Path, serial: int, *rest, **options) -> Path:
+        path = save(folder, serial, *rest, **options)
+        if serial == 5:
+            raise Killed
+        return path
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(os, "fsync", synced)
+        patched.setattr(checkpoint, "save", dies)
+        run(tmp_path)
+    assert on_disk.count(b"\n") >= 5
+    rounds.write_bytes(on_disk)
+    run(tmp_path, resume=True)
+    assert finished(tmp_path) == reference[0]
+
+
 def test_sigkill_of_a_process_is_survived(reference: tuple, tmp_path: Path) -> None:
     script = f"""
 import os, signal

@@ -1,12 +1,15 @@
 """The round loop: what is counted, sampled, evaluated and refused."""
 
+import contextlib
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import nn
 
 import cfl
@@ -50,6 +53,53 @@ def test_global_random_state_is_neither_read_nor_changed() -> None:
     torch.manual_seed(6)
     second = cfl.run(toy.config("model.dropout=[0.5,0.5]"), stream=toy.stream())
     assert all(leaf.equal(second.params[name]) for name, leaf in first.params.items())
+
+
+@dataclass(frozen=True)
+class Alone(cfl.Strategy):
+    """Each client keeps its own model, and sends nothing."""
+
+    def init_client(self, params, model):
+        return params
+
+    def finish(self, params, ctx, steps):
+        return {}, params
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("secagg=full",),
+        ("engine=pool", "workers=1"),
+        ("secagg=sum", "engine=pool", "workers=1", "agg.weights=uniform"),
+        ("dp.noise_multiplier=1", "agg.weights=uniform", "sampling=poisson"),
+    ],
+    ids="+".join,
+)
+def test_clients_that_send_nothing_keep_their_states_and_leave_the_global_model_as_it_is(options: tuple) -> None:
+    sink, config = Recorder(), toy.config(*options, method="fedavg")
+    session = Session(config, toy.stream(1), {"strategy": Alone()}, None, None, sink)
+    with contextlib.closing(session):
+        session.start(resume=False)
+        before = tree.clone(session.state.server["params"])
+        for position in range(len(session.schedule)):
+            session.round(position)
+    assert [row["aborted"] for row in sink.rows] == [None] * len(session.schedule)
+    assert all(leaf.equal(before[name]) for name, leaf in session.state.server["params"].items())
+    assert session.state.clients
+    for state in session.state.clients.values():
+        assert not any(leaf.equal(before[name.removeprefix("strategy/")]) for name, leaf in state.items())
+
+
+@pytest.mark.parametrize(("engine", "used"), [("auto", "loop"), ("vmapped", "vmapped")])
+def test_without_a_client_in_any_cohort_no_engine_is_measured(engine: str, used: str, tmp_path: Path) -> None:
+    options = ("tasks=1", "rounds=1", "partition.clients=10", "cohort=1", "sampling=poisson", "seed=0")
+    sink = Recorder()
+    config = toy.config(f"engine={engine}", *options, method="fedavg")
+    cfl.run(config, stream=toy.stream(1), output=tmp_path, sink=sink)
+    assert [(row["clients"], row["aborted"]) for row in sink.rows] == [(0, "no client of the cohort has answered")]
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["engine"] == used
 
 
 def test_one_task_makes_orthogonal_training_plain_averaging_to_the_bit() -> None:

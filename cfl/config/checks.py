@@ -1,6 +1,6 @@
 """The options that no section declares, those of models, methods and regularizers, and the messages for wrong ones."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, get_args, get_type_hints
@@ -21,27 +21,58 @@ def check_keys(data: Mapping[str, Any], section: type[BaseModel], prefix: str, m
             dotted = f"{prefix}{name}"
             if isinstance(value, Mapping) and value and not prefix:  # `fedsol.rho` is meant to be found too
                 dotted += f".{next(iter(value))}"
-            raise _unknown_option(dotted, method, regularizers)
+            raise unknown_option(dotted, option_names(method, regularizers), method)
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             check_keys(value, kind, f"{prefix}{name}.", method, regularizers)
         elif isinstance(value, Mapping) and "dict" not in str(kind):
-            raise _unknown_option(f"{prefix}{name}.{next(iter(value), '')}", method, regularizers)
+            dotted = f"{prefix}{name}.{next(iter(value), '')}"
+            raise unknown_option(dotted, option_names(method, regularizers), method)
 
 
-def _unknown_option(dotted: str, method: str, regularizers: Any) -> ConfigError:
-    names = list(_option_names(method, regularizers))
+def unknown_option(dotted: str, names: Iterable[str], method: str = "") -> ConfigError:
+    """The error for an option that is not among the `names`, with the nearest one, which another method may have.
+
+    method: that of the run; empty where there are several, and the names are those of all.
+    """
+    names, group = list(names), dotted.partition(".")[0]
     if f"regularizer.{dotted}" in names:
         return ConfigError(f"unknown option '{dotted}'; did you mean 'regularizer.{dotted}'?")
+    others = {} if group in RunConfig.model_fields and group != "strategy" else _of_methods()
+    every = [*names, *(name for name in others if name not in names)]
     # The group is what users forget most: "threshold" is meant to find strategy.threshold.
-    by_leaf = {name.rpartition(".")[2]: name for name in reversed(names)}
-    near = [] if "." in dotted else get_close_matches(dotted, by_leaf, n=1, cutoff=0.7)
-    if near:
-        return ConfigError(f"unknown option '{dotted}'; did you mean '{by_leaf[near[0]]}'?")
-    return unknown("option", dotted, names)
+    key = _leaf if "." not in dotted or group == "strategy" else str
+    known = {key(name): name for name in reversed(every)}
+    near = [known[one] for one in get_close_matches(key(dotted).lower(), known, n=1, cutoff=0.7)]
+    if not near or (near[0] in names and "." in dotted):
+        return unknown("option", dotted, names)
+    parts = [f"unknown option '{dotted}'; did you mean '{near[0]}'?"] if near[0] != dotted else []
+    parts += [_owned(near[0], others[near[0]], method)] if near[0] not in names else []
+    return ConfigError(" ".join(parts))
 
 
-def _option_names(method: str, regularizers: Any = ()) -> Iterable[str]:
+def _owned(option: str, owners: Sequence[str], method: str) -> str:
+    """Who has an option that the run's method, or those of several runs, have not."""
+    lacking = f"'{method}' has no option {option}" if method else f"no method named here has the option {option}"
+    have = f"{', '.join(map(repr, owners))} {'has' if len(owners) == 1 else 'have'}"
+    return f"{lacking}; {have}" + (f": add --method {owners[0]}" if method else "")
+
+
+def _of_methods() -> dict[str, list[str]]:
+    """The options of all methods, each with the methods that have it."""
+    found: dict[str, list[str]] = {}
+    for method in plugins.strategies.names():
+        for row in options.describe(plugins.strategies.get(method)):
+            found.setdefault(f"strategy.{row['name']}", []).append(method)
+    return found
+
+
+def _leaf(dotted: str) -> str:
+    return dotted.rpartition(".")[2]
+
+
+def option_names(method: str = "", regularizers: Any = ()) -> Iterable[str]:
+    """The options of a run; without a method those of every run."""
     for name, field in RunConfig.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -69,7 +100,11 @@ def filled(config: RunConfig) -> dict[str, Any]:
     from cfl import models  # brings torch, which reading a preset does not need
 
     options = models.filled(config.model.name, config.model.options)
-    own = _hyper(plugins.strategies.get(config.method), config.strategy, "strategy")
+    strategy = plugins.strategies.get(config.method)
+    known = [f"strategy.{field.name}" for field in fields(strategy) if field.init]
+    if strange := [dotted for name in config.strategy if (dotted := f"strategy.{name}") not in known]:
+        raise unknown_option(strange[0], known, config.method)
+    own = _hyper(strategy, config.strategy, "strategy")
     others = {
         name: _hyper(plugins.local.get(name), config.regularizer.get(name, {}), f"regularizer.{name}")
         for name in config.regularizers

@@ -1,5 +1,6 @@
 """Reading options: YAML with scientific numbers, `key=value` overrides, and merging of nested mappings."""
 
+import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -7,7 +8,9 @@ from typing import Any
 
 import yaml
 
-from cfl.errors import ConfigError, unknown
+from cfl.config.checks import option_names, unknown_option
+from cfl.config.sections import RunConfig
+from cfl.errors import ConfigError
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml where it is there
@@ -63,17 +66,46 @@ def parse(overrides: Sequence[str]) -> dict[str, Any]:
     return nested
 
 
+def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested options by the dotted names that `--set` takes."""
+    out: dict[str, Any] = {}
+    for name, value in data.items():
+        dotted = prefix if f"{prefix}{name}" == "model.options" else f"{prefix}{name}."
+        out |= flat(value, dotted) if isinstance(value, Mapping) else {dotted[:-1]: value}
+    return out
+
+
+def assignment(name: str, value: Any) -> str:
+    """An option as `--set` takes it."""
+    plain = f"{name}={value}"
+    same = isinstance(value, str) and parse([plain]) == parse([f"{name}={json.dumps(value)}"])
+    return plain if same else f"{name}={json.dumps(value, separators=(',', ':'))}"
+
+
+def change(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """The first option in which two resolved configurations differ, in words; empty where none does."""
+    there, here = flat(before), flat(after)
+    for name in {**here, **there}:
+        if name not in there or name not in here or there[name] != here[name]:
+            texts = (assignment(name, own[name]) if name in own else f"no {name}" for own in (there, here))
+            return "{} there, {} here".format(*texts)
+    return ""
+
+
 def scoped(overrides: Sequence[str], known: Mapping[str, Collection[str]]) -> dict[str, list[str]]:
     """For each of several methods, the overrides without those of `strategy` and `regularizer` that only others have.
 
-    known: method to the dotted names of its own options; raises ConfigError for one of those groups that no method has.
+    known: method to the dotted names of its own options. Raises ConfigError for one of those groups that no method has,
+    and for a name that is no option of a run.
     """
     everyone = {name for names in known.values() for name in names}
     kept: dict[str, list[str]] = {owner: [] for owner in known}
     for text in overrides:
         dotted = text.partition("=")[0].strip()
         if dotted.startswith(("strategy.", "regularizer.")) and dotted not in everyone:
-            raise unknown("option", dotted, everyone)
+            raise unknown_option(dotted, everyone)
+        if dotted.partition(".")[0] not in RunConfig.model_fields:
+            raise unknown_option(dotted, [*option_names(), *everyone])
         for owner, names in known.items():
             if dotted not in everyone or dotted in names:
                 kept[owner].append(text)

@@ -52,7 +52,8 @@ class Arena:
             shape = tuple(tensor.shape)
             if outline := tensor.numel() > 1 and not any(tensor.stride()):  # one number, expanded
                 tensor = tensor[(0,) * tensor.dim()]
-            leaves.append(tensor.reshape(-1).contiguous().view(torch.uint8))
+            flat = tensor.reshape(-1).contiguous() if tensor.numel() else tensor.new_empty(0)  # numpy's has no stride
+            leaves.append(flat.view(torch.uint8))
             begin = -(-ends[-1] // _ALIGNED) * _ALIGNED
             ends.append(begin + len(leaves[-1]))
             return "leaf", begin, ends[-1], tensor.dtype, shape, outline, isinstance(leaf, Tensor)

@@ -14,7 +14,7 @@ from torch import Tensor
 from cfl import rng
 from cfl.engines.base import Collected, Engine, Observe, Sums
 from cfl.engines.step import LocalStep
-from cfl.errors import UpdateError
+from cfl.errors import MOST_NAMES, UpdateError
 from cfl.local.base import Gathers
 from cfl.local.chain import STRATEGY, Chain, own_state
 from cfl.models.handle import Model
@@ -69,6 +69,7 @@ class LoopEngine(Engine):
     ) -> Collected:
         found = Collected()
         step, uploading = self.step(info), set(info.uploading)
+        before = _writes(shared, states)
         for client, trained in self._after_training(step, info, shared, states, clients):
             drawn, state = client.id in uploading, states[client.id]
             uploads, state = self._uploads(step, info, shared, state, client, trained, observe if drawn else None)
@@ -79,6 +80,13 @@ class LoopEngine(Engine):
                 found.states[client.id] = _own(state, states[client.id])
                 if trained is not None:
                     found.losses[client.id] = trained.loss
+        written = [what for what, writes in _writes(shared, states).items() if writes != before[what]]
+        if written:  # in another process it would be lost
+            places = ", ".join(written[:MOST_NAMES]) + ", ..." * (len(written) > MOST_NAMES)
+            raise UpdateError(
+                f"a hook writes in place to {places} ({info.place}); "
+                "hooks leave what they are given as it is and return new tensors"
+            )
         return found
 
     def step(self, info: RoundInfo) -> LocalStep:
@@ -212,6 +220,13 @@ def _own(state: Tree, before: Tree) -> Tree:
     return {
         name: leaf.clone() if leaf._is_view() and leaf is not before.get(name) else leaf for name, leaf in state.items()
     }
+
+
+def _writes(shared: Parts, states: Mapping[int, Tree]) -> dict[str, int]:
+    """How often the broadcast and each client's state were written to; what lies in one arena counts together."""
+    given = {"the broadcast": list(shared.values())}
+    given |= {f"the state of client {id}": [state] for id, state in states.items()}
+    return {what: sum(leaf._version for leaves in trees for leaf in leaves.values()) for what, trees in given.items()}
 
 
 def recorded(state: Tree, client: Client) -> Tensor:

@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     from cfl.config import RunConfig
     from cfl.privacy.secagg import SecureSum
 
+DEVIATIONS = 6  # of normal noise, beyond which are 2e-9 of the draws
+
 
 @dataclass(frozen=True)
 class Protection:
     """What protects the uploads of a run. multiplier: standard deviation of the noise over dp.clip.
 
-    Raises ConfigError for integers too coarse for the noise.
+    Raises ConfigError for integers too coarse or too small for the noise.
     """
 
     config: RunConfig
@@ -45,6 +47,23 @@ class Protection:
         least = dp.clip * self.multiplier / math.sqrt(shares)  # of what one client adds
         if self.config.secagg != "none" and 0 < least < 4 * 2.0**-bits:
             raise ConfigError(f"secure.fraction_bits={bits} rounds away noise as small as {least:.2g}; raise it")
+        if self.config.secagg != "none" and self.multiplier:
+            self._check_range()
+
+    def _check_range(self) -> None:
+        """Raise ConfigError where integers may cut off a client's noise."""
+        from cfl.privacy.secagg import honest
+
+        secure, dp, clients = self.config.secure, self.config.dp, self.config.partition.clients
+        # What an entry may be falls with the number of clients, and faster than the noise of each.
+        largest = FixedPoint(secure.bits, secure.fraction_bits, clients).largest
+        std = dp.clip * self.multiplier / (honest(secure.quorum, clients) if dp.level == "client" else 1) ** 0.5
+        if dp.clip + DEVIATIONS * std > largest:
+            raise ConfigError(
+                f"secure.bits={secure.bits} with secure.fraction_bits={secure.fraction_bits} reach {largest:.3g} in a "
+                f"sum of {clients} clients, and cut off noise: dp.clip={dp.clip:g} and {DEVIATIONS} deviations of what "
+                f"a client adds are {dp.clip + DEVIATIONS * std:.3g}; raise the first or lower the second"
+            )
 
     @property
     def samples(self) -> SampleNoise | None:
@@ -146,7 +165,7 @@ class ProtectedSum(Sum):
             self._secure.add(client, integers)
 
     def close(self) -> Parts:
-        if not self._like:
+        if self._first < 0:
             raise RoundAborted("no client of the cohort has answered")
         total = self._vector if self._secure is None else self._fixed.decode(self._secure.close())
         if self._dp.level == "client":
@@ -187,14 +206,23 @@ class ProtectedSum(Sum):
 
     @cached_property
     def _places(self) -> list[tuple[str, str, Tensor]]:
-        """Owner, name and leaf, as the first client sent it, of all that is summed: those of `work` last."""
+        """Owner, name and leaf, as the first client sent it, of all that is summed: those of `work` last.
+
+        The order is the same whoever is first: that of the owners and of the model's names, then by the alphabet.
+        """
         every = [(owner, name, leaf) for owner, leaves in self._like.items() for name, leaf in leaves.items()]
         for owner, name, leaf in every:
             if not leaf.is_floating_point() and name not in self.info.model.buffers(self.info.task):
                 raise UpdateError(
                     f"'{owner}' sends '{name}' as {leaf.dtype}; a secure or private sum takes floats only"
                 )
-        return sorted((place for place in every if place[2].is_floating_point()), key=lambda place: place[0] == "work")
+        owners, names = list(self.gathers), {name: number for number, name in enumerate(self.info.names)}
+
+        def rank(place: tuple[str, str, Tensor]) -> tuple[int, int, str]:
+            owner, name, _ = place
+            return owners.index(owner), names.get(name, len(names)), name
+
+        return sorted((place for place in every if place[2].is_floating_point()), key=rank)
 
     def _flat(self, uploads: Parts, weight: float) -> Tensor:
         """All of a client's uploads as a vector (n,) in float64, its weight first where clients have one."""

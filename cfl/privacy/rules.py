@@ -128,13 +128,34 @@ def check_schedule(phases: Iterable[Phase], owners: Mapping[int, int], config: R
 
     phases: of the whole run; owners: task to the number of clients that hold data of it.
     """
+    phases = list(phases)
     for fault in sampling(releases(phases, config), config) if config.dp.level != "none" else ():
         raise ConfigError(fault)
-    for task, count in owners.items() if config.secagg != "none" else ():
+    if config.secagg == "none":
+        return
+    for task, count in owners.items():
         if count < 2:
             raise ConfigError(
                 f"a secure sum of one client is its upload, and only one holds data of task {task}: raise "
                 "partition.task_share or set secagg=none"
+            )
+    cohorts = {phase.cohort for phase in phases if not (phase.diagnostic or phase.stores)}
+    _check_quorum(cohorts, owners.values(), config)
+
+
+def _check_quorum(cohorts: Iterable[str], owners: Iterable[int], config: RunConfig) -> None:
+    """Raise ConfigError where the accomplices in a cohort of a possible size are enough to rebuild a secret."""
+    from cfl.privacy.secagg import accomplices, needed  # brings scipy.stats, which other runs do without
+
+    sizes = set[int]()
+    for count in owners:
+        drawn = range(2, count + 1) if config.sampling == "poisson" else [min(config.cohort, count)]
+        sizes.update(drawn, [count] if "available" in cohorts else [])
+    for size in sorted(sizes):
+        if needed(config.secure.quorum, size) <= accomplices(size):
+            raise ConfigError(
+                f"secure.quorum={config.secure.quorum:g} lets {needed(config.secure.quorum, size)} of {size} clients "
+                f"open a sum, and as many may work with the server ({accomplices(size)}); raise it"
             )
 
 

@@ -47,6 +47,16 @@ def needed(threshold: float, clients: int) -> int:
     return max(2, math.ceil(threshold * clients - 1e-9))  # 0.55 * 100 is above 55 in floats
 
 
+def accomplices(clients: int) -> int:
+    """The most of `clients` that may work with the server."""
+    return math.ceil(CORRUPT * clients - 1e-9)
+
+
+def honest(threshold: float, clients: int) -> int:
+    """Of the fewest of `clients` that must stay, those that do not work with the server, at least."""
+    return max(1, needed(threshold, clients) - accomplices(clients))
+
+
 @cache
 def degree(clients: int, *, threshold: float, dropped: float = 0.1, corrupt: float = CORRUPT) -> int:
     """The fewest neighbours that keep a round safe and alive; those of the complete graph where no fewer do.
@@ -209,7 +219,7 @@ class SecureSum:
         self.ids = tuple(sorted(self.graph))
         self.dtype, self.masked = np.dtype(f"<u{bits // 8}"), masked
         self.needed = needed(threshold, len(self.ids))
-        self.honest = max(1, self.needed - math.ceil(CORRUPT * len(self.ids) - 1e-9))
+        self.honest = honest(threshold, len(self.ids))
         self.holders_needed = needed(threshold, 1 + max(map(len, self.graph.values()), default=0))
         self.uploading: tuple[int, ...] = ()
         self.bytes_up = self.bytes_down = 0
@@ -325,7 +335,7 @@ class SecureSum:
                 masks += [  # as client j applied them, with the opposite sign
                     (_agree(key, self._keys[j][PUBLIC:], "mask"), j > owner)
                     for j in self._near[owner]
-                    if wanted[j] == SELF
+                    if wanted.get(j) == SELF  # one that no uploader is next to is not wanted
                 ]
             if false:
                 raise RoundAborted(f"the revealed shares of client {owner}'s {kind} seed do not rebuild it")

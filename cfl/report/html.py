@@ -34,11 +34,9 @@ def page(found: Found, *, date: str) -> str:
     styles = {label: Style(number) for number, label in enumerate(labels)}
     table = overview(shown)
     title = f"{_listed(scene.benchmark for scene in shown)}: {_listed(run.metrics['method'] for run in found.runs)}"
-    numbers = sorted({run.metrics["seed"] for run in found.runs})
-    seeds = f"seed{'s' * (len(numbers) > 1)} {_listed(map(str, numbers))}"
     parts = [
         f"<h1>{escape(title)}</h1>",
-        _quiet(f"{_count(found.runs, 'run')}, {seeds}. Written {date} by cfl {cfl.__version__}."),
+        _quiet(f"{_count(found.runs, 'run')}, {_seed_names(found.runs)}. Written {date} by cfl {cfl.__version__}."),
         *(f'<p class="lead">{escape(_verdict(scene, several))}</p>' for scene in shown),
         _table(*table),
         _quiet(_WORDS),
@@ -80,7 +78,7 @@ def _document(title: str, body: str) -> str:
 
 
 def _verdict(scene: Scene, several: bool) -> str:
-    """A sentence on what is compared, and which is best."""
+    """A sentence on what is compared, and which is best; none is where the seeds differ."""
     place = f"On {_place(scene)}: " if several else ""
     summaries = [tables.summary(group.metrics) for group in scene.groups]
     if len(scene.groups) == 1:
@@ -93,12 +91,29 @@ def _verdict(scene: Scene, several: bool) -> str:
         marks = [cells[0].best for cells in tables.cells(summaries, [name])]
         if any(marks):
             best = [group for group, marked in zip(scene.groups, marks, strict=True) if marked]
-            value = tables.percent(summaries[marks.index(True)][name]["mean"])
-            won.setdefault(_listed(group.label for group in best), []).append(f"{what} ({value} %)")
+            scores = [row[name] for row, marked in zip(summaries, marks, strict=True) if marked]
+            values = _listed(tables.spread(score, len(scene.groups[0].runs)) for score in scores)
+            won.setdefault(_listed(group.label for group in best), []).append(f"{what} ({values} %)")
     claims = [f"{who} {'have' if ' and ' in who else 'has'} {' and '.join(what)}" for who, what in won.items()]
     number = len(scene.groups)
     who = _listed(group.label for group in scene.groups) if number <= _NAMED else f"{number} lines of the table"
-    return place + "; ".join(filter(None, (f"{who} are compared", " and ".join(claims)))) + "."
+    if not tables.same_seeds(summaries):
+        return f"{place}{who} are compared on different seeds, so none is called the best: {_seeds(scene)}."
+    over = _count(scene.groups[0].runs, "seed")
+    return place + "; ".join(filter(None, (f"{who} are compared over {over}", " and ".join(claims)))) + "."
+
+
+def _seeds(scene: Scene) -> str:
+    """The groups by the seeds that they have."""
+    sharing: dict[str, list[str]] = {}
+    for group in scene.groups:
+        sharing.setdefault(_seed_names(group.runs), []).append(group.label)
+    return "; ".join(f"{_listed(labels)} with {seeds}" for seeds, labels in sharing.items())
+
+
+def _seed_names(runs: Sequence[Run]) -> str:
+    numbers = sorted({run.metrics["seed"] for run in runs})
+    return f"seed{'s' * (len(numbers) > 1)} {_listed(map(str, numbers))}"
 
 
 def _scene(scene: Scene, styles: Styles, several: bool) -> str:

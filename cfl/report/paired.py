@@ -30,9 +30,10 @@ def differences(runs: Sequence[Metrics], others: Sequence[Metrics]) -> dict[str,
 
 
 def against(groups: Sequence[Group], method: str) -> dict[str, dict[str, Any]]:
-    """The differences of each group from the one of that method in its setting, by names such as "fot less fedavg"."""
-    pairs = [(group, group.counterpart(groups, method)) for group in groups if group.method != method]
-    found = {f"{a.label} less {b.label}": differences(a.results(), b.results()) for a, b in pairs if b}
+    """The differences of each group from those of that method in its setting, by names such as "fot less fedavg"."""
+    others = [group for group in groups if group.method != method]
+    pairs = [(group, other) for group in others for other in group.counterparts(groups, method)]
+    found = {f"{a.label} less {b.label}": differences(a.results(), b.results()) for a, b in pairs}
     return {name: row for name, row in found.items() if row}
 
 

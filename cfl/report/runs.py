@@ -1,16 +1,17 @@
 """Finished runs read back from their folders, sorted into groups that differ in the seed alone."""
 
 import json
+import shlex
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from cfl.compare import HOW, spent
-from cfl.config import RunConfig, dump, load, resolve
-from cfl.config.overrides import parse, read_yaml
+from cfl.config import RunConfig, dump, load, preset, resolve
+from cfl.config.overrides import assignment, flat, read_yaml
 from cfl.errors import ConfigError
 from cfl.record import read_json
 from cfl.report import tables
@@ -39,6 +40,15 @@ class Run:
         """What runs have in common that differ in the seed alone."""
         decisive = {name: value for name, value in self.options.items() if name not in {*HOW, "seed"}}
         return json.dumps([self.metrics["benchmark"], self.metrics["method"], decisive], sort_keys=True)
+
+    @cached_property
+    def given(self) -> set[str]:
+        """The options that the benchmark's preset chooses by method, where the run has what that gives its own."""
+        cases = preset(self.metrics["benchmark"]).get("variants", {}).get("method", {})
+        names = {name for case in cases.values() for name in flat(case)}
+        plain = _resolved(self.config, ()) if names and self.config else None
+        own = flat(dump(plain)) if plain else {}
+        return {name for name in names & own.keys() if own[name] == self.options.get(name)}
 
 
 @dataclass(frozen=True)
@@ -91,8 +101,10 @@ def read(paths: Iterable[Path]) -> Found:
         if first.path.resolve() != folder.resolve():
             twice[folder] = first.path
     if not runs:
-        names = ", ".join(f"'{folder}'" for folder in unfinished)
-        raise ConfigError(f"no run is finished in {names}; continue with cfl-run train --config ... --resume")
+        names, killed = ", ".join(f"'{folder}'" for folder in unfinished), unfinished[0]
+        again = ["cfl-run", "train", "--config", f"{killed / 'config.yaml'}", "--output", f"{killed}", "--resume"]
+        others = ", or all with the command that began them" if len(unfinished) > 1 else ""
+        raise ConfigError(f"no run is finished in {names}; continue with: {shlex.join(again)}{others}")
     return Found(list(runs.values()), unfinished, twice)
 
 
@@ -108,7 +120,8 @@ def scenes(runs: Sequence[Run]) -> list[Scene]:
             if run.metrics["benchmark"] == benchmark:
                 groups.setdefault(run.key, []).append(run)
         ordered = [sorted(group, key=lambda run: run.metrics["seed"]) for group in groups.values()]
-        free = [name for name in differing([group[0] for group in ordered]) if not _of_method(name)]
+        firsts = [group[0] for group in ordered]
+        free = [name for name in differing(firsts) if len({_setting(run, name) for run in firsts}) > 1]
         ordered.sort(key=lambda group: _order(group[0], free))
         settings = _settings([group[0] for group in ordered], free)
         if len(set(settings)) == len(ordered):
@@ -141,13 +154,6 @@ def differing(runs: Collection[Run]) -> list[str]:
     names = dict.fromkeys(name for run in runs for name in run.options)
     aside = {*HOW, "seed", "method", "regularizers", "benchmark"}
     return [name for name in names if name not in aside and len({_text(run, name) for run in runs}) > 1]
-
-
-def assignment(name: str, value: Any) -> str:
-    """An option as `--set` takes it."""
-    plain = f"{name}={value}"
-    same = isinstance(value, str) and parse([plain]) == parse([f"{name}={json.dumps(value)}"])
-    return plain if same else f"{name}={json.dumps(value, separators=(',', ':'))}"
 
 
 def option_text(run: Run, name: str) -> str:
@@ -183,15 +189,6 @@ def _resolved(config: RunConfig, overrides: Sequence[str]) -> RunConfig | None:
         return None
 
 
-def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested options by the dotted names that `--set` takes."""
-    out: dict[str, Any] = {}
-    for name, value in data.items():
-        dotted = prefix if f"{prefix}{name}" == "model.options" else f"{prefix}{name}."
-        out |= flat(value, dotted) if isinstance(value, Mapping) else {dotted[:-1]: value}
-    return out
-
-
 def _run(folder: Path) -> Run:
     metrics, data = read_json(folder / "metrics.json"), read_yaml(folder / "config.yaml")
     if missing := [name for name in _NEEDED if name not in metrics]:
@@ -213,7 +210,7 @@ def _run(folder: Path) -> Run:
 
 def _settings(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
     """These options of each run in words; a value that most of the settings share goes without saying."""
-    texts = [tuple(_text(run, name) for name in names) for run in runs]
+    texts = [tuple(_setting(run, name) for name in names) for run in runs]
     columns = [Counter(column) for column in zip(*set(texts), strict=True)]
     usual = [text if 2 * count > len(set(texts)) else "" for column in columns for text, count in column.most_common(1)]
     return [", ".join(text for text, other in zip(row, usual, strict=True) if text not in ("", other)) for row in texts]
@@ -238,6 +235,11 @@ def _of_method(name: str) -> bool:
     return name.startswith(("strategy.", "regularizer."))
 
 
+def _setting(run: Run, name: str) -> str:
+    """An option in words; nothing for one that belongs to the method."""
+    return "" if _of_method(name) or name in run.given else _text(run, name)
+
+
 def _text(run: Run, name: str) -> str:
     return assignment(name, run.options[name]) if name in run.options else ""
 
@@ -245,5 +247,6 @@ def _text(run: Run, name: str) -> str:
 def _order(run: Run, names: Iterable[str]) -> list[Any]:
     """A key that sorts numbers by their value: settings, then methods, then the options of methods."""
     own = [value for name, value in run.options.items() if _of_method(name)]
-    values = [*(run.options.get(name) for name in names), run.metrics["method"], *own]
+    settings = (None if name in run.given else run.options.get(name) for name in names)
+    values = [*settings, run.metrics["method"], *own]
     return [(isinstance(v, (int, float)), v if isinstance(v, (int, float)) else str(v)) for v in values]

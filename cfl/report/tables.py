@@ -93,15 +93,21 @@ def head(names: Sequence[str]) -> list[str]:
 def cells(summaries: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[list[Cell]]:
     """A row for each summary: scores in percent with their deviation, means of costs; the best scores are marked.
 
-    names: of columns, fields of a summary. Scores that print the same are equally good; one row has no best.
+    names: of columns, fields of a summary. Scores that print the same are equally good; one row has no best, and
+    neither have rows of different seeds.
     """
     best = {name: _best(summaries, name) for name in names}
     return [[Cell(_text(row, name), place in best[name]) for name in names] for place, row in enumerate(summaries)]
 
 
+def same_seeds(summaries: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether all are of runs with the same seeds, and so of the same draws."""
+    return len({frozenset(row["seeds"]) for row in summaries}) == 1
+
+
 def _best(summaries: Sequence[Mapping[str, Any]], name: str) -> set[int]:
     """Places of the rows whose score prints as the best one; none where nothing is compared."""
-    means = [row[name]["mean"] for row in summaries] if name in _SCORES else []
+    means = [row[name]["mean"] for row in summaries] if name in _SCORES and same_seeds(summaries) else []
     known = [mean for mean in means if not math.isnan(mean)]
     if len(known) < 2:
         return set()

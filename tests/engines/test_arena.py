@@ -19,6 +19,7 @@ LEAVES = {
     "parameter": torch.nn.Parameter(torch.ones(2)),
     "array": np.arange(5, dtype=np.uint64),
     "array, 16 bits": np.arange(5, dtype=np.uint16),
+    "array, empty": np.zeros(0, dtype=np.uint64),
 }
 
 

@@ -70,6 +70,17 @@ class Counts(cfl.LocalRegularizer):
         return {}, {"rounds": ctx.state["rounds"] + 1, "kept": ctx.state["kept"]}
 
 
+@dataclass(frozen=True)
+class Overwrites(cfl.LocalRegularizer):
+    """Client 4 adds to its state, or to the broadcast, in place."""
+
+    what: str = "state"
+
+    def finish(self, params, ctx, steps):
+        given = ctx.state["n"] if self.what == "state" else ctx.shared["params"]["0.bias"]
+        return {}, {"n": ctx.state["n"], "m": given.add_(1.0) if ctx.client == 4 else given + 1.0}
+
+
 class Strange(Exception):
     """Pickling loses it: its constructor takes other arguments than it keeps."""
 
@@ -100,6 +111,17 @@ def test_what_a_client_leaves_as_it_was_is_neither_copied_nor_sent(name):
         assert state["rule/kept"] is states[id]["rule/kept"]
         assert state["rule/kept"].tolist() == [id] * 3 and state["rule/rounds"].tolist() == [2, 2]
         assert states[id]["rule/rounds"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("what", ["state", "broadcast"])
+@pytest.mark.parametrize("name", ["loop", "vmapped", "pool", "pool+vmapped"])
+def test_what_a_hook_writes_in_place_is_refused_by_every_engine(name, what):
+    """A pool would lose it. The leaves that a worker gets count writes together, so that its chunk is named."""
+    engine = engine_of(name, model_of(), rules={"rule": Overwrites(what)}, block=1 if name == "pool" else 2)
+    states = {id: {"rule/n": torch.zeros(2)} for id in ROWS}
+    place = {"state": "the state of client 4", "broadcast": "the broadcast"}[what]
+    with pytest.raises(UpdateError, match=rf"a hook writes in place to .*{place}.* \(task 0, phase train, round 0\); "):
+        a_round(engine, samples_of(30), ROWS, states=states)
 
 
 @pytest.mark.parametrize("act", ["kill", "half an answer"])

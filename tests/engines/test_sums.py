@@ -66,3 +66,15 @@ def test_an_upload_of_another_shape_is_named_when_parts_meet():
 def test_parts_without_clients_are_no_sum():
     with pytest.raises(RoundAborted, match="no client of the cohort has answered"):
         total([[], []]).close()
+
+
+@pytest.mark.parametrize("groups", [[[0, 1]], [[1], [0]], [[], [1]]])
+def test_clients_that_send_nothing_have_answered(groups):
+    whole = Sum(INFO, GATHERS)
+    for group in groups:
+        own = Sum(INFO, GATHERS)
+        assert all(own.add(client, {}, 1.0) for client in group)
+        whole.merge(own.part())
+    assert whole.close() == {}
+    with pytest.raises(UpdateError, match=r"client 3 sent 'strategy/w' with shape \(2,\), others None"):
+        whole.add(3, upload(3), 1.0)

@@ -181,6 +181,23 @@ def test_the_order_of_names_does_not_matter():
     assert same(straight, mixed)
 
 
+@pytest.mark.parametrize("options", [("secagg=full",), (*CLIENT, "secagg=sum"), CLIENT], ids="+".join)
+def test_sums_of_clients_that_send_in_another_order_can_be_merged(options):
+    """Each client alone in a worker, so that each one's order is the first that its sum sees."""
+    uploads = random_uploads(range(4))
+    for id in (1, 3):
+        swapped = {owner: dict(reversed(leaves.items())) for owner, leaves in uploads[id].items()}
+        uploads[id] = dict(reversed(swapped.items()))
+    protected, info = protection(*options, "agg.weights=uniform", multiplier=0.1), info_of(range(4))
+    whole = protected.sum(info, GATHERS)
+    whole.open()
+    for id in range(4):
+        part = protected.sum(info, GATHERS)
+        part.add(id, uploads[id], 1.0)
+        whole.merge(part.part())
+    assert same(summed(protected, info, uploads)[0], whole.close())
+
+
 def test_bytes_of_a_masked_sum_are_those_of_its_vectors_and_more():
     """A vector has the weight, 15 + 3 + 1 + 8 + 24 + 2 entries, of 8 bytes each; keys, shares and unmasking come on
     top, whatever its length, so a longer vector costs 8 bytes an entry and client more."""
@@ -534,12 +551,24 @@ def test_entries_beyond_the_range_are_clipped_and_counted(bits):
     assert summed(protection(*options), info_of((0, 1)), uploads)[1].clipped == 0
 
 
-def test_noise_beyond_the_range_is_not_silent():
-    options = (*CLIENT, "secagg=sum", "secure.bits=16", "secure.fraction_bits=8")
-    _, total = summed(protection(*options, multiplier=50.0), info_of((0, 1)), constant((0, 1), size=1000))
-    # of the quorum of 2 one may be the server's: each adds deviation 50. In +-64 two sides are beyond 1.28 deviations
-    beyond = math.erfc(16383 / 256 / 50 / math.sqrt(2))  # 20 %
-    assert total.clipped == pytest.approx(2000 * beyond, abs=5 * math.sqrt(2000 * beyond * (1 - beyond)))
+def test_noise_beyond_the_range_is_refused():
+    """Ten clients and 8 of 16 bits behind the point: each may send up to 3276 / 256 = 12.8. Of the quorum of 5 one may
+    be the server's, and 4 shares make up the noise: 1 + 6 sigma / 2 is 12.7 for a sigma of 3.9, and 13 for one of 4."""
+    options = (*CLIENT, "secagg=sum", "secure.bits=16", "secure.fraction_bits=8", "cohort=10", "partition.clients=10")
+    parts, total = summed(protection(*options, multiplier=3.9), info_of(range(10)), constant(range(10)))
+    assert total.clipped == 0
+    assert_deviation(10 * only(parts), 3.9 * math.sqrt(10 / 4))
+    message = "secure.bits=16 with secure.fraction_bits=8 reach 12.8 in a sum of 10 clients, and cut off noise: .* 13; "
+    with pytest.raises(ConfigError, match=message):
+        protection(*options, multiplier=4.0)
+
+
+def test_each_clients_noise_of_samples_has_to_fit():
+    """It is not shared out: in +-12.8 fit 1 + 6 sigma of 12.4, for a sigma of 1.9, and not the 13 for one of 2."""
+    options = (*EXAMPLE, "secagg=sum", "secure.bits=16", "secure.fraction_bits=8", "cohort=10", "partition.clients=10")
+    assert protection(*options, multiplier=1.9).samples
+    with pytest.raises(ConfigError, match="secure.bits=16 with secure.fraction_bits=8 reach 12.8 .* 13; "):
+        protection(*options, multiplier=2.0)
 
 
 @pytest.mark.parametrize("options", [(), ("secagg=full",), CLIENT, EXAMPLE], ids="+".join)

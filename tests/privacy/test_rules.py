@@ -223,6 +223,30 @@ def test_a_draw_that_the_accountants_do_not_cover_is_refused_in_any_task(overrid
             check_schedule(phases, {}, config)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "phases", "owners", "fault"),
+    [
+        (["cohort=64", "secure.quorum=0.1"], [DRAWN], 64, "0.1 lets 7 of 64 clients"),  # 6.4 rounded up, twice
+        (["cohort=64", "secure.quorum=0.11"], [DRAWN], 64, None),  # 7.04 rounded up is one more than 7
+        (["cohort=10", "secure.quorum=0.1"], [DRAWN], 64, None),  # never fewer than two, and one accomplice
+        (["cohort=10", "secure.quorum=0.1"], [DRAWN, ALL], 64, "0.1 lets 7 of 64 clients"),
+        (["cohort=10", "secure.quorum=0.1"], [DRAWN, replace(ALL, stores=True)], 64, None),
+        (["cohort=64", "secure.quorum=0.1"], [DRAWN], 10, None),  # no more hold data
+        (["cohort=64", "secure.quorum=0.15"], [DRAWN], 64, None),  # 9.6 rounded up
+        (["cohort=64", "secure.quorum=0.15", "sampling=poisson"], [DRAWN], 64, "0.15 lets 2 of 11 clients"),
+        (["cohort=64", "sampling=poisson"], [DRAWN, ALL], 64, None),
+    ],
+    ids=str,
+)
+def test_a_quorum_that_accomplices_reach_by_themselves_is_refused(overrides, phases, owners, fault):
+    config = toy.config("secagg=sum", "partition.clients=64", *overrides, method="fedavg")
+    if fault is None:
+        check_schedule(phases, {0: owners}, config)
+    else:
+        with pytest.raises(ConfigError, match=f"^secure.quorum={fault} open a sum, and as many may work with"):
+            check_schedule(phases, {0: owners}, config)
+
+
 def test_updates_are_released_where_all_is_protected():
     phases = [DRAWN, ALL, SKETCHES, SOME, replace(SOME, diagnostic=True), replace(ALL, stores=True)]
     assert releases(phases, read(*CLIENT)) == releases(phases, read(*EXAMPLE)) == phases[:4]

@@ -115,6 +115,20 @@ def test_on_a_sparse_graph_a_round_ends_as_the_rules_say(data):
     assert total == (None if survivors is None else _plain(survivors, vectors))
 
 
+def test_a_drop_out_whose_neighbours_all_drop_out_leaves_the_sum_exact():
+    ids, vectors, sums = range(12), _vectors(range(12)), 0
+    for key in range(30):
+        lone, other = np.random.default_rng(key).permutation(12)[:2].tolist()
+        dropped = dict.fromkeys((lone, *graph(ids, 3, key)[lone], other), "upload")
+        masked, bare = (_round(ids, dropped, neighbours=3, masked=masked, key=key) for masked in (True, False))
+        total, why = _sum(masked, vectors)
+        assert (total, why) == _sum(bare, vectors)
+        survivors = _survivors(masked.graph, dropped, 0.5)
+        assert total == (None if survivors is None else _plain(survivors, vectors))
+        sums += total is not None
+    assert sums
+
+
 def test_a_vector_longer_than_a_chunk_of_the_mask():
     size = secagg.CHUNK + 3  # two whole chunks of 2-byte entries and a short one
     vectors = _vectors(range(4), size, bits=16)

@@ -1,13 +1,15 @@
 import json
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 
 import cfl
+from cfl import cli
 from cfl.config import dump
+from cfl.config.overrides import assignment, parse
 from cfl.errors import ConfigError
-from cfl.report import runs
 from cfl.report.runs import Run, command, flat, read, scenes
 
 
@@ -47,8 +49,22 @@ def test_what_is_no_run_is_named(stored, tmp_path):
         read([stored, tmp_path])
     with pytest.raises(ConfigError, match="'nowhere' is no run"):
         read([Path("nowhere")])
-    with pytest.raises(ConfigError, match="no run is finished in '.*killed'"):
-        read([stored / "killed"])
+
+
+def test_the_command_for_a_killed_run_finishes_it_where_it_is(stored, tmp_path):
+    folder = tmp_path / "my runs" / "killed"
+    shutil.copytree(stored / "killed", folder)
+    with pytest.raises(ConfigError, match="no run is finished in '.*killed'") as caught:
+        read([tmp_path])
+    name, *words = shlex.split(str(caught.value).partition("continue with: ")[2])
+    with pytest.raises(SystemExit) as stop:
+        cli.main([*words, "--quiet", "--no-plot"])
+    assert (name, stop.value.code) == ("cfl-run", 0)
+    assert [run.path for run in read([tmp_path]).runs] == [folder]
+    shutil.copytree(stored / "killed", tmp_path / "a")
+    shutil.copytree(stored / "killed", tmp_path / "b")
+    with pytest.raises(ConfigError, match=r"/a --resume, or all with the command that began them$"):
+        read([tmp_path / "a", tmp_path / "b"])
 
 
 @pytest.mark.parametrize(
@@ -114,6 +130,18 @@ def test_an_option_of_the_method_that_follows_from_the_setting_is_no_label():
     assert [label for _, groups in shown(found) for label, _ in groups] == ["fedavg", "fot"] * 2
 
 
+def test_an_option_that_the_preset_chooses_by_method_is_no_setting():
+    """EWC has statistics per task there, since its gradients are of single samples; the others have the batch's."""
+    ewc, fot, fedavg = (made(method, benchmark="split-tiny-imagenet100") for method in ("ewc", "fot", "fedavg"))
+    assert [run.options["model.norm_stats"] for run in (ewc, fot, fedavg)] == ["per_task", "batch", "batch"]
+    usual = [("ewc", 1), ("fedavg", 1), ("fot", 1)]
+    assert shown([ewc, fot, fedavg]) == [("", usual)]
+    own = ["model.norm_stats=per_task"]
+    chosen = [made(method, benchmark="split-tiny-imagenet100", overrides=own) for method in ("fot", "fedavg")]
+    found = dict(shown([ewc, fot, fedavg, *chosen]))
+    assert found == {"": usual, "model.norm_stats=per_task": [("fedavg", 1), ("fot", 1)]}
+
+
 def test_what_most_settings_share_goes_without_saying():
     options = [("local.lr=0.1",), ("local.lr=0.2",), ("local.lr=0.2", "cohort=5")]
     found = [made(method, overrides=own) for own in options for method in ("fot", "fedavg")]
@@ -175,7 +203,7 @@ def test_an_option_that_cannot_be_taken_back_leaves_no_command():
 
 def test_texts_of_options_are_read_as_the_same_values():
     for value in ("shards", "1e-5", "null", "", None, True, 1e-05, [1, 2], ["crop"], "a b"):
-        assert runs.parse([runs.assignment("a.b", value)]) == {"a": {"b": value}}
+        assert parse([assignment("a.b", value)]) == {"a": {"b": value}}
 
 
 def test_seconds_of_clients_and_server_are_sums_over_phases(stored):
