@@ -51,11 +51,6 @@ def _each(rounds: int | tuple[int, ...] | Mapping[str, int], tasks: Sequence[str
     return [rounds[name] for name in tasks]
 
 
-def key(seed: int, task: int, phase: str, number: int) -> int:
-    """The key of all draws of a round. phase: its name; number: of the round within it."""
-    return rng.key(seed, "round", task, phase, number)
-
-
 def trained(schedule: Schedule, restart: bool = True) -> list[int]:
     """For each round, how many rounds of training came before it, in its task or (without `restart`) in the run."""
     counts, before, last = [], 0, 0
@@ -65,6 +60,17 @@ def trained(schedule: Schedule, restart: bool = True) -> list[int]:
         counts.append(before)
         before += phase.train
     return counts
+
+
+def keys(seed: int, schedule: Schedule) -> list[int]:
+    """The key of all draws of each round.
+
+    Training rounds are counted through the phases of a task, so methods that cut them differently draw alike.
+    """
+    return [
+        rng.key(seed, "round", task, *(("train", before) if phase.train else (phase.name, number)))
+        for (task, phase, number), before in zip(schedule, trained(schedule), strict=True)
+    ]
 
 
 def rates(schedule: Schedule, local: LocalConfig) -> list[float]:

@@ -31,7 +31,7 @@ from cfl.privacy.chain import Protection
 from cfl.record import RunFolder, Sink, plain
 from cfl.state import RunState
 from cfl.streams import Stream
-from cfl.types import MEMORY, Client, Parts, Phase, RoundInfo
+from cfl.types import MEMORY, Client, Parts, RoundInfo
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ class Session:
         self.schedule = schedule.planned(self.strategy, self.method, names, config.rounds)
         self.rates = schedule.rates(self.schedule, config.local)
         self.trained = schedule.trained(self.schedule)
+        self.keys = schedule.keys(config.seed, self.schedule)
         owners = {task: len(self.population.owners(self._sees(task))) for task in range(len(stream))}
         rules.check_schedule((phase for _, phase, _ in self.schedule), owners, config)
         self.budget = Budget(config, self.schedule, self.population, self._sees)
@@ -158,7 +159,7 @@ class Session:
 
     def prepare(self, position: int) -> Prepared:
         """The broadcast and the cohort of a round, from the state that the run is in."""
-        info = self._info(*self.schedule[position], self.rates[position], self.trained[position])
+        info = self._info(position)
         shared, stored, last = self.chain.broadcast(self.state.server, info), self.state.clients, self.state.last_task
         ids = info.uploading
         if not ids and info.privacy and info.privacy.hidden:  # the noise of an empty cohort has the shape of an upload
@@ -284,8 +285,8 @@ class Session:
         )
         self.config = config.model_copy(update=choice._asdict())
 
-    def _info(self, task: int, phase: Phase, number: int, lr: float, trained: int) -> RoundInfo:
-        key = schedule.key(self.config.seed, task, phase.name, number)
+    def _info(self, position: int) -> RoundInfo:
+        (task, phase, number), key = self.schedule[position], self.keys[position]
         sees, heads = self._sees(task), self.strategy.heads(task, len(self.stream))
         owners, expected = self.population.owners(sees), self.population.expected(phase, sees)
         cohort = self.population.cohort(phase, sees, key)
@@ -301,11 +302,11 @@ class Session:
             population=self.config.partition.clients,
             owners=len(owners),
             fraction=self.population.fraction(cohort, sees),
-            lr=lr,
+            lr=self.rates[position],
             model=self.model,
             key=key,
             public=self.public,
-            trained=trained,
+            trained=self.trained[position],
             expected=expected,
             dropped=self.population.dropped(cohort, key),
             privacy=rules.privacy(phase, expected < len(owners), self.config),

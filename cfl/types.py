@@ -107,7 +107,8 @@ class Phase:
     train: clients train locally; work: clients run the strategy's `work` (after training, where both are set).
     stores: what `work` makes stays with the client, and nothing goes up.
     diagnostic: a measurement of the simulator, not counted in bytes.
-    Raises ConfigError for a cohort of another name, fewer than no rounds, and a phase in which nobody does anything.
+    Raises ConfigError for a cohort of another name, fewer than no rounds, a phase in which nobody does anything, and
+    one called "train" that does not train.
     """
 
     name: str
@@ -123,6 +124,8 @@ class Phase:
             raise unknown(f"cohort of phase '{self.name}'", str(self.cohort), get_args(_COHORTS))
         if self.rounds < 0 or not (self.train or self.work):
             raise ConfigError(f"phase '{self.name}' has {self.rounds} rounds, train={self.train} and work={self.work}")
+        if self.name == "train" and not self.train:  # it would draw as the training rounds do
+            raise ConfigError("a phase called 'train' has to train; give this one another name")
 
 
 class Privacy(NamedTuple):

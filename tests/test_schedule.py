@@ -32,6 +32,15 @@ def test_training_rounds_are_counted_over_the_phases_of_a_task():
     assert schedule.trained(PLANNED, restart=False) == [0, 1, 2, 2, 3, 4, 5]
 
 
+def test_training_rounds_draw_alike_however_phases_cut_them():
+    keys = schedule.keys(5, PLANNED)
+    plain = schedule.keys(5, [(task, Phase("train", 3), number) for task in (0, 1) for number in range(3)])
+    assert [keys[place] for place in (0, 1, 3, 4, 5, 6)] == plain and keys[2] not in plain
+    assert len(set(keys)) == len(keys) and not set(keys) & set(schedule.keys(6, PLANNED))
+    with pytest.raises(ConfigError, match="a phase called 'train' has to train"):
+        Phase("train", train=False, work=True)
+
+
 def test_rates_decay_with_the_training_rounds():
     local = LocalConfig(lr=0.8, lr_decay=0.5)
     assert schedule.rates(PLANNED, local) == [0.8, 0.4, 0.2, 0.2, 0.8, 0.4, 0.2]

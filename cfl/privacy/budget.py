@@ -45,7 +45,8 @@ class Budget:
         """Client to its releases in the first `rounds` rounds, or in all; only clients that have some."""
         spent: dict[int, Counter[float]] = {}
         together: dict[tuple[int, ...], Counter[float]] = {}  # by the tasks seen: what all that hold their data release
-        for task, phase, number in self.rounds[:rounds]:
+        keys = schedule.keys(self.config.seed, self.rounds)
+        for (task, phase, _), key in list(zip(self.rounds, keys, strict=True))[:rounds]:
             if not rules.releases([phase], self.config):
                 continue
             tasks = self.sees(task)
@@ -53,7 +54,6 @@ class Budget:
             if self.dp.level == "client" and self.dp.amplify:  # who might have been drawn spends, at the draw's rate
                 together.setdefault(tasks, Counter())[expected / len(owners)] += 1
                 continue
-            key = schedule.key(self.config.seed, task, phase.name, number)
             for id in self.population.cohort(phase, tasks, key):
                 own = spent.setdefault(id, Counter())
                 if self.dp.level == "example" and phase.train and self.dp.protect == "all":

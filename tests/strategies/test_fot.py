@@ -561,12 +561,13 @@ def test_one_task_is_fedavg_to_the_bit():
     assert all(torch.equal(fot.params[name], leaf) for name, leaf in fedavg.params.items())
 
 
-def test_first_task_of_many_is_fedavg_to_the_bit():
-    recorder = Recorder()
-    _run(_tasks(2), strategy=recorder, model=_mlp(12, 10, 3))
-    alone = _run(_tasks(1), method="fedavg", model=_mlp(12, 10, 3))
-    end = next(before for info, before, _, _ in recorder.rounds if info.phase.name == "gpse")
-    assert all(torch.equal(end["params"][name], leaf) for name, leaf in alone.params.items())
+@pytest.mark.parametrize("options", [{}, {"model": "local", "participants": "sampled"}], ids=_label)
+def test_first_task_of_many_is_fedavg_to_the_bit(options):
+    recorder = Recorder(**options)
+    _run(_tasks(2), "cohort=2", strategy=recorder, model=_mlp(12, 10, 3))
+    alone = _run(_tasks(1), "cohort=2", method="fedavg", model=_mlp(12, 10, 3))
+    after = next(before for info, before, _, _ in recorder.rounds if info.task == 1)
+    assert all(torch.equal(after["params"][name], leaf) for name, leaf in alone.params.items())
 
 
 @pytest.mark.parametrize(
