@@ -5,7 +5,7 @@ Exit status: 0 done; 1 a run that cannot go on; 2 wrong use, in one line; 130 in
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Sequence, Sized
 from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
@@ -220,14 +220,14 @@ def list_(
 
     WHAT: benchmarks, methods, models or regularizers; without one, all are listed.
     """
-    from cfl.report import tables
+    from cfl.report import described, tables
 
     kinds = _registries()
     if what is not None and what not in kinds:
         raise unknown("kind", what, kinds)
     for kind, registry in kinds.items():
         if what in (None, kind):
-            rows = [(name, _summary(registry.get(name)), registry.source(name)) for name in registry.names()]
+            rows = [(name, described.summary(registry.get(name)), registry.source(name)) for name in registry.names()]
             _print(tables.listing(rows, kind))
 
 
@@ -237,15 +237,15 @@ def describe(name: str) -> None:
 
     NAME: a benchmark, method, model or regularizer.
     """
+    from cfl.report import described
+
     kinds = _registries()
     found = [kind for kind, registry in kinds.items() if name in registry.names()]
     if not found:
         raise unknown("name", name, [known for registry in kinds.values() for known in registry.names()])
     for kind in found:
-        item = kinds[kind].get(name)
-        source = kinds[kind].source(name)
-        _print(f"{name} ({kind.removesuffix('s')}): {_summary(item)}" + (f"\nSource: {source}" if source else ""))
-        _describe(kind, name, item)
+        for block in described.blocks(kind, name, kinds[kind].get(name), kinds[kind].source(name)):
+            _print(block)
 
 
 @app.command()
@@ -346,61 +346,6 @@ def _registries() -> dict[str, Any]:
         "models": plugins.models,
         "regularizers": plugins.local,
     }
-
-
-def _summary(item: Any) -> str:
-    """A line on what a registry holds."""
-    return getattr(item, "summary", None) or (item.__doc__ or "").strip().partition("\n")[0]
-
-
-def _describe(kind: str, name: str, item: Any) -> None:
-    from cfl import options
-    from cfl.report import tables
-
-    if kind == "benchmarks":
-        _preset(name)
-    elif kind == "models":
-        _print(tables.hyper_parameters(_parameters(item), "model."))
-    else:
-        rows, prefix = options.describe(item), "strategy." if kind == "methods" else f"regularizer.{name}."
-        _print(tables.hyper_parameters(rows, prefix) if rows else "No hyper-parameters.")
-        _print(tables.answers(_privacy(name, item), "privacy"))
-
-
-def _privacy(name: str, item: Any) -> list[tuple[str, str]]:
-    """What a client sends for a method, what the server learns, and which options can protect it."""
-    from cfl.privacy.rules import PROTECTIONS, refused
-
-    learns = "what each client sends" + ("" if item.gathers == "stack" else "; under secure aggregation only the sum")
-    rows = [("a client sends", item.sends or "nothing beside the update"), ("the server learns", learns)]
-    for option, further in PROTECTIONS.items():
-        reason = refused(name, [option, *further])
-        rows.append((option, f"no: {reason}" if reason else "can protect it"))
-    return rows
-
-
-def _parameters(builder: Callable[..., Any]) -> list[dict[str, Any]]:
-    """Rows of a model builder's own parameters: those after input shape and number of outputs."""
-    import inspect
-
-    own = list(inspect.signature(builder, eval_str=True).parameters.values())[2:]
-    return [
-        {
-            "name": one.name,
-            "default": one.default,
-            "range": inspect.formatannotation(one.annotation).replace("collections.abc.", ""),
-            "help": "",
-            "source": "",
-        }
-        for one in own
-    ]
-
-
-def _preset(name: str) -> None:
-    from importlib.resources import files
-
-    path = files("cfl") / "presets" / f"{name}.yaml"
-    _print(path.read_text(encoding="utf-8") if path.is_file() else "No preset: the options' own defaults hold.")
 
 
 def _print(what: Any) -> None:
