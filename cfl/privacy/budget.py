@@ -36,6 +36,7 @@ class Budget:
     ) -> None:
         self.config, self.dp, self.population, self.sees = config, config.dp, population, sees
         self.rounds = [] if self.dp.level == "none" else rounds
+        self.keys = schedule.keys(config.seed, self.rounds)
         self._known: dict[Plan, float] = {}
         self.multiplier = self.dp.noise_multiplier or 0.0
         if self.dp.target_epsilon is not None:
@@ -45,8 +46,7 @@ class Budget:
         """Client to its releases in the first `rounds` rounds, or in all; only clients that have some."""
         spent: dict[int, Counter[float]] = {}
         together: dict[tuple[int, ...], Counter[float]] = {}  # by the tasks seen: what all that hold their data release
-        keys = schedule.keys(self.config.seed, self.rounds)
-        for (task, phase, _), key in list(zip(self.rounds, keys, strict=True))[:rounds]:
+        for (task, phase, _), key in zip(self.rounds[:rounds], self.keys[:rounds], strict=True):
             if not rules.releases([phase], self.config):
                 continue
             tasks = self.sees(task)
