@@ -10,7 +10,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -66,6 +66,14 @@ class Layer:
         channels = x.shape[1] // self.groups
         x = x[:, self.group * channels : (self.group + 1) * channels]
         return F.unfold(x, conv.kernel_size, dilation=conv.dilation, stride=conv.stride).transpose(1, 2)
+
+    def dense(self) -> Layer:
+        """The layer with the inputs that it had if it moved a pixel at a time; a Linear layer as it is."""
+        if isinstance(self.module, nn.Linear):
+            return self
+        module = copy.copy(self.module)
+        module.stride = (1, 1)
+        return replace(self, module=module)
 
 
 class Model:

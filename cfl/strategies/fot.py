@@ -79,6 +79,10 @@ class FOT(Strategy):
     participants: str = option("all", "clients in GPSE", source="code: sampled", choices=("all", "sampled"))
     model: str = option("global", "model that is sketched", source="code: local", choices=("global", "local"))
     dropout: bool = option(False, "draw dropout in GPSE, but for that right before a layer", source="code: in the MLP")
+    augmented: bool = option(False, "random changes of training images in GPSE too", source="code: Mini-ImageNet")
+    dense_stem: bool = option(
+        False, "first layer's patches at stride 1, whatever its own", source="code: Mini-ImageNet"
+    )
     after_last_task: bool = option(False, "GPSE after the last task too", source="Algorithm 1: yes; code: no")
     bias: str = option("augment", "biases", source="code: free", choices=("augment", "free", "freeze"))
     norm_affine: str = option("freeze", "norm weights and biases", source="code: free", choices=("freeze", "free"))
@@ -144,7 +148,10 @@ class FOT(Strategy):
         """GPSE at a client: for each layer the sketch A_i of X*_i (eq. 8-9) and its energies (eq. 10-11)."""
         diagnostic, at_client = info.phase.diagnostic, self.project_at == "client"
         sums: dict[str, Energies] = {}
-        for layer in self._projected(info.model):
+        layers = self._projected(info.model)
+        if self.dense_stem and not diagnostic:
+            layers = [layer.dense() if layer.path == info.model.layers[0].path else layer for layer in layers]
+        for layer in layers:
             known = shared.get("basis", {}).get(layer.name, params[layer.weight].new_zeros(self._width(layer), 0))
             if diagnostic:
                 sums[layer.name] = Energies(known)
@@ -169,10 +176,12 @@ class FOT(Strategy):
             vectors = input_vectors(inputs, layer, self._augment)
             into.add(private.unit_energy(vectors) if info.privacy else vectors, batch.ids)
 
-        watched = [layer for layer in self._projected(info.model) if layer.name in sums]
+        watched = [layer for layer in layers if layer.name in sums]
         drawn = self.dropout and not diagnostic
+        changes = rng.key(info.key, "augment", client.id) if self.augmented and not diagnostic else None
+        batches = client.batches(64, key=changes)
         with rng.fork(rng.key(info.key, "dropout", client.id), client.device):
-            stream(info.model, params, info.task, client.batches(64), watched, see, patches=False, dropout=drawn)
+            stream(info.model, params, info.task, batches, watched, see, patches=False, dropout=drawn)
         for (name, _), seen in images.items():
             into = sums[name]
             assert isinstance(into, Gram)

@@ -430,6 +430,40 @@ def test_max_patches_limits_what_an_image_adds():
         assert _ranks(server)["0"] == rank
 
 
+def test_a_dense_stem_has_its_patches_at_stride_1():
+    # The authors' code does so where the stem of their Mini-ImageNet network has stride 2.
+    convs = nn.Conv2d(2, 4, 3, stride=2, padding=1, bias=False), nn.Conv2d(4, 4, 2, stride=2, bias=False)
+    model = _handle(_Net(*convs, nn.Flatten(), nn.Linear(4, 3)).double(), (2, 4, 4))
+    x = _random(3, 2, 4, 4)
+    padded = nn.functional.pad(x, (1, 1, 1, 1))
+    patches = torch.stack([padded[:, :, i : i + 3, j : j + 3].flatten(1) for i in range(4) for j in range(4)])
+    own = patches.view(4, 4, 3, 18)[::2, ::2]
+    _, plain = _one_gpse(FOT(bias="free"), model, x)
+    server, dense = _one_gpse(FOT(bias="free", dense_stem=True), model, x)
+    assert float(plain["energy/0"][0]) == pytest.approx(float(own.square().sum()))
+    assert float(dense["energy/0"][0]) == pytest.approx(float(patches.square().sum()))
+    for name in ("1", "3"):  # the layers after it see what they did
+        assert torch.equal(dense[f"energy/{name}"], plain[f"energy/{name}"])
+    coverage = Phase("coverage", cohort="available", train=False, work=True, diagnostic=True)
+    _, real = _gpse(
+        FOT(bias="free", dense_stem=True), model, server, _clients(x, [torch.arange(3)]), _info(model, 0, 3, coverage)
+    )
+    assert float(real["energy/0"][0]) == pytest.approx(float(own.square().sum()))  # what the layer takes is measured
+
+
+def test_augmented_gpse_sees_the_images_that_training_may_see():
+    # All images have their one bright pixel on the left; half of those that are flipped at random, on the right.
+    model, x = _handle(_Net(nn.Flatten(), nn.Linear(2, 3)), (1, 1, 2)), torch.tensor([[[[1.0, 0.0]]]] * 32)
+    y, columns = torch.zeros(32, dtype=torch.int64), {}
+    samples = cfl.from_tensors([(x, y, x, y)]).with_augment(["flip"]).tasks[0].train
+    clients = [Client(0, {0: Share(samples, torch.arange(32))}, 0, (0,))]
+    for augmented in (False, True):
+        strategy = FOT(sketch="gram", threshold=1.0, bias="free", augmented=augmented)
+        server, _ = _gpse(strategy, model, _start(strategy, model), clients, _info(model))
+        columns[augmented] = server["basis"]["1"].shape[1]
+    assert columns == {False: 1, True: 2}
+
+
 def test_sketch_shapes_by_layer_kind():
     module = _Net(nn.Conv2d(2, 4, 2), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3)).double()
     model, x = _handle(module, (2, 4, 4)), _random(5, 2, 4, 4)
