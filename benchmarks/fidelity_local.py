@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from statistics import fmean
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -156,35 +157,31 @@ def projection(seeds: Sequence[int] = SEEDS, *shorter: str) -> list[Table]:
     }
     rows = []
     for name, (benchmark, settings, stream) in data.items():
-        for always in (False, True):
+        for project in ("conflict", "always"):
             cosines: list[float] = []
             scores = []
             for seed in seeds:
-                overrides = [*settings, *shorter, "eval_local=1"]
+                overrides = [*settings, *shorter, "eval_local=1", f"regularizer.fedproj.project={project}"]
                 config = cfl.resolve(benchmark, method="fedproj", seed=seed, overrides=overrides)
-                with patch.object(fedproj_module, "without_conflict", watched(cosines, always)):
+                with patch.object(fedproj_module, "without_conflict", watched(cosines)):
                     metrics = cfl.run(config, stream=stream).metrics
                 scores.append((metrics["acc"], fmean(metrics["local_accuracy"])))
             conflicts = [value for value in cosines if value < 0]
             others = [value for value in cosines if value >= 0] or [0.0]
             shares = [len(conflicts) / len(cosines), -fmean(conflicts or [0.0]), fmean(others)]
-            rule = "always (eq. 14)" if always else "in conflict (`cfl`)"
+            rule = {"conflict": "in conflict (`cfl`)", "always": "always (eq. 14)"}[project]
             rows.append([name, rule, *shares, *map(list, zip(*scores, strict=True))])
     columns = {"data": "", "projected": "", "conflicts": "%.0f", "cosine there": ".2f", "cosine elsewhere": ".2f"}
     return [Table("FedProj's condition", {**columns, "global model": "%.1f", "local models": "%.1f"}, rows)]
 
 
-def watched(cosines: list[float], always: bool) -> Callable[[tree.Tree, tree.Tree, float], tree.Tree]:
-    """`without_conflict` that notes the cosine of its two gradients; always: without its condition."""
+def watched(cosines: list[float]) -> Callable[..., tree.Tree]:
+    """`without_conflict` that notes the cosine of its two gradients."""
     original = fedproj_module.without_conflict
 
-    def noted(grads: tree.Tree, reference: tree.Tree, smallest: float) -> tree.Tree:
-        inner, square = tree.dot(grads, reference), tree.dot(reference, reference)
-        if square <= smallest**2:
-            return grads
-        cosines.append(cosine(grads, reference))
-        if not always:
-            return original(grads, reference, smallest)
-        return {name: grad - inner / square * reference[name] for name, grad in grads.items()}
+    def noted(grads: tree.Tree, reference: tree.Tree, smallest: float, **options: Any) -> tree.Tree:
+        if tree.dot(reference, reference) > smallest**2:
+            cosines.append(cosine(grads, reference))
+        return original(grads, reference, smallest, **options)
 
     return noted

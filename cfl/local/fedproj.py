@@ -1,10 +1,10 @@
 """FedProj (2025): local gradients may not raise the loss on a memory of what the clients' ensemble knows.
 
 Client: g is the gradient of its loss, g_m that of KL(softmax(Z / T) || softmax(f / T)) on a batch of public inputs, Z
-being the ensemble's logits of the last round. The optimiser gets the nearest gradient with <g, g_m> >= 0 (eq. 9-13; the
-condition is missing in eq. 14). Server: the averaged model is distilled from the mean logits as in FedDF, and alpha
-|theta - theta_anchor|^2 holds it back (eq. 7 and 8). The projection is of the gradient: with momentum, weight decay or
-Adam the step is another one, and the memory's loss may rise.
+being the ensemble's logits of the last round. The optimiser gets the nearest gradient with <g, g_m> >= 0 (eq. 9-13;
+eq. 14 prints the projection without this condition). Server: the averaged model is distilled from the mean logits as in
+FedDF, and alpha |theta - theta_anchor|^2 holds it back (eq. 7 and 8). The projection is of the gradient: with momentum,
+weight decay or Adam the step is another one, and the memory's loss may rise.
 """
 
 from collections.abc import Mapping
@@ -40,6 +40,10 @@ class FedProj(FedDF):
     drop: float = option(
         0.0, "probability that a client does not project in a round", source="Figure 3a", at_least=0.0, at_most=1.0
     )
+    project: str = option(
+        "conflict", "steps that project: those in conflict, or all", source="eq. 9-13", choices=("conflict", "always")
+    )
+    clamp: float | None = option(None, "bound of the projection's coefficient", source="code: 10", above=0.0)
     alpha: float = option(0.0, "weight of the distance from the anchor", source="Table 3b", at_least=0.0)
     anchor: str = option(
         "average", "the averaged model, or the global one before", source="Algorithm 1", choices=("average", "global")
@@ -81,7 +85,8 @@ class FedProj(FedDF):
         def forgetting(at: Tree) -> Tensor:
             return divergence(targets[part], ctx.forward(at, batch), self.temperature).mean()
 
-        projected = without_conflict(grads, torch.func.grad(forgetting)(params), _SMALLEST)
+        remembered, always = torch.func.grad(forgetting)(params), self.project == "always"
+        projected = without_conflict(grads, remembered, _SMALLEST, always=always, most=self.clamp)
         if "projects" not in ctx.sent:
             return projected
         does = ctx.sent["projects"][ctx.client] > 0

@@ -16,14 +16,18 @@ from cfl.tree import Tree
 from cfl.types import Ctx
 
 
-def without_conflict(grads: Tree, reference: Tree, smallest: float) -> Tree:
+def without_conflict(
+    grads: Tree, reference: Tree, smallest: float, *, always: bool = False, most: float | None = None
+) -> Tree:
     """The nearest gradient with <g, reference> >= 0; `grads` where |reference| is below `smallest`.
 
     It solves min |g - grads|^2 subject to <g, reference> >= 0 (A-GEM, Chaudhry et al., 2019, eq. 11).
+    always: subject to <g, reference> = 0; most: bound of the multiple of `reference` that is taken away.
     """
     inner, square = tree.dot(grads, reference), tree.dot(reference, reference)
-    wrong = (inner < 0) & (square > smallest**2)
+    wrong = (square > smallest**2) if always else (inner < 0) & (square > smallest**2)
     share = torch.where(wrong, inner / torch.where(wrong, square, 1.0), 0.0)
+    share = share if most is None else share.clamp(-most, most)
     return {name: grad - share * reference[name] for name, grad in grads.items()}
 
 

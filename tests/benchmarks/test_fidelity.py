@@ -226,13 +226,14 @@ def test_rows_of_the_casts(local, monkeypatch):
     assert all(-1 <= cosine <= 1 for _, cosine in gradients.rows)
 
 
-def test_projection_notes_conflicts_and_may_leave_out_the_condition(local):
-    reference = {"w": torch.tensor([2.0, 0.0])}
+def test_projection_notes_conflicts(local):
+    noted: list[float] = []
+    project, reference = local.watched(noted), {"w": torch.tensor([2.0, 0.0])}
     for always, expected in ((False, [[0.0, 1.0], [1.0, 1.0]]), (True, [[0.0, 1.0], [0.0, 1.0]])):
-        noted: list[float] = []
-        project = local.watched(noted, always)
-        found = [project({"w": torch.tensor([x, 1.0])}, reference, 1e-3)["w"].tolist() for x in (-1.0, 1.0)]
-        assert found == expected and noted == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
+        noted.clear()
+        found = [project({"w": torch.tensor([x, 1.0])}, reference, 1e-3, always=always)["w"] for x in (-1.0, 1.0)]
+        assert [leaf.tolist() for leaf in found] == expected
+        assert noted == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
     assert project({"w": torch.ones(2)}, {"w": torch.zeros(2)}, 1e-3)["w"].tolist() == [1.0, 1.0] and len(noted) == 2
 
 

@@ -123,6 +123,21 @@ def test_projection_by_hand(gradient, expected):
     assert found["w"].tolist() == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("options", "gradient", "expected"),
+    [
+        ({"project": "always"}, (0.0, 1.0), (0.5, 0.5)),  # <g, g_m> = +1/4, |g_m|^2 = 1/8: g - 2 g_m
+        ({"project": "always"}, (1.0, 0.0), (0.5, 0.5)),
+        ({"clamp": 4.0}, (3.0, -1.0), (2.0, 0.0)),  # g + 4 g_m in place of g + 8 g_m
+        ({"clamp": 10.0}, (3.0, -1.0), (1.0, 1.0)),
+    ],
+)
+def test_projection_as_printed_and_as_coded_by_hand(options, gradient, expected):
+    params = {"w": torch.zeros(2)}
+    found = FedProj(temperature=1.0, **options).adjust({"w": torch.tensor(gradient)}, params, hand_context())
+    assert found["w"].tolist() == pytest.approx(expected)
+
+
 def test_temperature_by_hand():
     # T = 2: p is in the ratio sqrt(3) to 1, so that g_m points along (-1, 1) still, and so does the projection
     params = {"w": torch.zeros(2)}

@@ -78,6 +78,21 @@ def test_projection_by_hand():
     assert (found["a"].item(), found["b"].item()) == (2.0, -2.0)
 
 
+def test_projecting_always_takes_away_what_agrees_too():
+    # <(3, 4), (0, 2)> = 8, |(0, 2)|^2 = 4: (3, 4) - 2 (0, 2) = (3, 0); at most 0.5 of (0, 2): (3, 3)
+    grads, reference = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.0, 2.0])}
+    assert without_conflict(grads, reference, 1e-6, always=True)["w"].tolist() == [3.0, 0.0]
+    assert without_conflict(grads, reference, 1e-6, always=True, most=0.5)["w"].tolist() == [3.0, 3.0]
+    assert without_conflict(grads, {"w": torch.zeros(2)}, 1e-6, always=True)["w"].tolist() == [3.0, 4.0]
+
+
+def test_a_bounded_coefficient_leaves_a_conflict():
+    # the coefficient of (0, 2) is -2, as above; at most 1.5 of it leaves (3, -1), and 2 is no bound
+    grads, reference = {"w": torch.tensor([3.0, -4.0])}, {"w": torch.tensor([0.0, 2.0])}
+    assert without_conflict(grads, reference, 1e-6, most=1.5)["w"].tolist() == [3.0, -1.0]
+    assert without_conflict(grads, reference, 1e-6, most=2.0)["w"].tolist() == [3.0, 0.0]
+
+
 def test_a_gradient_without_conflict_stays_as_it_is_to_the_bit():
     grads, reference = draw(0)
     agreeing = grads if tree.dot(grads, reference) > 0 else tree.scale(grads, -1.0)
