@@ -62,8 +62,13 @@ def matrices(groups: Sequence[Group]) -> Iterator[Figure]:
 
 
 def subspaces(groups: Sequence[Group]) -> Iterator[Figure]:
-    """For methods that have them, the protected share of each layer's inputs, and the energy that it covers."""
-    titles = {"subspace_use": "share of the input space in use, %", "coverage": "input energy covered, %"}
+    """For methods that have them, of each layer the protected share of its inputs, the energy that it covers, and what
+    a projection took away of the steps."""
+    titles = {
+        "subspace_use": "share of the input space in use, %",
+        "coverage": "input energy covered, %",
+        "removed": "energy of the steps projected away, %",
+    }
     for group in groups:
         reports = [run.metrics["by_task"] for run in group.runs if run.metrics.get("by_task")]
         for field, title in titles.items():

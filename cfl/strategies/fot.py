@@ -30,7 +30,7 @@ from cfl.strategies.base import Strategy
 from cfl.subspace import basis as bases
 from cfl.subspace import private
 from cfl.subspace.layer_inputs import Patches, slides, some_patches, stream
-from cfl.subspace.projection import covered, input_vectors, project_step, width
+from cfl.subspace.projection import covered, input_vectors, project_step, step_energies, width
 from cfl.subspace.sketch import Direct, Energies, Gram, unpack
 from cfl.tree import Tree
 from cfl.types import Batch, Client, Parts, Phase, RoundInfo, Server
@@ -122,7 +122,13 @@ class FOT(Strategy):
 
     def init_server(self, params: Tree, model: Model) -> Server:
         device = next(iter(params.values())).device
-        return {"basis": {layer.name: bases.empty(self._width(layer), device) for layer in self._projected(model)}}
+        layers = self._projected(model)
+        basis = {layer.name: bases.empty(self._width(layer), device) for layer in layers}
+        return self.begin_task({"basis": basis}, 0, model)
+
+    def begin_task(self, server: Server, task: int, model: Model) -> Server:
+        # of each layer's steps in this task, the energy before and after the projection
+        return {**server, "steps": {name: basis.new_zeros(2) for name, basis in server["basis"].items()}}
 
     def frozen(self, task: int, model: Model) -> frozenset[str]:
         if task == 0:
@@ -211,7 +217,11 @@ class FOT(Strategy):
         layers = self._projected(info.model)
         new = dict(super().absorb(server, mean, info, lr))
         if info.phase.train:  # FedProject: the whole step of the server, whatever rule made it (eq. 5-7)
-            new["params"] = project_step(server["params"], new["params"], server["basis"], layers, self._augment)
+            old, whole = server["params"], new["params"]
+            new["params"] = project_step(old, whole, server["basis"], layers, self._augment)
+            before, after = (step_energies(old, to, layers, self._augment) for to in (whole, new["params"]))
+            pairs = {name: torch.stack([before[name], after[name]]) for name in before}
+            new["steps"] = {name: sums + pairs[name] for name, sums in server["steps"].items()}
         if info.phase.diagnostic:
             pairs = {name.removeprefix("energy/"): pair for name, pair in mean["work"].items()}
             new["coverage"] = {name: 1 - pair[1] / pair[0].clamp(min=1e-300) for name, pair in pairs.items()}
@@ -229,7 +239,8 @@ class FOT(Strategy):
     def report(self, server: Server, model: Model) -> dict[str, Any]:
         use = {name: basis.shape[1] / basis.shape[0] for name, basis in server["basis"].items()}
         coverage = {name: float(share) for name, share in server.get("coverage", {}).items()}
-        return {"subspace_use": use, "coverage": coverage}
+        removed = {name: float(1 - after / before) for name, (before, after) in server["steps"].items() if before > 0}
+        return {"subspace_use": use, "coverage": coverage, "removed": removed}
 
     def _extended(self, layer: Layer, server: Server, sums: Tree, info: RoundInfo) -> Tensor:
         """GPSE at the server: the leading directions of the summed sketch join the basis (eq. 11-12)."""

@@ -55,6 +55,15 @@ def project_step(old: Tree, new: Tree, bases: Mapping[str, Tensor], layers: Iter
     return result
 
 
+def step_energies(old: Tree, new: Tree, layers: Iterable[Layer], augment: bool) -> Tree:
+    """|W' - W|^2 of each layer by name, () in float64."""
+    moved = {}
+    for layer in layers:
+        before, after = (_rows(leaves, layer, names(layer, augment), torch.float64) for leaves in (old, new))
+        moved[layer.name] = (after - before).square().sum()
+    return moved
+
+
 def covered(model: Model, layers: Sequence[Layer], frozen: Collection[str], augment: bool) -> list[str]:
     """What a projection of these layers protects of a model, what is frozen, and what neither: lines for the user."""
     projected = {name for layer in layers for name in names(layer, augment)}

@@ -121,7 +121,7 @@ def test_every_figure_says_what_it_shows(read, stored):
     lost = 100 * np.mean([run["accuracy_matrix"][0][0] - run["accuracy_matrix"][1][0] for run in found])
     (forgotten,) = [text for text in drawn if text.startswith("Forgetting")]
     assert forgotten.endswith(f"fot {lost:.3g}")
-    for field in ("subspace_use", "coverage"):
+    for field in ("subspace_use", "coverage", "removed"):
         use = 100 * np.mean([list(run["by_task"][-1][field].values()) for run in found], axis=0)
         assert any(text.endswith(f"3 {use[-1]:.3g}") and f"1 {use[0]:.3g}" in text for text in drawn)
 

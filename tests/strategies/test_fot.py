@@ -672,6 +672,19 @@ def test_a_protected_network_keeps_its_logits(kind, sketch):
     assert changes["free"] > 1e-4  # the biases alone undo the guarantee: the test can fail
 
 
+def test_the_removed_share_is_of_the_energy_of_a_tasks_steps():
+    recorder = Recorder(threshold=0.8)
+    metrics = _run(_tasks(2), strategy=recorder, model=_mlp(12, 10, 3)).metrics
+    assert metrics["by_task"][0]["removed"] == {"0": 0.0, "2": 0.0}  # nothing is protected yet
+    rounds = [(before["basis"], mean["strategy"]) for info, before, _, mean in recorder.rounds if info.task == 1]
+    assert len(rounds) == 2
+    for name, share in metrics["removed"].items():
+        steps = [torch.cat([step[f"{name}.weight"], step[f"{name}.bias"][:, None]], 1) for _, step in rounds]
+        inside = sum((step @ basis[name]).square().sum() for step, (basis, _) in zip(steps, rounds, strict=True))
+        assert share == pytest.approx(float(inside / sum(step.square().sum() for step in steps)), rel=1e-9)
+        assert 0.05 < share < 0.95
+
+
 def test_the_head_of_another_task_never_moves():
     recorder = Recorder()
     result = _run(_tasks(2), "local.weight_decay=0.1", strategy=recorder, model=_mlp(12, 10, 3), multi_head=True)
