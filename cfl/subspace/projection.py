@@ -57,11 +57,11 @@ def project_step(old: Tree, new: Tree, bases: Mapping[str, Tensor], layers: Iter
 
 def step_energies(old: Tree, new: Tree, layers: Iterable[Layer], augment: bool) -> Tree:
     """|W' - W|^2 of each layer by name, () in float64."""
-    moved = {}
+    energies = {}
     for layer in layers:
-        before, after = (_rows(leaves, layer, names(layer, augment), torch.float64) for leaves in (old, new))
-        moved[layer.name] = (after - before).square().sum()
-    return moved
+        moved = (new[name][layer.rows] - old[name][layer.rows] for name in names(layer, augment))
+        energies[layer.name] = torch.stack([part.square().sum() for part in moved]).sum().double()
+    return energies
 
 
 def covered(model: Model, layers: Sequence[Layer], frozen: Collection[str], augment: bool) -> list[str]:
