@@ -1,4 +1,4 @@
-"""The parts of `fidelity.py` on FOT and GPM."""
+"""The parts of `fidelity.py` on FOT, GPM and RGO."""
 
 from __future__ import annotations
 
@@ -229,3 +229,23 @@ def gpm(seeds: Sequence[int] = SEEDS, *shorter: str) -> list[Table]:
         Table("First-task rank at threshold 0.95", columns, rows),
         Table("GPM on permuted-digits", {"rank": "", "ACC": "%.1f", "FGT": "%.1f"}, scores),
     ]
+
+
+def encoding(seeds: Sequence[int] = SEEDS, *shorter: str) -> list[Table]:
+    forms = {
+        "FedAvg": ("fedavg",),
+        "RGO": ("rgo", "strategy.alpha=0.01"),
+        "RGO, encoded": ("rgo", "strategy.alpha=0.01", "strategy.encode=true"),
+        "FedAvg, encoded": ("rgo", "strategy.alpha=1e12", "strategy.encode=true"),  # P is I but for 1 / alpha
+        "FOT": ("fot",),
+        "a model for each task": ("single_task",),
+    }
+    rows = []
+    for name, (method, *own) in forms.items():
+        scores = []
+        for partition in ("iid", "shards"):
+            setting = (f"partition.name={partition}", *own, *shorter)
+            scores += measured([run("permuted-digits", method, seed, *setting) for seed in seeds], "acc", "fgt")
+        rows.append([name, *scores])
+    columns = dict.fromkeys(("ACC, IID", "FGT, IID", "ACC, shards", "FGT, shards"), "%.1f")
+    return [Table("RGO's feature encoding", {"method": "", **columns}, rows)]

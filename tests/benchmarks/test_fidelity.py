@@ -187,6 +187,17 @@ def test_first_task_ranks_of_gpm(fot):
 # -- FedSOL and FedProj
 
 
+def test_encoding_acts_without_the_matrices_too(fot):
+    (table,) = fot.encoding((0,), *SHORT)
+    scores = {name: own for name, *own in table.rows}
+    assert scores["FedAvg, encoded"] != scores["FedAvg"] and scores["RGO, encoded"] != scores["RGO"]
+    assert scores["a model for each task"][1::2] == [None, None]  # forgetting is not defined
+    with_p = cfl.resolve("permuted-digits", method="rgo", overrides=["strategy.alpha=1e12", *SHORT])
+    without = cfl.resolve("permuted-digits", method="fedavg", overrides=SHORT)
+    pairs = zip(cfl.run(with_p).params.values(), cfl.run(without).params.values(), strict=True)
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in pairs)  # what its name says
+
+
 def test_scales_differ_by_the_root_of_the_inputs(local):
     layers, scores = local.scale((0,), 2, "permuted-digits", "tasks=1")
     for _, shape, ratio, long, short in layers.rows:

@@ -1,7 +1,7 @@
 """RGO+FL: the recursion against a dense inverse and gradients by brute force, what it does to a step, who stores it."""
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from torch import nn
 import cfl
 from cfl import rng, tree
 from cfl.strategies.rgo import RGO
-from cfl.types import EMPTY, Client, Share
+from cfl.types import EMPTY, Client, Phase, Share
 from tests import toy
 
 # --- helpers ---------------------------------------------------------------------------------------------------------
@@ -267,6 +267,91 @@ def test_in_a_run_as_many_clients_hold_p_as_the_share_says(share, count):
         assert len(changed) == count and all(set(after) == set(changed[0]) != set() for after in changed)
     assert all(not before for task, _, before, _ in recorder.stored if task == 0)
     assert {task for task, *_ in recorder.stored} == {0, 1}  # not after the last task
+
+
+# --- feature encoding -------------------------------------------------------------------------------------------------
+
+
+class _Encoded(nn.Module):
+    """A module whose layers' outputs, but the last one's, come in the given orders."""
+
+    def __init__(self, module, orders):
+        super().__init__()
+        self.module = copy.deepcopy(module)
+        for path, order in orders.items():
+            self.module.get_submodule(path).register_forward_hook(lambda layer, args, out, order=order: out[:, order])
+
+    def forward(self, x):
+        return self.module(x)
+
+
+def _orders(strategy, model, task):
+    """Path of each encoded layer to the order of its outputs."""
+    orders = strategy.init_server(model.params, model)[f"orders/{task}"]
+    return {name.removesuffix(".weight"): order for name, order in orders.items() if name.endswith(".weight")}
+
+
+@pytest.mark.parametrize("kind", ["mlp", "conv"])
+@pytest.mark.parametrize("multi_head", [False, True])
+def test_a_task_is_served_by_the_network_with_its_outputs_permuted(kind, multi_head):
+    shape, module = ((7,), toy.mlp(7, 5, 4, 3)) if kind == "mlp" else ((2, 4, 4), _conv())
+    model, x, strategy = _handle(module, shape, multi_head=multi_head), toy.random(6, *shape), RGO(encode=True)
+    server = {"params": model.params, **strategy.init_server(model.params, model)}
+    assert strategy.serve(server, 0) == model.params
+    seen = []
+    for task in (1, 2):
+        orders = _orders(strategy, model, task)
+        assert list(orders) == (["0", "2"])  # all but the one that gives the logits
+        heads = {name.partition("@")[0]: model.params[name] for name in model.head(task)}
+        encoded = _Encoded(model.module, orders).double().eval()
+        encoded.module.load_state_dict({**encoded.module.state_dict(), **heads})
+        with torch.no_grad(), model.evaluation():
+            found = model.logits(strategy.serve(server, task), x, task)
+            torch.testing.assert_close(found, encoded(x), atol=1e-13, rtol=0)
+        seen.append(torch.cat(list(orders.values())).tolist())
+    assert seen[0] != seen[1] and RGO().init_server(model.params, model) == {}
+
+
+def test_what_comes_down_is_in_the_tasks_order_and_the_server_keeps_the_first_tasks():
+    model, strategy = _handle(toy.mlp(7, 5, 4, 3), (7,)), RGO(encode=True)
+    server = {"params": model.params, **strategy.init_server(model.params, model)}
+    info = replace(toy.consolidation(model, 1), phase=Phase("train"))
+    down = strategy.broadcast(server, info)["params"]
+    served = strategy.serve(server, 1)
+    assert all(torch.equal(down[name], leaf) for name, leaf in served.items())
+    assert not torch.equal(down["0.weight"], model.params["0.weight"])
+    step = {name: toy.random(*leaf.shape, seed=1) for name, leaf in down.items()}
+    after = strategy.absorb(server, {"strategy": step}, info, 1.0)
+    for name, leaf in strategy.serve(after, 1).items():
+        assert torch.equal(leaf, down[name] - step[name])
+
+
+def test_p_belongs_to_the_outputs_of_the_first_task():
+    model, strategy = _handle(toy.mlp(7, 5, 4, 3), (7,)), RGO(encode=True, alpha=0.1)
+    x, y, task = toy.random(10, 7), torch.arange(10) % 3, 2
+    server = {"params": model.params, **strategy.init_server(model.params, model)}
+    info, orders = toy.consolidation(model, task), _orders(strategy, model, task)
+    down = strategy.broadcast(server, info)["params"]
+    state = strategy.work(down, _client(x, y, task), {}, {}, info)[1]
+    (vectors,) = _vectors(_handle(_Encoded(model.module, orders).double(), (7,)), x, y, 16)
+    for name, p in state.items():
+        v = vectors[name.replace("/", "/module.")]
+        h = torch.eye(len(p), dtype=torch.float64) + torch.outer(v, v) / 0.1
+        torch.testing.assert_close(p, h.inverse(), atol=1e-12, rtol=0)
+    # a gradient of the encoded network, brought back to the first task's order, is multiplied as it would be there
+    plain = {name: toy.random(*leaf.shape, seed=2) for name, leaf in model.params.items()}
+    expected = RGO().adjust(plain, {}, toy.context({}, state, EMPTY, model))
+    server = {"params": plain, **strategy.init_server(plain, model)}
+    found = strategy.adjust(strategy.serve(server, task), {}, toy.context({}, state, EMPTY, model, task))
+    for name, leaf in strategy.serve({**server, "params": expected}, task).items():
+        torch.testing.assert_close(found[name], leaf, atol=1e-13, rtol=0)
+
+
+def test_encoding_is_none_in_the_first_task_and_another_network_after_it():
+    plain, encoded = (_run("strategy.share=1", f"strategy.encode={flag}").metrics for flag in ("false", "true"))
+    assert plain["accuracy_matrix"][0] == encoded["accuracy_matrix"][0]
+    assert plain["accuracy_matrix"][1:] != encoded["accuracy_matrix"][1:]
+    assert plain["bytes_by_phase"] == encoded["bytes_by_phase"]
 
 
 # --- conformance -----------------------------------------------------------------------------------------------------
