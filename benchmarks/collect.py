@@ -44,12 +44,12 @@ Dashes: nothing printed, not run, or not in `cfl`. Runs shared the machine with 
 
 
 def store(run: Path, runs: Path = RUNS) -> None:
-    """Copy what is worth keeping of a finished run; one that is stored already stays as it is.
+    """Copy what is worth keeping of a finished run; one that is stored already, perhaps by an earlier version, stays.
 
     machine.json comes last: without it, the copy was killed and is made again.
     """
-    config = load(read_yaml(run / "config.yaml"))
-    target = place("", config, runs / config.scale / config.benchmark).folder
+    config, stored = load(read_yaml(run / "config.yaml")), finished(runs) if runs.is_dir() else {}
+    target = stored.get(digest(config)) or place("", config, runs / config.scale / config.benchmark).folder
     if (target / "machine.json").exists():
         return
     target.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,10 @@ def test_a_run_is_stored_once_and_shown(collect, tmp_path):
         collect.store(tmp_path / "own", tmp_path / "runs")
         (kept,) = (tmp_path / "runs" / "paper" / "permuted-digits").iterdir()
         (kept / "machine.json").unlink()  # as a kill before the end leaves it
-    collect.store(tmp_path / "own", tmp_path / "runs")
+    kept = kept.rename(kept.with_name("fot-of-an-earlier-version"))  # whose options give another hash
+    for _ in range(2):
+        collect.store(tmp_path / "own", tmp_path / "runs")
+    assert [kept] == list(kept.parent.iterdir())
     assert {path.name for path in kept.iterdir()} == {"config.yaml", "metrics.json", "timing.json", "machine.json"}
     machine = json.loads((kept / "machine.json").read_text())
     page = collect.page(tmp_path / "runs")
