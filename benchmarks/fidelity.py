@@ -8,13 +8,14 @@ dp: FOT's appendix H for epsilon 5 and delta 1e-5: what its noise gives, and wha
 sizes: bytes of FOT's models, sketches and bases, beside its Table 5 and the arithmetic of its Table 13.
 bias: outputs of the first task after training on the second, with biases projected and free.
 gpm: one direction too few in the first task, as in GPM's code.
+overlap: how much a client's basis of GPM covers of other clients' inputs.
 encoding: RGO's feature encoding, with RGO and by itself.
 scale: FedSOL's scale by layer (paper) and by output axis (code).
 alias: a penalty whose reference is the weights themselves; inputs and logits cast to integers.
 projection: FedProj's projection with its condition, and without as eq. 14 prints it.
 
-Each part prints the tables of the page, and writes them to <part>.json. `scale` needs MNIST and `alias` CIFAR-100
-(CFL_DATA); all else comes with scikit-learn or is drawn.
+Each part prints the tables of the page, and writes them to <part>.json. `scale` and `overlap` need MNIST and `alias`
+CIFAR-100 (CFL_DATA); all else comes with scikit-learn or is drawn.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from fidelity_fot import bias, coverage, dp, encoding, gpm, ranks, sizes
+from fidelity_baselines import encoding, gpm, overlap
+from fidelity_fot import bias, coverage, dp, ranks, sizes
 from fidelity_local import alias, projection, scale
 from fidelity_tables import Table, markdown
 from host import about
 
 FOLDER = Path("benchmarks/results/fidelity")
 PARTS: dict[str, Callable[[], list[Table]]] = {
-    part.__name__: part for part in (coverage, ranks, dp, sizes, bias, gpm, encoding, scale, alias, projection)
+    part.__name__: part for part in (coverage, ranks, dp, sizes, bias, gpm, overlap, encoding, scale, alias, projection)
 }
 
 

@@ -1,4 +1,4 @@
-"""The parts of `fidelity.py` on FOT, GPM and RGO."""
+"""The parts of `fidelity.py` on FOT."""
 
 from __future__ import annotations
 
@@ -209,43 +209,3 @@ def first_task_moved(choice: str, seed: int) -> float:
     with torch.no_grad(), result.model.evaluation():
         before, now = (result.model.logits(params, tasks[0][0], 0) for params in (after[0], result.params))
     return float((now - before).norm() / before.norm())
-
-
-def gpm(seeds: Sequence[int] = SEEDS, *shorter: str) -> list[Table]:
-    j, rows = torch.arange(1, 201, dtype=torch.float64), []
-    spectra = {"exp(-j / 10)": torch.exp(-j / 10), "1 / j": 1 / j, "1 / j^2": j**-2}
-    spectra["0.96, then flat"] = torch.where(j > 1, 0.04 / 199, 0.96)
-    for name, squared in spectra.items():
-        shares = [0.0, *(squared.cumsum(0) / squared.sum()).tolist()]
-        right = bases.choose_rank(squared, 0.0, 0.95)
-        rows.append([name, right, shares[right], right - 1, shares[right - 1]])
-    runs = {
-        name: [run("permuted-digits", "gpm", seed, f"strategy.first_rank_bug={bug}", *shorter) for seed in seeds]
-        for name, bug in (("right", "false"), ("as in GPM's code", "true"))
-    }
-    columns = {"spectrum": "", "directions": "d", "share": ".3f", "in GPM's code": "d", "share there": ".3f"}
-    scores = [[name, *measured(results, "acc", "fgt")] for name, results in runs.items()]
-    return [
-        Table("First-task rank at threshold 0.95", columns, rows),
-        Table("GPM on permuted-digits", {"rank": "", "ACC": "%.1f", "FGT": "%.1f"}, scores),
-    ]
-
-
-def encoding(seeds: Sequence[int] = SEEDS, *shorter: str) -> list[Table]:
-    forms = {
-        "FedAvg": ("fedavg",),
-        "RGO": ("rgo", "strategy.alpha=0.01"),
-        "RGO, encoded": ("rgo", "strategy.alpha=0.01", "strategy.encode=true"),
-        "FedAvg, encoded": ("rgo", "strategy.alpha=1e12", "strategy.encode=true"),  # P is I but for 1 / alpha
-        "FOT": ("fot",),
-        "a model for each task": ("single_task",),
-    }
-    rows = []
-    for name, (method, *own) in forms.items():
-        scores = []
-        for partition in ("iid", "shards"):
-            setting = (f"partition.name={partition}", *own, *shorter)
-            scores += measured([run("permuted-digits", method, seed, *setting) for seed in seeds], "acc", "fgt")
-        rows.append([name, *scores])
-    columns = dict.fromkeys(("ACC, IID", "FGT, IID", "ACC, shards", "FGT, shards"), "%.1f")
-    return [Table("RGO's feature encoding", {"method": "", **columns}, rows)]

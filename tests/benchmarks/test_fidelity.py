@@ -16,7 +16,7 @@ import cfl
 from cfl.streams import datasets
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
-NAMES = ("fidelity", "fidelity_fot", "fidelity_local", "fidelity_tables")
+NAMES = ("fidelity", "fidelity_baselines", "fidelity_fot", "fidelity_local", "fidelity_tables")
 SHORT = ("tasks=2", "rounds=1")
 
 
@@ -33,6 +33,11 @@ def scripts():
 @pytest.fixture
 def fot(scripts):
     return scripts["fidelity_fot"]
+
+
+@pytest.fixture
+def baselines(scripts):
+    return scripts["fidelity_baselines"]
 
 
 @pytest.fixture
@@ -174,8 +179,8 @@ def test_biases_move_outputs_unless_they_are_projected(fot):
     assert free > 1e-3 and max(augment, freeze) < 1e-5  # float32 has 1e-7
 
 
-def test_first_task_ranks_of_gpm(fot):
-    table, runs = fot.gpm((0,), *SHORT)
+def test_first_task_ranks_of_gpm(baselines):
+    table, runs = baselines.gpm((0,), *SHORT)
     rows = {name: own for name, *own in table.rows}
     # 1 - exp(-r / 10) >= 0.95 (1 - exp(-20)): r >= 10 ln 20 = 29.96
     assert rows["exp(-j / 10)"][::2] == [30, 29]
@@ -184,11 +189,24 @@ def test_first_task_ranks_of_gpm(fot):
     assert [name for name, *_ in runs.rows] == ["right", "as in GPM's code"]
 
 
-# -- FedSOL and FedProj
+def test_a_basis_covers_of_another_client_what_they_have_in_common(baselines):
+    # Four images e_k + u with orthonormal e_k and u, two a client. Of another's image x, the projection on the plane of
+    # e_1 + u and e_2 + u is that on w = e_1 + e_2 + 2 u: <x, w>^2 / (|w|^2 |x|^2) = 4 / (6 * 2).
+    x, y = torch.eye(4, 5), torch.tensor([0, 1, 0, 1])
+    x[:, 4] = 1.0
+    few = ["tasks=2", "rounds=1", "partition.name=iid", "partition.clients=2", "cohort=2", "local.batch_size=2"]
+    own = ["model.hidden=[4]", "strategy.threshold=1", "strategy.bias=free"]
+    config = cfl.resolve("permuted-digits", method="gpm", overrides=[*few, *own])
+    first, second = baselines.covered_energy(config, 2, cfl.from_tensors([(x, y, x, y)] * 2, multi_head=False))
+    assert first == pytest.approx((1.0, 1 / 3))
+    assert second[0] == pytest.approx(1.0) and 0 <= second[1] <= 1
+    (table,) = baselines.overlap(1, 2, ["permuted-digits"])
+    assert [row[:2] for row in table.rows] == [["permuted-digits", "iid"], ["permuted-digits", "shards"]]
+    assert all(1 > own > other > 0 for *_, own, other in table.rows)
 
 
-def test_encoding_acts_without_the_matrices_too(fot):
-    (table,) = fot.encoding((0,), *SHORT)
+def test_encoding_acts_without_the_matrices_too(baselines):
+    (table,) = baselines.encoding((0,), *SHORT)
     scores = {name: own for name, *own in table.rows}
     assert scores["FedAvg, encoded"] != scores["FedAvg"] and scores["RGO, encoded"] != scores["RGO"]
     assert scores["a model for each task"][1::2] == [None, None]  # forgetting is not defined
@@ -196,6 +214,9 @@ def test_encoding_acts_without_the_matrices_too(fot):
     without = cfl.resolve("permuted-digits", method="fedavg", overrides=SHORT)
     pairs = zip(cfl.run(with_p).params.values(), cfl.run(without).params.values(), strict=True)
     assert all(torch.allclose(one, other, atol=1e-6) for one, other in pairs)  # what its name says
+
+
+# -- FedSOL and FedProj
 
 
 def test_scales_differ_by_the_root_of_the_inputs(local):
