@@ -48,7 +48,8 @@ def store(run: Path, runs: Path = RUNS) -> None:
 
     machine.json comes last: without it, the copy was killed and is made again.
     """
-    config, stored = load(read_yaml(run / "config.yaml")), finished(runs) if runs.is_dir() else {}
+    config = load(read_yaml(run / "config.yaml"))
+    stored = finished(runs) if runs.is_dir() else {}
     target = stored.get(digest(config)) or place("", config, runs / config.scale / config.benchmark).folder
     if (target / "machine.json").exists():
         return

@@ -97,7 +97,7 @@ class Model:
         device: torch.device | str = "cpu",
     ) -> None:
         self.module = copy.deepcopy(module).to(device)
-        self.tasks, self.multi_head = len(classes), multi_head
+        self.tasks, self.multi_head, self.seed = len(classes), multi_head, seed
         if norm_stats == "batch":
             _drop_running_stats(self.module)
         called, outputs = _trace(self.module, input_shape, device)

@@ -98,6 +98,9 @@ class FOT(Strategy):
             )
         if self.model == "local" and self.participants == "all":
             raise ConfigError("strategy.model=local sketches the last cohort: use strategy.participants=sampled")
+        if self.draw == "sample" and (self.augmented or self.dropout):
+            name = "augmented" if self.augmented else "dropout"
+            raise ConfigError(f"strategy.{name}=true draws by client, not by sample: use strategy.draw=client")
 
     def refuses(self, run: Mapping[str, Any]) -> str | None:
         level, summed = run["dp"]["level"], self.sketch == "gram" and self.project_at == "server"
@@ -220,8 +223,9 @@ class FOT(Strategy):
             old, whole = server["params"], new["params"]
             new["params"] = project_step(old, whole, server["basis"], layers, self._augment)
             before, after = (step_energies(old, to, layers, self._augment) for to in (whole, new["params"]))
-            pairs = {name: torch.stack([before[name], after[name]]) for name in before}
-            new["steps"] = {name: sums + pairs[name] for name, sums in server["steps"].items()}
+            new["steps"] = {
+                name: sums + torch.stack([before[name], after[name]]) for name, sums in server["steps"].items()
+            }
         if info.phase.diagnostic:
             pairs = {name.removeprefix("energy/"): pair for name, pair in mean["work"].items()}
             new["coverage"] = {name: 1 - pair[1] / pair[0].clamp(min=1e-300) for name, pair in pairs.items()}

@@ -4,8 +4,8 @@ At the end of task t every client that holds its data extends a basis of its own
 of what its layer inputs X have beside it, X* = X - O O^T X (GPM, eq. 8): as many as make the basis hold the share
 `threshold` of |X|^2 (eq. 9). Later it projects its update before the upload, delta <- delta - (delta O) O^T, or every
 gradient, as centralised GPM does (`apply`). Means of updates that are orthogonal to different bases are orthogonal to
-none: this is why the method fails on data that are not IID. With `apply=gradient` the guarantee is for plain SGD, as in
-GPM's paper: weight decay and Adam act after the projection.
+none, so the method fails where clients' inputs have little in common. With `apply=gradient` the guarantee is for plain
+SGD, as in GPM's paper: weight decay and Adam act after the projection.
 
 Options where paper and code differ: the code counts one direction too few in the first task (`first_rank_bug`).
 """

@@ -8,10 +8,10 @@ of mini-batches (z: logits, a: softmax over the task's classes):
 which keeps P = (I + sum v v^T / alpha)^-1. In a federation each client has its own P, and a random share of those that
 hold the task's data updates and stores it; the others go on as they were.
 
-RGO's feature encoding (`encode`) permutes the outputs of each layer but the last, by an order of each task's own. To
-permute outputs is to permute the rows of weight and bias (of each group's, in a convolution of several), so the clients
-get them in the task's order, and the server keeps them, and a client its P, in that of the first task. FOT gives all
-methods one network, and has no encoding.
+RGO's feature encoding (`encode`) permutes the outputs of each layer but the last by an order of each task's own. That
+is to permute the rows of the weight (of each group's, in a convolution of several), so clients get them in the task's
+order, and the server keeps them in that of the first task; P, on the side of the inputs, is not concerned. Biases are
+added after the permutation. FOT gives all methods one network, so it is off.
 
 Differences: alpha is 1 in the paper and 0.01 in the code; the code makes only (test set / batch) updates a task by a
 re-used variable, here it is one epoch. Weight decay and Adam act after the multiplication by P.
@@ -20,7 +20,6 @@ re-used variable, here it is one epoch. Weight decay and Adam act after the mult
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -45,36 +44,38 @@ class RGO(Strategy):
     alpha: float = option(1.0, "how slowly P shrinks", source="paper: 1; code: 0.01", above=0.0)
     share: float = option(0.4, "share of a task's owners that updates its P", source="FOT, F.2", above=0.0, at_most=1.0)
     batch_size: int = option(16, "samples of each update of P", at_least=1)
-    encode: bool = option(False, "feature encoding: layers' outputs permuted for each task", source="FOT: none")
+    encode: bool = option(False, "feature encoding: layers' outputs permuted for each task", source="paper: yes")
 
     def plan(self, task: int, tasks: int, rounds: int) -> list[Phase]:
         return with_consolidation(task, tasks, rounds)
 
     def init_server(self, params: Tree, model: Model) -> Server:
-        orders = {f"orders/{task}": self._orders(model, task) for task in range(model.tasks)}
-        return {name: own for name, own in orders.items() if own}
+        inner = [layer for layer in model.layers if model.multi_head or layer.path != model.layers[-1].path]
+        tasks = range(1, model.tasks) if self.encode else ()
+        return {f"orders/{task}": {layer.weight: _order(layer, task, model.seed) for layer in inner} for task in tasks}
 
     def broadcast(self, server: Server, info: RoundInfo) -> Parts:
         down = super().broadcast(server, info)
-        return {**down, "params": arranged(down["params"], self._orders(info.model, info.task))}
+        return {**down, "params": arranged(down["params"], _orders(server, info.task))}
 
     def absorb(self, server: Server, mean: Parts, info: RoundInfo, lr: float) -> Server:
-        own = {owner: arranged(step, self._orders(info.model, info.task), back=True) for owner, step in mean.items()}
-        return super().absorb(server, own, info, lr)
+        if "strategy" in mean:
+            first = {name: order.argsort() for name, order in _orders(server, info.task).items()}
+            mean = {**mean, "strategy": arranged(mean["strategy"], first)}
+        return super().absorb(server, mean, info, lr)
 
     def serve(self, server: Server, task: int) -> Tree:
-        return arranged(server["params"], server.get(f"orders/{task}", {}))
+        return arranged(server["params"], _orders(server, task))
 
     def adjust(self, grads: Tree, params: Tree, ctx: Ctx) -> Tree:
-        orders = self._orders(ctx.model, ctx.task)
-        new = arranged(grads, orders, back=True)
+        new = dict(grads)
         for layer in ctx.model.layers:
             for name in (layer.weight, layer.bias):
                 p = ctx.state.get(matrix_name(name, layer))
                 if name in grads and p is not None:
                     scaled = len(p) / p.trace() * (rows(new[name], layer) @ p)  # (n, d) @ (d, d)
                     new[name] = layer.put(new[name], scaled)
-        return arranged(new, orders)
+        return new
 
     def work(self, params: Tree, client: Client, shared: Parts, state: Tree, info: RoundInfo) -> tuple[Tree, Tree]:
         """Update the client's P, if it is among those drawn for the task. Nothing goes up."""
@@ -88,7 +89,6 @@ class RGO(Strategy):
         source = rng.generator(rng.key(info.key, "order", client.id))
         order = torch.randperm(len(client), generator=source).to(client.device)
         weights = tree.select(params, dict.fromkeys(name for name, _ in pairs))
-        orders = self._orders(info.model, info.task)
 
         def q(at: Tree, batch: Batch) -> Tensor:
             z = info.model.logits({**params, **at}, batch.x, info.task)
@@ -97,33 +97,28 @@ class RGO(Strategy):
             return (z.gather(1, batch.y[:, None]) * at_label).sum()
 
         for batch in client.batches(self.batch_size, order):
-            grads = arranged(torch.func.grad(q)(weights, batch), orders, back=True)
+            grads = torch.func.grad(q)(weights, batch)
             for name, layer in pairs:
                 v, p = rows(grads[name], layer).mean(dim=0).double(), new[matrix_name(name, layer)]
                 k = p @ v
                 new[matrix_name(name, layer)] = p - torch.outer(k, k) / (self.alpha + v @ k)
         return {}, {name: leaf.to(params[pairs[0][0]]) for name, leaf in new.items()}
 
-    def _orders(self, model: Model, task: int) -> Tree:
-        """The task's order of each encoded layer's outputs, by the names of its weight and bias."""
-        if not self.encode or task == 0:
-            return {}
-        last = "" if model.multi_head else model.layers[-1].path  # which gives the logits
-        inner = (layer for layer in model.layers if layer.path != last)
-        named = ((name, layer) for layer in inner for name in (layer.weight, layer.bias) if name)
-        return {name: _order(task, layer.path, layer.groups, len(layer.module.weight)) for name, layer in named}
+
+def _order(layer: Layer, task: int, seed: int) -> Tensor:
+    """The task's order of a layer's outputs, each group's by itself."""
+    source = rng.generator(rng.key(seed, "encoding", task, layer.path))
+    own = len(layer.module.weight) // layer.groups
+    return torch.cat([torch.randperm(own, generator=source) + group * own for group in range(layer.groups)])
 
 
-@lru_cache(maxsize=1024)
-def _order(task: int, path: str, groups: int, outputs: int) -> Tensor:
-    source, own = rng.generator(rng.key(0, "encoding", task, path)), outputs // groups
-    return torch.cat([torch.randperm(own, generator=source) + group * own for group in range(groups)])
+def _orders(server: Server, task: int) -> Tree:
+    return server.get(f"orders/{task}", {})
 
 
-def arranged(leaves: Tree, orders: Tree, *, back: bool = False) -> Tree:
-    """Leaves with their rows in these orders; back: from these orders to the first task's."""
-    moved = {name: order.argsort() if back else order for name, order in orders.items() if name in leaves}
-    return {name: leaf[moved[name]] if name in moved else leaf for name, leaf in leaves.items()}
+def arranged(leaves: Tree, orders: Tree) -> Tree:
+    """Leaves with their rows in these orders."""
+    return {name: leaf[orders[name]] if name in orders else leaf for name, leaf in leaves.items()}
 
 
 def matrix_name(name: str | None, layer: Layer) -> str:

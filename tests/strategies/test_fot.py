@@ -461,7 +461,18 @@ def test_augmented_gpse_sees_the_images_that_training_may_see():
         strategy = FOT(sketch="gram", threshold=1.0, bias="free", augmented=augmented)
         server, _ = _gpse(strategy, model, _start(strategy, model), clients, _info(model))
         columns[augmented] = server["basis"]["1"].shape[1]
+        measured = replace(
+            _info(model), phase=Phase("coverage", cohort="available", train=False, work=True, diagnostic=True)
+        )
+        _, sums = _gpse(strategy, model, server, clients, measured)
+        assert sums["energy/1"].tolist() == pytest.approx([32.0, 0.0], abs=1e-9)  # of the images as they are
     assert columns == {False: 1, True: 2}
+
+
+@pytest.mark.parametrize("option", ["augmented", "dropout"])
+def test_what_is_drawn_by_client_does_not_go_with_draws_by_sample(option):
+    with pytest.raises(ConfigError, match=f"strategy.{option}=true draws by client"):
+        FOT(draw="sample", **{option: True})
 
 
 def test_sketch_shapes_by_layer_kind():

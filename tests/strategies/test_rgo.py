@@ -11,6 +11,7 @@ from torch import nn
 import cfl
 from cfl import rng, tree
 from cfl.strategies.rgo import RGO
+from cfl.testing import check_strategy
 from cfl.types import EMPTY, Client, Phase, Share
 from tests import toy
 
@@ -23,8 +24,8 @@ def _conv():
     return toy.net(first, nn.ReLU(), second, nn.ReLU(), nn.Flatten(), nn.Dropout(0.5), nn.Linear(24, 3))
 
 
-def _handle(module, input_shape, outputs=3, multi_head=False):
-    return cfl.Model(module, input_shape, [outputs] * 3, multi_head=multi_head)
+def _handle(module, input_shape, outputs=3, multi_head=False, seed=0):
+    return cfl.Model(module, input_shape, [outputs] * 3, multi_head=multi_head, seed=seed)
 
 
 def _client(x, y, task=0, id=0):
@@ -271,49 +272,56 @@ def test_in_a_run_as_many_clients_hold_p_as_the_share_says(share, count):
 
 # --- feature encoding -------------------------------------------------------------------------------------------------
 
+SEED = 3  # of orders that are not their own inverses
+
 
 class _Encoded(nn.Module):
-    """A module whose layers' outputs, but the last one's, come in the given orders."""
+    """A module whose layers' outputs, but the last one's, come in the given orders, before their biases are added."""
 
     def __init__(self, module, orders):
         super().__init__()
         self.module = copy.deepcopy(module)
         for path, order in orders.items():
-            self.module.get_submodule(path).register_forward_hook(lambda layer, args, out, order=order: out[:, order])
+            self.module.get_submodule(path).register_forward_hook(
+                lambda layer, args, out, order=order: (out - self._bias(layer, out))[:, order] + self._bias(layer, out)
+            )
+
+    def _bias(self, layer, out):
+        return layer.bias.view(-1, *[1] * (out.dim() - 2))
 
     def forward(self, x):
         return self.module(x)
 
 
 def _orders(strategy, model, task):
-    """Path of each encoded layer to the order of its outputs."""
+    """Path of each encoded layer to the order of its outputs, which is not its own inverse."""
     orders = strategy.init_server(model.params, model)[f"orders/{task}"]
-    return {name.removesuffix(".weight"): order for name, order in orders.items() if name.endswith(".weight")}
+    assert any(not torch.equal(order, order.argsort()) for order in orders.values())
+    return {name.removesuffix(".weight"): order for name, order in orders.items()}
 
 
 @pytest.mark.parametrize("kind", ["mlp", "conv"])
 @pytest.mark.parametrize("multi_head", [False, True])
 def test_a_task_is_served_by_the_network_with_its_outputs_permuted(kind, multi_head):
     shape, module = ((7,), toy.mlp(7, 5, 4, 3)) if kind == "mlp" else ((2, 4, 4), _conv())
-    model, x, strategy = _handle(module, shape, multi_head=multi_head), toy.random(6, *shape), RGO(encode=True)
+    model, x = _handle(module, shape, multi_head=multi_head, seed=SEED), toy.random(6, *shape)
+    strategy = RGO(encode=True)
     server = {"params": model.params, **strategy.init_server(model.params, model)}
     assert strategy.serve(server, 0) == model.params
-    seen = []
     for task in (1, 2):
         orders = _orders(strategy, model, task)
-        assert list(orders) == (["0", "2"])  # all but the one that gives the logits
+        assert list(orders) == ["0", "2"]  # all but the one that gives the logits
         heads = {name.partition("@")[0]: model.params[name] for name in model.head(task)}
         encoded = _Encoded(model.module, orders).double().eval()
         encoded.module.load_state_dict({**encoded.module.state_dict(), **heads})
         with torch.no_grad(), model.evaluation():
             found = model.logits(strategy.serve(server, task), x, task)
             torch.testing.assert_close(found, encoded(x), atol=1e-13, rtol=0)
-        seen.append(torch.cat(list(orders.values())).tolist())
-    assert seen[0] != seen[1] and RGO().init_server(model.params, model) == {}
 
 
 def test_what_comes_down_is_in_the_tasks_order_and_the_server_keeps_the_first_tasks():
-    model, strategy = _handle(toy.mlp(7, 5, 4, 3), (7,)), RGO(encode=True)
+    model, strategy = _handle(toy.mlp(7, 5, 4, 3), (7,), seed=SEED), RGO(encode=True)
+    assert _orders(strategy, model, 1)
     server = {"params": model.params, **strategy.init_server(model.params, model)}
     info = replace(toy.consolidation(model, 1), phase=Phase("train"))
     down = strategy.broadcast(server, info)["params"]
@@ -326,25 +334,35 @@ def test_what_comes_down_is_in_the_tasks_order_and_the_server_keeps_the_first_ta
         assert torch.equal(leaf, down[name] - step[name])
 
 
-def test_p_belongs_to_the_outputs_of_the_first_task():
-    model, strategy = _handle(toy.mlp(7, 5, 4, 3), (7,)), RGO(encode=True, alpha=0.1)
-    x, y, task = toy.random(10, 7), torch.arange(10) % 3, 2
+def test_p_and_what_it_does_are_those_of_the_encoded_network():
+    model, strategy, task = _handle(toy.mlp(7, 5, 4, 3), (7,), seed=SEED), RGO(encode=True, alpha=0.1), 1
+    x, y = toy.random(10, 7), torch.arange(10) % 3
     server = {"params": model.params, **strategy.init_server(model.params, model)}
-    info, orders = toy.consolidation(model, task), _orders(strategy, model, task)
-    down = strategy.broadcast(server, info)["params"]
-    state = strategy.work(down, _client(x, y, task), {}, {}, info)[1]
-    (vectors,) = _vectors(_handle(_Encoded(model.module, orders).double(), (7,)), x, y, 16)
+    info = toy.consolidation(model, task)
+    state = strategy.work(strategy.broadcast(server, info)["params"], _client(x, y, task), {}, {}, info)[1]
+    encoded = _handle(_Encoded(model.module, _orders(strategy, model, task)).double(), (7,))
+    (vectors,) = _vectors(encoded, x, y, 16)
     for name, p in state.items():
         v = vectors[name.replace("/", "/module.")]
         h = torch.eye(len(p), dtype=torch.float64) + torch.outer(v, v) / 0.1
         torch.testing.assert_close(p, h.inverse(), atol=1e-12, rtol=0)
-    # a gradient of the encoded network, brought back to the first task's order, is multiplied as it would be there
-    plain = {name: toy.random(*leaf.shape, seed=2) for name, leaf in model.params.items()}
-    expected = RGO().adjust(plain, {}, toy.context({}, state, EMPTY, model))
-    server = {"params": plain, **strategy.init_server(plain, model)}
-    found = strategy.adjust(strategy.serve(server, task), {}, toy.context({}, state, EMPTY, model, task))
-    for name, leaf in strategy.serve({**server, "params": expected}, task).items():
-        torch.testing.assert_close(found[name], leaf, atol=1e-13, rtol=0)
+
+
+def test_encoding_is_by_the_seed_and_group_by_group():
+    strategy, tasks = RGO(encode=True), (1, 2)
+    models = [_handle(_conv(), (2, 4, 4), seed=seed) for seed in (0, 1)]
+    found = [strategy.init_server(model.params, model) for model in models]
+    orders = [torch.cat([*own[f"orders/{task}"].values()]).tolist() for own in found for task in tasks]
+    assert len({tuple(own) for own in orders}) == len(orders) == 4
+    for own in found:
+        for task in tasks:
+            grouped = own[f"orders/{task}"]["2.weight"]  # outputs 0 to 2, and 3 to 5
+            assert sorted(grouped[:3].tolist()) == [0, 1, 2] and sorted(grouped[3:].tolist()) == [3, 4, 5]
+    assert RGO().init_server(models[0].params, models[0]) == {}
+
+
+def test_encoding_keeps_the_rules_of_a_strategy():
+    check_strategy(RGO(encode=True, share=1.0))
 
 
 def test_encoding_is_none_in_the_first_task_and_another_network_after_it():
