@@ -368,6 +368,18 @@ def test_rank_rules_at_full_length_are_the_stored_runs():
     assert paper == ["paper", *scores, "–", printed["fot-table3"]["paper"][""]["PMNIST"][1], "–"]
 
 
+def test_readme_has_permuted_mnist_beside_the_paper():
+    """As benchmarks/RESULTS.md, which a test compares with the stored runs."""
+    methods = {"FL": "FedAvg", "EWC+FL": "EWC", "ER+FL": "ER", "GPM+FL": "GPM", "FOT": "FOT"}
+    expected = []
+    for partition in ("IID", "non-IID"):
+        own = rows(ROOT / "benchmarks/RESULTS.md", after=f"**FOT, Table 1: PMNIST, {partition}**")
+        for name, acc_paper, acc, _, fgt_paper, fgt, _, runs in own:
+            if name in methods:
+                expected.append([partition, methods[name], acc, acc_paper, fgt, fgt_paper, runs])
+    assert rows(ROOT / "README.md", after="Permuted MNIST at the paper's length") == expected
+
+
 def test_baselines_at_full_length_are_the_stored_runs():
     """ER, GPM and FOT with the preset's options, on shards, seed 0; and the paper's means of the same cells."""
     table = reproduce.table("fot-table1")
