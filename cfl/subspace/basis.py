@@ -17,6 +17,11 @@ def empty(size: int, device: torch.device | str = "cpu") -> Tensor:
     return torch.zeros(size, 0, dtype=torch.float64, device=device)
 
 
+def full(basis: Tensor) -> bool:
+    """Whether it spans the whole space."""
+    return basis.shape[1] == basis.shape[0]
+
+
 def remove(x: Tensor, basis: Tensor) -> Tensor:
     """Remove from each *row* of x (n, d) its component in the basis: x - (x O) O^T, in the precision of x (FOT, eq. 6).
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cfl.models.handle import Layer, Model
-from cfl.subspace.basis import component, remove
+from cfl.subspace.basis import component, full, remove
 from cfl.tree import Tree
 
 
@@ -39,7 +39,7 @@ def project(step: Tree, bases: Mapping[str, Tensor], layers: Iterable[Layer], au
     result = dict(step)
     for layer, basis, own in _bound(step, bases, layers, augment):
         rows = _rows(step, layer, own, basis.dtype)
-        _put(result, layer, own, torch.zeros_like(rows) if _full(basis) else remove(rows, basis))
+        _put(result, layer, own, torch.zeros_like(rows) if full(basis) else remove(rows, basis))
     return result
 
 
@@ -51,7 +51,7 @@ def project_step(old: Tree, new: Tree, bases: Mapping[str, Tensor], layers: Iter
     result = dict(new)
     for layer, basis, own in _bound(new, bases, layers, augment):
         before, after = (_rows(leaves, layer, own, basis.dtype) for leaves in (old, new))
-        _put(result, layer, own, before if _full(basis) else after - component(after - before, basis))
+        _put(result, layer, own, before if full(basis) else after - component(after - before, basis))
     return result
 
 
@@ -85,10 +85,6 @@ def _bound(
         basis, own = bases.get(layer.name), names(layer, augment)
         if basis is not None and basis.shape[1] and all(name in leaves for name in own):
             yield layer, basis, own
-
-
-def _full(basis: Tensor) -> bool:
-    return basis.shape[1] == basis.shape[0]
 
 
 def _rows(leaves: Tree, layer: Layer, own: Sequence[str], dtype: torch.dtype) -> Tensor:
