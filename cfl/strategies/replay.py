@@ -69,7 +69,11 @@ class Replay(Strategy):
             return {}, self._reservoir(old, new[order], state, rng.key(info.key, "reservoir", client.id))
         both, labels = torch.cat([old, new]), torch.cat([client.recall(old).y, targets])
         among = torch.cat([torch.arange(len(old), device=new.device), len(old) + order])
-        turns = balanced(both[:, 0], balanced(labels + 2**32 * both[:, 0], among))  # tasks, and classes in each
+        among = balanced(labels + 2**32 * both[:, 0], among)  # classes in each task
+        # of tasks with as many samples the luckier one has a place more; luck stays, so that each is as often the last
+        luck = [rng.key(info.model.seed, "luck", client.id, task) for task in range(info.task + 1)]
+        among = among[torch.tensor(luck, device=new.device)[both[among, 0]].argsort(stable=True)]
+        turns = balanced(both[:, 0], among)
         return {}, {MEMORY: both[turns[: self.memory]]}
 
     def _reservoir(self, old: Tensor, new: Tensor, state: Tree, key: int) -> Tree:

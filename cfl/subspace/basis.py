@@ -76,10 +76,11 @@ def residual_spectrum(
     whole = a.double() if gram else outer(a)
     rest = remove(remove(whole, basis).T, basis)
     values, vectors = torch.linalg.eigh(rest)
-    largest = _largest(whole) if basis.shape[1] else values[-1]
-    relative = max(a.shape) * torch.finfo(a.dtype).eps
-    tolerance = relative if gram else max(relative**2, max(a.shape) * torch.finfo(torch.float64).eps)
-    squared = torch.where(values > tolerance * largest, values, torch.zeros_like(values))
+    largest, rounding = _largest(whole) if basis.shape[1] else values[-1], torch.finfo(a.dtype).eps
+    # what rounding the entries of a Gram matrix adds to an eigenvalue is half of this at most; a sketch's are squared
+    stored = rounding * torch.linalg.matrix_norm(whole) if gram else (max(a.shape) * rounding) ** 2 * largest
+    tolerance = stored.clamp(min=max(a.shape) * torch.finfo(torch.float64).eps * float(largest))
+    squared = torch.where(values > tolerance, values, torch.zeros_like(values))
     free, added = a.shape[0] - basis.shape[1], 0.0 if gram else noise**2 * a.shape[1]
     if noise and gram:
         squared = (squared - noise * (2 * free**0.5 + TAIL * 2**0.5)).clamp(min=0)

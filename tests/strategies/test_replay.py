@@ -4,6 +4,7 @@ import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,9 +38,9 @@ def stored(strategy, clients, key=1):
     """The client's state after each task."""
     states, state = [], {}
     for client in clients:
-        phase = Phase("consolidate", train=False, work=True)
+        phase, model = Phase("consolidate", train=False, work=True), SimpleNamespace(seed=key)
         info = RoundInfo(
-            client.task, 9, phase, 0, (client.id,), (), frozenset(), (), 9, 0.1, None, rng.key(key, client.task)
+            client.task, 9, phase, 0, (client.id,), (), frozenset(), (), 9, 0.1, model, rng.key(key, client.task)
         )
         up, state = strategy.work({}, client, {}, state, info)
         assert up == {}  # nothing goes up
@@ -211,6 +212,20 @@ def bernstein(trials, chance, risk):
     """
     level, variance = math.log(2 / risk), trials * chance * (1 - chance)
     return level / 3 + math.sqrt((level / 3) ** 2 + 2 * level * variance)
+
+
+def test_with_fewer_places_than_tasks_each_task_is_held_with_the_same_chance():
+    """Two places. After the third task each of the three tasks has one with chance 2/3, after the fourth with 2/4. Keys
+    are fixed; other draws of a correct method would fail with a chance below 1e-6."""
+    clients, trials = holder([0, 1], [1], [0, 0, 1], [1, 0]), 1000
+    found = [Counter(), Counter()]
+    for key in range(trials):
+        for counts, state in zip(found, stored(Replay(memory=2, budget="total"), clients, key)[2:]):
+            counts.update(state[MEMORY][:, 0].tolist())
+    for counts, tasks in zip(found, (3, 4)):
+        bound = bernstein(trials, 2 / tasks, 1e-6 / 7)
+        assert bound < trials / tasks / 2  # the bound is narrow enough to mean something
+        assert all(abs(counts[task] - 2 * trials / tasks) < bound for task in range(tasks)), counts
 
 
 def test_every_seen_sample_is_in_the_reservoir_with_the_same_chance():

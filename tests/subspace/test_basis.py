@@ -101,6 +101,26 @@ def test_spectrum_counts_no_rounding_noise(dtype, gram):
     assert int((bases.spectrum(a, gram=gram)[1] > 0).sum()) == 4
 
 
+@pytest.mark.parametrize(
+    "values,threshold,rank",
+    [
+        # one large value, as inputs with a large mean have, and many small ones that hold 2.8 % of the energy in all:
+        # 1 + 5e-5 (r - 1) >= 0.99 (1 + 575 5e-5) = 1.0184625, so r >= 370.25
+        ([1.0] + [5e-5] * 575, 0.99, 371),
+        # 1 / j^2: the sum of the first hundred is 1.634984, that of 99 1.634884, and 0.995 of all 576 is 1.634983
+        ([j**-2.0 for j in range(1, 577)], 0.995, 100),
+    ],
+    ids=["one large", "1 / j^2"],
+)
+def test_a_gram_matrix_in_float32_has_the_rank_of_its_spectrum(values, threshold, rank):
+    turn = torch.linalg.qr(_random(576, 576)).Q
+    gram = turn @ torch.diag(torch.tensor(values, dtype=torch.float64)) @ turn.T
+    assert min(r for r in range(577) if sum(values[:r]) >= threshold * sum(values)) == rank
+    for dtype in (torch.float64, torch.float32):
+        _, squared = bases.spectrum(gram.to(dtype), gram=True)
+        assert bases.choose_rank(squared, 0.0, threshold) == rank
+
+
 def test_spectrum_of_zero_is_zero_and_of_nan_an_error():
     vectors, squared = bases.spectrum(torch.zeros(5, 9))
     assert torch.equal(squared, torch.zeros(5, dtype=torch.float64)) and torch.isfinite(vectors).all()
