@@ -11,7 +11,7 @@ import argparse
 import json
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -27,6 +27,7 @@ from cfl.errors import ConfigError
 from cfl.record import write_json
 from cfl.report import reproduced, tables
 from cfl.report.runs import Run, command, overview, read, scenes
+from cfl.report.tables import Cell
 
 HERE = Path(__file__).parent
 RUNS, PAGE = HERE / "results" / "runs", HERE / "RESULTS.md"
@@ -36,8 +37,8 @@ _HEAD = """# Results
 
 Made by `python benchmarks/collect.py` from the runs in `benchmarks/results/runs`; nothing here is typed by hand.
 Scores are mean ± population standard deviation over the seeds. Differences are ours less the paper's, in brackets
-in standard deviations of both; one run of ours has none, and the paper's stands alone. At small scale the numbers are
-others than the paper's, which stand there for the order.
+in standard deviations of both where ours has two runs or more. At small scale the numbers are others than the paper's,
+which stand there for the order.
 Dashes: nothing printed, not run, or not in `cfl`. Runs shared the machine with others, so seconds are upper bounds.
 `docs/reproduce.md` says how to run more.
 """
@@ -80,7 +81,12 @@ def page(runs: Path = RUNS) -> str:
             titles, rows, labels = overview([replace(scene, setting="")])
             configs = [group.runs[0].config for group in scene.groups]
             made = [(command(config) if config else None) or [] for config in configs]
-            title = ", ".join(filter(None, (scene.benchmark, scene.setting, *_shared(made, scene.setting))))
+            shared = _shared(made, scene.setting)
+            title = ", ".join(filter(None, (scene.benchmark, scene.setting, *shared)))
+            for group, row, given in zip(scene.groups, rows, made, strict=True):
+                if given:  # the label says what differs between the rows, not what differs from the preset
+                    own = ", ".join(_options(given, {*scene.setting.split(", "), *shared}))
+                    row[0] = Cell(group.runs[0].metrics["method"] + (f" ({own})" if own else ""))
             lines = "\n".join(shlex.join(one) for one in made if one)
             sections += [f"## {title}, not in a paper ({words})\n\n```\n{lines}\n```\n"]
             sections += [tables.markdown(titles, rows, labels)]
@@ -89,13 +95,14 @@ def page(runs: Path = RUNS) -> str:
 
 def _shared(commands: Sequence[Sequence[str]], setting: str) -> list[str]:
     """The options that all commands set, but for those of the setting and of how runs are computed."""
-    first, *others = [[word for flag, word in pairwise(words) if flag == "--set"] for words in commands]
-    aside = setting.split(", ")
-    return [
-        text
-        for text in first
-        if text.partition("=")[0] not in HOW and text not in aside and all(text in other for other in others)
-    ]
+    first, *others = [_options(words, setting.split(", ")) for words in commands]
+    return [text for text in first if all(text in other for other in others)]
+
+
+def _options(words: Sequence[str], aside: Container[str]) -> list[str]:
+    """What a command sets, but for how runs are computed and what is said elsewhere."""
+    given = [word for flag, word in pairwise(words) if flag == "--set"]
+    return [text for text in given if text.partition("=")[0] not in HOW and text not in aside]
 
 
 def _table(table: reproduce.Table, scale: str, folder: Path, stored: Sequence[Run], used: set[str]) -> list[str]:

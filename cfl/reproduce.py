@@ -39,8 +39,10 @@ class Score:
     digits: int = field(default=2, compare=False)
 
     def gap(self, printed: Score) -> float | None:
-        """This less the printed one in standard deviations, of both together; None where neither has one."""
-        spread = math.hypot(self.std or 0.0, printed.std or 0.0)
+        """This less the printed one in standard deviations of both together; None for a single run of ours."""
+        if self.std is None:
+            return None
+        spread = math.hypot(self.std, printed.std or 0.0)
         return (self.mean - printed.mean) / spread if spread > 0 else None
 
 

@@ -76,8 +76,8 @@ def test_table_13_is_the_arithmetic_of_table_5(column, sizes):
 
 def test_the_difference_is_in_deviations_of_both():
     assert Score(80.0, 3.0).gap(Score(90.0, 4.0)) == pytest.approx(-10 / 5)  # hypot(3, 4) = 5
-    assert Score(80.0).gap(Score(90.0, 4.0)) == pytest.approx(-10 / 4)
-    assert Score(80.0).gap(Score(90.0)) is None
+    assert Score(80.0, 4.0).gap(Score(90.0)) == pytest.approx(-10 / 4)
+    assert Score(80.0).gap(Score(90.0, 4.0)) is None  # one run says nothing of its deviation
 
 
 def test_only_takes_names_of_the_table_and_suggests():
