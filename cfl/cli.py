@@ -78,6 +78,7 @@ def train(
 
     BENCHMARK: such as permuted-digits; see 'cfl-run list benchmarks'.
     """
+    from cfl.compare import alone
     from cfl.report import plots, tables
 
     settings = _resolved(
@@ -90,7 +91,7 @@ def train(
         engine=engine,
         scale=scale,
     )
-    folder = output or Path("runs") / f"{settings.benchmark}-{settings.label}-seed{settings.seed}"
+    folder = output or Path("runs") / alone(settings)
     metrics = _run(settings, folder, resume, quiet, tensorboard, data_root=data_root, download=download)
     title = f"{settings.benchmark}, {settings.label}, seed {settings.seed}"
     if plot:

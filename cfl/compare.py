@@ -69,6 +69,15 @@ def place(name: str, config: RunConfig, folder: Path) -> Run:
     return Run(name, config, folder / f"{config.label}-seed{config.seed}-{digest(config)}")
 
 
+def alone(config: RunConfig) -> str:
+    """A name for the folder of a run that is not one of many; its hash is there if options are not the preset's."""
+    name = f"{config.benchmark}-{config.label}-seed{config.seed}"
+    with suppress(ConfigError):  # some methods need options
+        if digest(resolve(config.benchmark, method=config.label, seed=config.seed)) == digest(config):
+            return name
+    return f"{name}-{digest(config)}"
+
+
 def finished(*folders: Path) -> dict[str, Path]:
     """The folders of finished runs below some folders, at any depth, by the hash of their configurations.
 

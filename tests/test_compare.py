@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from scipy import stats
 
 import cfl
 from cfl import side_by_side
-from cfl.compare import HOW, digest, finished, finished_in, plan
+from cfl.compare import HOW, alone, digest, finished, finished_in, plan
 from cfl.config import dump
 from cfl.errors import Busy, ConfigError
 from cfl.record import RunFolder
@@ -96,6 +97,15 @@ def test_the_hash_is_of_what_decides_the_result():
         assert digest(cfl.resolve("permuted-digits", overrides=[f"{name}={value}"])) == plain
     for text in ("seed=1", "local.lr=0.06", "method=fot", "eval_batch_size=7", "partition.name=shards"):
         assert digest(cfl.resolve("permuted-digits", overrides=[text])) != plain
+
+
+def test_a_run_alone_has_the_hash_in_its_name_where_options_are_set():
+    def name(*overrides, method="fot", **layers):
+        return alone(cfl.resolve("permuted-digits", method=method, overrides=overrides, **layers))
+
+    assert name(seed=3) == name("engine=pool", "workers=2", seed=3) == "permuted-digits-fot-seed3"
+    names = {name("local.lr=0.2"), name("local.lr=0.3"), name("local.lr=0.2", method="fedavg"), name(scale="smoke")}
+    assert len(names) == 4 and all(re.fullmatch(r"permuted-digits-\w+-seed0-[0-9a-f]{10}", each) for each in names)
 
 
 @pytest.mark.parametrize(

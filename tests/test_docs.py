@@ -15,7 +15,7 @@ import typer
 import cfl
 from cfl import options, plugins, reproduce
 from cfl.cli import app
-from cfl.compare import plan
+from cfl.compare import alone, plan
 from cfl.config import RunConfig, resolve
 from cfl.config.overrides import read_yaml
 from cfl.strategies.fot import FOT
@@ -95,6 +95,7 @@ def test_commands_parse_and_their_options_exist(page):
     found = commands(page)
     if not found:
         pytest.skip("no commands on this page")
+    taken = set()
     for name, *args in found:
         given = group.commands[name].make_context(name, list(args)).params  # raises on unknown flags
         if name in ("train", "compare") and given.get("config") is None:
@@ -103,8 +104,11 @@ def test_commands_parse_and_their_options_exist(page):
                 also = {key: given[key] for key in ("overrides", "vary", "scale")}
                 configs = [run.config for group in plan(*asked, ROOT, **also) for run in group.runs]
             else:
-                asked = {key: given[key] for key in ("method", "overrides", "scale")}
+                asked = {key: given[key] for key in ("method", "overrides", "scale", "seed", "engine")}
                 configs = [resolve(given["benchmark"], regularizers=given["local"], **asked)]
+                folder = given["output"] or Path("runs") / alone(*configs)
+                assert folder not in taken or given["resume"], f"{folder} has the run of an earlier command"
+                taken.add(folder)
             assert all(config.benchmark in plugins.benchmarks.names() for config in configs)
         if name == "describe":
             known = {

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from cfl import tree
+from cfl import rng, tree
 from cfl.models.handle import Model
 from cfl.tree import Tree
-from cfl.types import RoundInfo, Samples
+from cfl.types import RoundInfo, Samples, Share
 
 Observer = Callable[[RoundInfo, int, Tree], None]
 
@@ -28,8 +28,8 @@ def accuracies(model: Model, served: Mapping[int, Tree], parts: Mapping[int, Sam
     """For each task of `served`, the fraction of correct predictions on its samples, in evaluation mode.
 
     served: task to the parameters that answer for it, through the task's head; parts: task to its samples.
-    batch_size: samples at a time. Tasks for which the very same leaves answer share batches; where normalisation uses
-    batch statistics no task does, and only there do batches decide the result.
+    batch_size: samples at a time. Tasks for which the very same leaves answer share batches. Where normalisation uses
+    batch statistics no task does; there batches decide the result, and are drawn at random, by the model's seed.
     """
     model.module.eval()
     alone = any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in model.module.modules())
@@ -40,7 +40,11 @@ def accuracies(model: Model, served: Mapping[int, Tree], parts: Mapping[int, Sam
     correct: dict[int, list[Tensor]] = {task: [] for task in served}
     with torch.no_grad():
         for task, *others in groups.values():
-            for pieces in _batches({own: parts[own] for own in (task, *others)}, batch_size):
+            shares = {own: Share(parts[own], torch.arange(len(parts[own]))) for own in (task, *others)}
+            if alone and len(parts[task]) > batch_size:  # sorted by classes, they would have batches of one class
+                source = rng.generator(rng.key(model.seed, "evaluation", task))
+                shares = {task: Share(parts[task], torch.randperm(len(parts[task]), generator=source))}
+            for pieces in _batches(shares, batch_size):
                 x, y = (_joined(leaves) for leaves in zip(*pieces.values(), strict=True))
                 hits = model.logits(served[task], x, task).argmax(dim=1) == y
                 for own, mine in zip(pieces, hits.split([len(y) for _, y in pieces.values()]), strict=True):
@@ -49,18 +53,19 @@ def accuracies(model: Model, served: Mapping[int, Tree], parts: Mapping[int, Sam
     return [count / len(parts[task]) for task, count in zip(served, sums.tolist(), strict=True)]
 
 
-def _batches(parts: Mapping[int, Samples], size: int) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
-    """The samples of all parts end to end, `size` at a time: task to inputs and labels."""
-    ends = list(itertools.accumulate(map(len, parts.values())))
-    for begin in range(0, ends[-1], size):
-        spans = (
-            (task, part, max(begin - end + len(part), 0), min(begin + size - end + len(part), len(part)))
-            for end, (task, part) in zip(ends, parts.items(), strict=True)
-        )
+def _batches(shares: Mapping[int, Share], size: int) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
+    """The samples of all shares end to end, `size` at a time: task to inputs and labels."""
+    ends = itertools.accumulate(len(rows) for _, rows in shares.values())
+    places = {task: range(end - len(shares[task].rows), end) for task, end in zip(shares, ends, strict=True)}
+    for begin in range(0, max(place.stop for place in places.values()), size):
+        pieces = {
+            task: rows[max(begin - places[task].start, 0) : max(begin + size - places[task].start, 0)]
+            for task, (_, rows) in shares.items()
+        }
         yield {
-            task: part.gather(torch.arange(first, last, device=part.targets.device))
-            for task, part, first, last in spans
-            if first < last
+            task: shares[task].samples.gather(rows.to(shares[task].samples.targets.device))
+            for task, rows in pieces.items()
+            if len(rows)
         }
 
 

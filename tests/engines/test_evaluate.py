@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import cfl
 from cfl import rng
 from cfl.engines.evaluate import LocalModels, accuracies, accuracy
 from cfl.models.handle import Model
@@ -119,3 +120,23 @@ def test_batch_statistics_are_of_one_task(stats, batches):
     sizes = counted(model)
     assert accuracies(model, dict.fromkeys(parts, model.params), parts, 100) == pytest.approx(expected)
     assert sizes == batches
+
+
+def test_where_batches_decide_they_are_drawn_and_no_class_is_alone_in_one():
+    """Samples of class 0 lie around 0, those of class 1 around 4; a batch of one class is centred away from that."""
+    module = toy.net(nn.BatchNorm1d(1), nn.Linear(1, 2))
+    model = Model(module, (1,), [2], multi_head=False, norm_stats="batch", seed=5)
+    params = {**model.params, "1.weight": torch.tensor([[-1.0], [1.0]]).double()}
+    params["1.bias"] = torch.zeros(2).double()
+    y = torch.arange(40) // 20
+    x = 4.0 * y[:, None] + torch.linspace(-1, 1, 40)[:, None]
+    part = cfl.from_tensors([(x, y, x, y)]).tasks[0].test
+
+    def right(order):
+        """How many are right, in batches of 8: weights of -1 and 1 say class 1 above the mean of the batch."""
+        return sum(int(((x[rows, 0] > x[rows, 0].mean()) == y[rows]).sum()) for rows in order.split(8))
+
+    drawn = torch.randperm(40, generator=rng.generator(rng.key(5, "evaluation", 0)))
+    assert accuracy(model, params, part, 0, 8) == right(drawn) / 40 > 0.9
+    assert right(torch.arange(40)) / 40 < 0.7
+    assert accuracy(model, params, part, 0, 40) == 1.0  # a batch of all is of both classes whatever the order
