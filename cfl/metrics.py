@@ -46,8 +46,13 @@ def learning_accuracy(acc: np.ndarray) -> float:
 
 
 def summary(acc: np.ndarray, sequential: bool) -> dict[str, float]:
-    """ACC, FGT, BWT and learning accuracy; those of one model over time are NaN where tasks are not `sequential`."""
-    after = {"fgt": forgetting, "bwt": backward_transfer, "learning_accuracy": learning_accuracy}
+    """ACC, FGT, and more; those of one model over time are NaN where tasks are not `sequential`."""
+    after = {
+        "fgt": forgetting,
+        "fgt_max": forgetting_from_best,
+        "bwt": backward_transfer,
+        "learning_accuracy": learning_accuracy,
+    }
     return {"acc": average_accuracy(acc)} | {
         name: measure(acc) if sequential else float("nan") for name, measure in after.items()
     }

@@ -83,17 +83,17 @@ def test_reads_nothing_of_tasks_not_yet_learned(acc):
 
 
 def test_the_summary_by_hand():
-    acc = np.array([[0.9, NAN], [0.8, 0.7]])
+    acc = np.array([[0.8, NAN, NAN], [0.9, 0.7, NAN], [0.7, 0.5, 0.6]])
     found = metrics.summary(acc, sequential=True)
-    # (0.8 + 0.7) / 2, 0.9 - 0.8, its opposite, (0.9 + 0.7) / 2
-    expected = {"acc": 0.75, "fgt": 0.1, "bwt": -0.1, "learning_accuracy": 0.8}
+    # (0.7 + 0.5 + 0.6) / 3, (0.1 + 0.2) / 2, (0.9 - 0.7 + 0.2) / 2, (0.8 + 0.7 + 0.6) / 3
+    expected = {"acc": 0.6, "fgt": 0.15, "fgt_max": 0.2, "bwt": -0.15, "learning_accuracy": 0.7}
     assert list(found) == list(expected) and found == pytest.approx(expected)
 
 
 def test_of_models_of_single_tasks_only_the_accuracy_is_defined():
     found = metrics.summary(np.array([[0.9, NAN], [0.8, 0.7]]), sequential=False)
     assert found.pop("acc") == pytest.approx(0.75)
-    assert list(found) == ["fgt", "bwt", "learning_accuracy"] and all(map(math.isnan, found.values()))
+    assert list(found) == ["fgt", "fgt_max", "bwt", "learning_accuracy"] and all(map(math.isnan, found.values()))
 
 
 def test_of_one_task_the_summary_has_no_forgetting():

@@ -106,7 +106,9 @@ class FOT(Treatment, GPSE, Strategy):
             pairs = {name.removeprefix("energy/"): pair for name, pair in mean["work"].items()}
             new["coverage"] = {name: 1 - pair[1] / pair[0].clamp(min=1e-300) for name, pair in pairs.items()}
         elif info.phase.work:  # GPSE at the server
-            new["basis"] = {name: self.extended(name, basis, mean["work"], info) for name, basis in known.items()}
+            found = {name: self.extended(name, basis, mean["work"], info) for name, basis in known.items()}
+            new["basis"] = {name: basis for name, (basis, _) in found.items()}
+            new["coverage_estimate"] = {name: share for name, (_, share) in found.items()}
             grown = any(new["basis"][name].shape[1] > basis.shape[1] for name, basis in known.items())
             if info.privacy and not grown:
                 warnings.warn(f"the noise hides all directions ({info.place}): nothing more is protected", stacklevel=2)
@@ -114,6 +116,9 @@ class FOT(Treatment, GPSE, Strategy):
 
     def report(self, server: Server, model: Model) -> dict[str, Any]:
         use = {name: basis.shape[1] / basis.shape[0] for name, basis in server["basis"].items()}
-        coverage = {name: float(share) for name, share in server.get("coverage", {}).items()}
+        coverage, estimate = (
+            {name: float(share) for name, share in server.get(kind, {}).items()}
+            for kind in ("coverage", "coverage_estimate")
+        )
         removed = {name: float(1 - after / before) for name, (before, after) in server["steps"].items() if before > 0}
-        return {"subspace_use": use, "coverage": coverage, "removed": removed}
+        return {"subspace_use": use, "coverage": coverage, "coverage_estimate": estimate, "removed": removed}

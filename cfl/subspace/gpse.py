@@ -119,11 +119,14 @@ class GPSE:
         self._stream(sums, layers, params, client, info, as_it_is=True)
         return {f"energy/{name}": own.energies for name, own in sums.items()}
 
-    def extended(self, name: str, basis: Tensor, sums: Tree, info: RoundInfo) -> Tensor:
-        """The server's half: leading directions of a layer's summed sketch join its basis (d, k) (eq. 11-12)."""
+    def extended(self, name: str, basis: Tensor, sums: Tree, info: RoundInfo) -> tuple[Tensor, Tensor]:
+        """The server's half: leading directions of a layer's summed sketch join its basis (d, k) (eq. 11-12).
+
+        With it comes the share () of the inputs' energy that the new basis covers, as far as the sums tell.
+        """
         a = sums.get(f"sketch/{name}")
-        if a is None:
-            return basis
+        if a is None:  # the basis is full
+            return basis, basis.new_ones(())
         gram = self.sketch == "gram"
         a = unpack(a, basis.shape[0]) if gram else a
         noise = info.privacy.noise if info.privacy else 0.0
@@ -136,7 +139,9 @@ class GPSE:
             remaining = residual / full if full > 0 else 0.0
         covered = 1 - remaining if self.criterion == "energy" else remaining
         rank = bases.choose_rank(squared, covered, self._threshold(info.task), self.criterion, self.min_rank)
-        return bases.expand(basis, vectors[:, :rank])
+        known = covered if self.criterion == "energy" else 1 - remaining**2  # that is a ratio of norms
+        f_r = squared[:rank].sum() / squared.sum().clamp(min=1e-300)
+        return bases.expand(basis, vectors[:, :rank]), known + (1 - known) * f_r
 
     def _stream(
         self,

@@ -194,6 +194,23 @@ def test_coverage_is_measured_on_the_new_basis():
         assert report["subspace_use"][layer.name] == basis.shape[1] / basis.shape[0]
 
 
+@pytest.mark.parametrize("criterion", ["energy", "norm_ratio"])
+def test_the_estimated_coverage_is_exact_of_a_gram_matrix_and_too_high_of_a_narrow_sketch(criterion):
+    model, x = handle(mlp(12, 10, 3), (12,)), draws(40, 12)
+    for sketch, exact in (("gram", True), ("gaussian", False)):
+        strategy = FOT(threshold=0.8, sketch=sketch, s_mult=1.0, criterion=criterion)
+        server = start(strategy, model)
+        for task, seen in enumerate((x, draws(40, 12, seed=1))):  # the second has energy in the first one's basis
+            clients = clients_of(seen, [torch.arange(40)])
+            server, _ = gpse(strategy, model, server, clients, info_of(model, task))
+            phase = replace(GPSE_PHASE, name="coverage", diagnostic=True)
+            server, _ = gpse(strategy, model, server, clients, info_of(model, task, phase=phase))
+            report = strategy.report(server, model)
+            for name, real in report["coverage"].items():
+                above = report["coverage_estimate"][name] - real
+                assert abs(above) < 1e-9 if exact else above > 0.01
+
+
 # --- edge cases ------------------------------------------------------------------------------------------------------
 
 
