@@ -1,4 +1,4 @@
-"""Many runs: which ones a comparison needs, and all of them run side by side, each in a process of its own.
+"""Many runs: which ones a comparison needs, and what is known of those that are finished.
 
 A run's folder is named by method, seed and a hash of what decides its result. So a killed comparison finds its runs
 again, several can share a folder, and what is finished is read and not run again.

@@ -5,7 +5,7 @@ import re
 import shlex
 from dataclasses import fields
 from pathlib import Path
-from statistics import mean, pstdev
+from statistics import mean, median, pstdev
 
 import click
 import numpy as np
@@ -317,7 +317,7 @@ def test_figures_of_the_speed_page_are_the_stored_ones():
         assert (steps, gflops, share.replace(" ", "")) == figures and ratio == f"{row['ratio_vs_plain']:.2f}"
     files = {name: json.loads(path.read_text())["workloads"] for name, path in throughput.items()}
     peers = {row["workload"]: row for name in ("pfl", "pfl-resnet") for row in files[name]}
-    for (name, engine, *ratios), row in zip(rows(page, after="pfl-research 0.6"), peers.values(), strict=True):
+    for (name, engine, *ratios), row in zip(rows(page, after="The seconds of pfl-research 0.6"), peers.values(), strict=True):
         assert name == f"`{row['workload']}`" and engine.startswith(f"`{row['engine']}`")
         assert ratios == [f"{row[ratio]:.2f}" for ratio in ("ratio_vs_pfl", "ratio_vs_pfl_2")]
     text = page.read_text()
@@ -328,6 +328,16 @@ def test_figures_of_the_speed_page_are_the_stored_ones():
     assert all(ratio in ratios for *_, ratio in rows(page, after="A client's sketches"))
     slow = [row["ratio"] for row in sketches["layers"] if row["ratio"] < 5]
     assert len(slow) == 4 and len(sketches["layers"]) == 14
+
+
+def test_the_growth_on_the_speed_page_is_the_stored_one():
+    stored = json.loads((ROOT / "benchmarks/results/scaling/scaling.json").read_text())["population"]
+    expected = [
+        [f"{row['clients']:,}", f"{median(row['seconds']):.3f}", f"{row['peak_bytes'] / 1e6:.0f}"] for row in stored
+    ]
+    assert rows(ROOT / "docs/speed.md", after="## How it grows") == expected
+    assert all(row["cohort"] == 64 for row in stored)
+    assert {f"{row['imported_bytes'] / 1e6:.0f}" for row in stored} == {"250"}
 
 
 def test_figures_of_the_fidelity_page_are_the_stored_ones():
@@ -357,7 +367,7 @@ def test_figures_of_the_fidelity_page_are_the_stored_ones():
 
 def test_rank_rules_at_full_length_are_the_stored_runs():
     """The rows after the paper's: those runs of FOT on Permuted MNIST, seed 0, that are not IID."""
-    found = {}
+    found, left = {}, {}
     for folder in (ROOT / "benchmarks/results/runs/paper/permuted-mnist").iterdir():
         config, metrics = read_yaml(folder / "config.yaml"), json.loads((folder / "metrics.json").read_text())
         if (config["method"], config["partition"]["name"], config["seed"]) == ("fot", "shards", 0):
@@ -365,8 +375,11 @@ def test_rank_rules_at_full_length_are_the_stored_runs():
             name = f"{own['criterion']}, dropout {'on' if own.get('dropout') else 'off'} in GPSE"
             shares = metrics["acc"], metrics["fgt"], metrics["accuracy_matrix"][9][9], mean(use.values()), use["1"]
             found[name] = [f"{100 * share:.2f}" for share in shares]
+            left[name] = [f"{100 * (1 - share):.1f}" for share in use.values()]  # nothing joins after the last task
     paper, *ours = rows(ROOT / "docs/fidelity.md", after="It can cost what later tasks learn.")
     assert {name: cells for name, *cells in ours} == found
+    below = rows(ROOT / "docs/fidelity.md", after="Of the directions of each layer, nine tasks leave to the tenth")
+    assert {name: cells for name, *cells in below} == left
     printed = read_yaml(ROOT / "cfl/papers/fot.yaml")
     scores = re.findall(r"([\d.]+)±", printed["fot-table1"]["paper"]["non-IID"]["FOT"][0])
     assert paper == ["paper", *scores, "–", printed["fot-table3"]["paper"][""]["PMNIST"][1], "–"]

@@ -74,6 +74,11 @@ class SeedsGlobally(cfl.Strategy):
         return super().broadcast(server, info)
 
 
+class ReportsByDraws(cfl.Strategy):
+    def report(self, server, model):
+        return {"draw": torch.rand(()).item(), "undefined": float("nan")}
+
+
 @dataclass(frozen=True)
 class KeepsField(cfl.Strategy):
     history: list = field(default_factory=list)
@@ -233,6 +238,7 @@ class Raises(cfl.LocalRegularizer):
 BROKEN = [
     (WritesGradients(), "adjust", "writes to grads['1.weight'], grads['1.bias'] and 4 more in place"),
     (WritesServer(), "absorb", "writes to server['params']['1.weight'], "),
+    (ReportsByDraws(), "report", "draws from a global generator"),
     (WritesState(), "finish", "writes to ctx.state['rounds'] in place"),
     (AddsToState(), "finish", "adds ctx.state['seen']"),
     (DrawsGlobally(), "adjust", "draws from a global generator"),

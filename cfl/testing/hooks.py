@@ -31,6 +31,8 @@ SERVER_HOOKS = (
     "work",
     "absorb",
     "serve",
+    "notes",
+    "report",
 )
 
 
@@ -97,7 +99,7 @@ def same(a: Any, b: Any) -> bool:
         return list(a) == list(b) and all(same(a[name], b[name]) for name in a)
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
         return len(a) == len(b) and all(map(same, a, b))
-    return bool(a is b or a == b)
+    return bool(a is b or a == b or (a != a and b != b))
 
 
 def _given(takes: Signature, *args: Any, **named: Any) -> dict[str, Any]:
