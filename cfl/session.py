@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
-from cfl import checkpoint, engines, machine, metrics, models, optim, options, rng, schedule, tree
+from cfl import checkpoint, engines, machine, metrics, models, optim, options, rng, tree
 from cfl import config as configuration
 from cfl import members as membership
 from cfl.config import RunConfig
@@ -29,8 +28,10 @@ from cfl.privacy import rules
 from cfl.privacy.budget import Budget
 from cfl.privacy.chain import Protection
 from cfl.record import RunFolder, Sink, plain
+from cfl.rounds import Rounds
 from cfl.state import RunState
 from cfl.streams import Stream
+from cfl.streams.store import Part
 from cfl.types import MEMORY, Client, Parts, RoundInfo
 
 
@@ -77,55 +78,44 @@ class Session:
         self.stream = stream.to(self.device).with_augment(config.local.augment)
         self.chain = Chain(members)
         self.strategy = self.chain.strategy
-        for owner, member in members.items():
-            options.check(member, owner if owner == STRATEGY else f"regularizer.{owner}")
-        membership.check(members, config, public=stream.public is not None)
-        rules.check(members, config)
-        self.public = self.stream.public if membership.need_public(members) else None
-        if self.public is None and membership.need_public(members):
-            raise ConfigError(
-                f"stream '{stream.name}' has no public data, which {self.method} needs; give it some with "
-                "cfl.streams.with_public or from_tensors(public=...)"
-            )
+        self.public = self._checked(members)
         self.model = self._model(module)
         rules.check_model(self.model.module, config)
         self.population = Population(self.stream, config)
-        names = [task.name for task in stream.tasks]
-        self.schedule = schedule.planned(self.strategy, self.method, names, config.rounds)
-        self.rates = schedule.rates(self.schedule, config.local)
-        self.trained = schedule.trained(self.schedule)
-        self.keys = schedule.keys(config.seed, self.schedule)
-        owners = {task: len(self.population.owners(self._sees(task))) for task in range(len(stream))}
-        rules.check_schedule((phase for _, phase, _ in self.schedule), owners, config)
-        self.budget = Budget(config, self.schedule, self.population, self._sees)
-        protection = Protection(config, self.budget.multiplier)
-        self._build = partial(
-            engines.build,
-            cohort=min(config.cohort, max(owners.values())),
-            workers=config.workers or machine.cores(),
-            known=[self.model, self.public or (), *(task.train for task in self.stream.tasks)],
-            model=self.model,
-            strategy=self.strategy,
-            chain=self.chain,
-            optimizer=optim.build(config.local.optimizer, config.local.momentum, config.local.weight_decay),
-            epochs=config.local.epochs,
-            batch_size=config.local.batch_size,
-            weights=config.agg.weights,
-            on_bad_update=config.on_bad_update,
-            sums=protection.sum,
-            noise=protection.samples,
-        )
+        self.rounds = Rounds(self.strategy, self.method, self.model, self.stream, self.population, config, self.public)
+        self.schedule = self.rounds.schedule
+        self.budget = Budget(config, self.schedule, self.population, self.rounds.sees)
+        self.protection = Protection(config, self.budget.multiplier)
         server = {"params": self.model.params, **self.strategy.init_server(self.model.params, self.model)}
         self.state = RunState(server, len(stream))
+        self._decide()
+        self.engine = self._engine(self.config.engine, self.config.block)
+        self.fingerprint = self._fingerprint()
+        self.clock = time.monotonic()
+
+    def _checked(self, members: Mapping[str, LocalRegularizer]) -> Part | None:
+        """The public data, if any member needs them. Raises ConfigError for members that cannot run like this."""
+        for owner, member in members.items():
+            options.check(member, owner if owner == STRATEGY else f"regularizer.{owner}")
+        membership.check(members, self.config, public=self.stream.public is not None)
+        rules.check(members, self.config)
+        if not membership.need_public(members):
+            return None
+        if self.stream.public is None:
+            raise ConfigError(
+                f"stream '{self.stream.name}' has no public data, which {self.method} needs; give it some with "
+                "cfl.streams.with_public or from_tensors(public=...)"
+            )
+        return self.stream.public
+
+    def _fingerprint(self) -> str:
+        """What a checkpoint has to agree with: the decisive options, and what of the run is no part of them."""
         given = {  # objects of a user's own are no part of the configuration
             "hooks": {owner: repr(member) for owner, member in self.chain.members.items()},
             "params": {name: list(leaf.shape) for name, leaf in self.model.params.items()},
             "tasks": [(task.name, len(task.train), len(task.test)) for task in self.stream.tasks],
         }
-        self._decide()
-        self.engine = self._engine(self.config.engine, self.config.block)
-        self.fingerprint = checkpoint.fingerprint({**self._decisive(configuration.dump(self.config)), "given": given})
-        self.clock = time.monotonic()
+        return checkpoint.fingerprint({**self._decisive(configuration.dump(self.config)), "given": given})
 
     def start(self, resume: bool) -> None:
         """Write the configuration, or take up the last checkpoint; tell the user what is about to run."""
@@ -159,12 +149,12 @@ class Session:
 
     def prepare(self, position: int) -> Prepared:
         """The broadcast and the cohort of a round, from the state that the run is in."""
-        info = self._info(position)
+        info = self.rounds.info(position)
         shared, stored, last = self.chain.broadcast(self.state.server, info), self.state.clients, self.state.last_task
         ids = info.uploading
         if not ids and info.privacy and info.privacy.hidden:  # the noise of an empty cohort has the shape of an upload
-            ids = self.population.owners(self._sees(info.task))[:1]
-        clients = [self.population.client(id, info.task, self._sees(info.task)) for id in ids]
+            ids = self.population.owners(self.rounds.sees(info.task))[:1]
+        clients = [self.population.client(id, info.task, self.rounds.sees(info.task)) for id in ids]
         states = {
             id: stored.get(id, {})
             if last.get(id) == info.task
@@ -191,10 +181,10 @@ class Session:
 
         server_seconds += self._lap()
         state.position = position + 1
-        task_done = position + 1 == len(self.schedule) or self.schedule[position + 1][0] > task
-        due = phase.train and bool(self.config.eval_every) and (number + 1) % self.config.eval_every == 0
+        task_done = self.rounds.ends_task(position)
         if task_done:
             self._end_task(task)
+        due = phase.train and bool(self.config.eval_every) and (number + 1) % self.config.eval_every == 0
         row = {
             "task": task,
             "phase": phase.name,
@@ -213,15 +203,9 @@ class Session:
         for kind, seconds in (("clients", client_seconds), ("server", server_seconds)):
             state.spent("measurement" if phase.diagnostic else kind, phase.name, seconds)
         state.spent("measurement", "evaluate", self._lap() + (seen.seconds if seen else 0.0))
-        if self.folder is not None:
-            self.folder.append_round(row)
-        self.sink.round({**row, "rounds_done": position + 1, "rounds_total": len(self.schedule)})
-        if task_done:
-            spent = {"epsilon": self.budget.so_far(position + 1)} if self.budget.rounds else {}
-            name = self.stream.tasks[task].name
-            self.sink.task({"task": task, "name": name, "accuracy": _row(state.acc[task]), **spent})
-        if task_done or (position + 1) % self.config.checkpoint_every == 0:
-            self.save(wait=position + 1 == len(self.schedule))
+        self._record(row, task_done)
+        if task_done or state.position % self.config.checkpoint_every == 0:
+            self.save(wait=state.position == len(self.schedule))
         state.spent("measurement", "checkpoint", self._lap())
 
     def save(self, wait: bool = False) -> None:
@@ -260,7 +244,24 @@ class Session:
         return Result(result, acc, state.server["params"], self.model)
 
     def _engine(self, name: str, block: int | None) -> Engine:
-        return self._build(name, block=block)
+        config = self.config
+        return engines.build(
+            name,
+            block=block,
+            cohort=self.rounds.largest_cohort,
+            workers=config.workers or machine.cores(),
+            known=[self.model, self.public or (), *(task.train for task in self.stream.tasks)],
+            model=self.model,
+            strategy=self.strategy,
+            chain=self.chain,
+            optimizer=optim.build(config.local.optimizer, config.local.momentum, config.local.weight_decay),
+            epochs=config.local.epochs,
+            batch_size=config.local.batch_size,
+            weights=config.agg.weights,
+            on_bad_update=config.on_bad_update,
+            sums=self.protection.sum,
+            noise=self.protection.samples,
+        )
 
     def _decide(self) -> None:
         """Settle what the configuration leaves to a measurement."""
@@ -285,51 +286,26 @@ class Session:
         )
         self.config = config.model_copy(update=choice._asdict())
 
-    def _info(self, position: int) -> RoundInfo:
-        (task, phase, number), key = self.schedule[position], self.keys[position]
-        sees, heads = self._sees(task), self.strategy.heads(task, len(self.stream))
-        owners, expected = self.population.owners(sees), self.population.expected(phase, sees)
-        cohort = self.population.cohort(phase, sees, key)
-        return RoundInfo(
-            task=task,
-            tasks=len(self.stream),
-            phase=phase,
-            round=number,
-            clients=cohort,
-            names=(*self.model.trainable(task, heads), *self.model.buffers(task)),
-            frozen=self.strategy.frozen(task, self.model),
-            heads=heads,
-            population=self.config.partition.clients,
-            owners=len(owners),
-            fraction=self.population.fraction(cohort, sees),
-            lr=self.rates[position],
-            model=self.model,
-            key=key,
-            public=self.public,
-            trained=self.trained[position],
-            expected=expected,
-            dropped=self.population.dropped(cohort, key),
-            privacy=rules.privacy(phase, expected < len(owners), self.config),
-        )
+    def _record(self, row: dict[str, Any], task_done: bool) -> None:
+        """Write a round down, and tell the user of it, and of its task where that is over."""
+        done, task = self.state.position, row["task"]
+        if self.folder is not None:
+            self.folder.append_round(row)
+        self.sink.round({**row, "rounds_done": done, "rounds_total": len(self.schedule)})
+        if task_done:
+            spent = {"epsilon": self.budget.so_far(done)} if self.budget.rounds else {}
+            name = self.stream.tasks[task].name
+            self.sink.task({"task": task, "name": name, "accuracy": _row(self.state.acc[task]), **spent})
 
     def _absorb(self, info: RoundInfo, shared: Parts, outcome: Outcome) -> None:
         """The server's step, from the sum of the clients that are in it."""
-        ids = tuple(outcome.states)
-        privacy = info.privacy._replace(noise=outcome.noise) if info.privacy else None
-        if privacy and privacy.hidden:
-            expected, fraction = info.expected, info.expected / info.owners
-        else:
-            expected, fraction = float(len(ids)), self.population.fraction(ids, self._sees(info.task))
-        survivors = replace(info, clients=ids, fraction=fraction, expected=expected, privacy=privacy)
+        survivors = self.rounds.survived(info, tuple(outcome.states), outcome.noise)
         try:
             self.state.server = self.chain.absorb(
                 self.state.server, shared, outcome.mean, survivors, self.config.server.lr
             )
         except (RuntimeError, ValueError) as error:
             raise UpdateError(f"the server's step failed ({info.place}): {error}") from error
-
-    def _sees(self, task: int) -> tuple[int, ...]:
-        return self.strategy.sees(task, len(self.stream))
 
     def _stored(self, state: tree.Tree) -> int:
         """Bytes that a client keeps between rounds: its trees, the samples of its memory, the public data."""

@@ -317,7 +317,9 @@ def test_figures_of_the_speed_page_are_the_stored_ones():
         assert (steps, gflops, share.replace(" ", "")) == figures and ratio == f"{row['ratio_vs_plain']:.2f}"
     files = {name: json.loads(path.read_text())["workloads"] for name, path in throughput.items()}
     peers = {row["workload"]: row for name in ("pfl", "pfl-resnet") for row in files[name]}
-    for (name, engine, *ratios), row in zip(rows(page, after="The seconds of pfl-research 0.6"), peers.values(), strict=True):
+    for (name, engine, *ratios), row in zip(
+        rows(page, after="The seconds of pfl-research 0.6"), peers.values(), strict=True
+    ):
         assert name == f"`{row['workload']}`" and engine.startswith(f"`{row['engine']}`")
         assert ratios == [f"{row[ratio]:.2f}" for ratio in ("ratio_vs_pfl", "ratio_vs_pfl_2")]
     text = page.read_text()

@@ -214,9 +214,7 @@ def _from_medmnist(name: str, source: _Source, root: Path, download: bool) -> Ar
     try:
         from medmnist import dataset as medmnist  # its package hides the error of a missing dependency, this does not
     except ImportError as error:
-        raise DataError(
-            f"data set '{name}' needs the package medmnist ({error}); run pip install medmnist"
-        ) from error
+        raise DataError(f"data set '{name}' needs the package medmnist ({error}); run pip install medmnist") from error
     arrays: dict[str, np.ndarray] = {}
     for part in ("train", "test"):
         try:
