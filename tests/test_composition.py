@@ -20,7 +20,7 @@ OPTIONS = {
     "fedsol": ("regularizer.fedsol.scope=full",),
     "moon": ("regularizer.moon.mu=1.0",),
 }
-ALONE = ("fedprox", "fedsol", "fedntd", "fednova", "scaffold", "feddyn", "moon", "fedproj", "feddf")
+ALONE = ("fedprox", "fedsol", "fedntd", "fednova", "scaffold", "feddyn", "fedavgm", "moon", "fedproj", "feddf")
 OTHERS = ("kl", "fedrcl", "fedsam", "fedasam", "prox_projection", "fedet")
 TOGETHER = ("fedsol+scaffold", "fednova+moon+fedproj", "feddyn+fedntd+feddf")
 

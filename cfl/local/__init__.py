@@ -1,6 +1,7 @@
 """Local regularizers: what composes with any strategy, a file each; some have a server half."""
 
 from cfl.local.base import LocalRegularizer
+from cfl.local.fedavgm import FedAvgM
 from cfl.local.feddf import FedDF
 from cfl.local.feddyn import FedDyn
 from cfl.local.fedet import FedET
@@ -18,6 +19,7 @@ from cfl.local.scaffold import Scaffold
 
 __all__ = [
     "FedASAM",
+    "FedAvgM",
     "FedDF",
     "FedDyn",
     "FedET",

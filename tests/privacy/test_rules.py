@@ -371,6 +371,7 @@ SINGLE = {  # (can be protected at dp.level=example, why)
     "rgo": (False, "curvature from raw samples stays in the client's state and shapes its later updates"),
     "single_task": (True, "a mean of single losses, by task"),
     "fedasam": (False, "moves by the gradient of the batch before it takes the one that counts: two uses a step"),
+    "fedavgm": (True, "sums of protected updates"),
     "feddf": (True, "logits of the trained model on public data: made of protected gradients alone"),
     "feddyn": (True, "a term of the weights, and a state made of earlier protected updates"),
     "fedet": (False, "shows each client's logits, and weighs them by its number of samples"),

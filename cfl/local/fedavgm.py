@@ -1,0 +1,38 @@
+"""FedAvgM (Hsu, Qi and Brown, 2019): the server's steps have momentum.
+
+v <- momentum v + mean of the clients' w_global - w_i, and the server's step is v. Here it comes last, on what all other
+rules have made of the step; under FOT the whole of v is then projected. v begins anew with each task.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from cfl import plugins
+from cfl.local.base import LocalRegularizer
+from cfl.models.handle import Model
+from cfl.options import option
+from cfl.tree import Tree
+from cfl.types import RoundInfo
+
+
+@plugins.local.register("fedavgm")
+@dataclass(frozen=True)
+class FedAvgM(LocalRegularizer):
+    """Momentum of the server's steps (Hsu et al., 2019)."""
+
+    source: ClassVar[str] = "Hsu et al., 2019, section 4"
+    per_sample: ClassVar[bool] = True
+    acts_last: ClassVar[bool] = True
+
+    momentum: float = option(
+        0.9, "share of the last step that is made again", source="section 4: 0 to 0.997", at_least=0.0, at_most=1.0
+    )
+
+    def init_shared(self, params: Tree, model: Model) -> Tree:
+        return {name: torch.zeros_like(leaf) for name, leaf in params.items() if model.is_parameter(name)}
+
+    def server_step(self, step: Tree, own: Tree, gathered: Tree, params: Tree, info: RoundInfo) -> tuple[Tree, Tree]:
+        own = {name: self.momentum * v + step[name] if name in step else v for name, v in own.items()}
+        return {name: own.get(name, leaf) for name, leaf in step.items()}, own
