@@ -33,7 +33,7 @@ demo: install  ## Compare FOT with FedAvg on a small permuted stream, into runs/
 docs: install  ## Build the documentation into site/
 	$(BIN)/mkdocs build --strict --site-dir site
 
-bench: install  ## Run the benchmarks of single parts
+bench: install  ## Time the sketches of GPSE against a local epoch
 	$(BIN)/python benchmarks/gpse.py
 
 clean:  ## Remove what the other targets made, .venv included; runs/ stays

@@ -1,8 +1,6 @@
 """`benchmarks/collect.py`: what is stored of a run, and the page that is made from stored runs alone."""
 
-import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,12 +12,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def collect():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        yield importlib.import_module("collect")
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
+def collect(script):
+    return script("collect")
 
 
 def test_the_page_is_the_one_of_the_stored_runs(collect):

@@ -1,10 +1,8 @@
 """`benchmarks/fidelity.py`: what it measures, with small parameters, against closed forms and brute force."""
 
-import importlib
 import json
 import math
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +19,8 @@ SHORT = ("tasks=2", "rounds=1")
 
 
 @pytest.fixture(scope="module")
-def scripts():
-    """The scripts as modules; found by their folder, for it is no package, and Opacus installs one of its name."""
-    sys.path.insert(0, str(SCRIPTS))
-    try:
-        yield {name: importlib.import_module(name) for name in NAMES}
-    finally:
-        sys.path.remove(str(SCRIPTS))
+def scripts(script):
+    return {name: script(name) for name in NAMES}
 
 
 @pytest.fixture

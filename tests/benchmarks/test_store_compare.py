@@ -1,8 +1,6 @@
 """`benchmarks/store_compare.py`: what is kept of a comparison."""
 
-import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,12 +13,8 @@ FEW = ["tasks=2", "rounds=4", "model.hidden=[8]", "partition.clients=4", "eval_e
 
 
 @pytest.fixture(scope="module")
-def store_compare():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        yield importlib.import_module("store_compare")
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
+def store_compare(script):
+    return script("store_compare")
 
 
 def test_figures_command_and_curves_are_kept(store_compare, tmp_path):

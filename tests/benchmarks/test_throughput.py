@@ -1,6 +1,5 @@
 """`benchmarks/throughput.py`: the same work for all that it compares, and figures that follow from the seconds."""
 
-import importlib
 import json
 import os
 import statistics
@@ -15,13 +14,8 @@ SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
-def scripts():
-    """The scripts as modules; found by their folder, for it is no package, and Opacus installs one of its name."""
-    sys.path.insert(0, str(SCRIPTS))
-    try:
-        yield {name: importlib.import_module(f"throughput{name}") for name in ("", "_work", "_peak", "_peer")}
-    finally:
-        sys.path.remove(str(SCRIPTS))
+def scripts(script):
+    return {name: script(f"throughput{name}") for name in ("", "_work", "_peak", "_peer")}
 
 
 @pytest.fixture
@@ -189,8 +183,8 @@ def test_a_process_that_fails_says_why(scripts):
 
 
 @pytest.fixture
-def scaling(scripts):
-    return importlib.import_module("scaling")
+def scaling(script):
+    return script("scaling")
 
 
 def test_a_point_times_rounds_and_draws(scaling, tmp_path):

@@ -17,36 +17,20 @@ from cfl.strategies.fot import FOT
 from cfl.subspace import basis as bases
 from cfl.subspace import private
 from cfl.subspace.sketch import Direct, Gram, unpack
-from cfl.types import Client, Phase, Privacy, RoundInfo, Share
+from cfl.types import Privacy
 from tests import toy
+from tests.gpse_round import clients_of
+from tests.gpse_round import info_of as one_round
 
-GPSE = Phase("gpse", cohort="available", train=False, work=True)
 NONE = torch.zeros(5, 0, dtype=torch.float64)
 
 
-def info_of(model, privacy, clients=(0,), key=11):
-    return RoundInfo(
-        task=0,
-        tasks=3,
-        phase=GPSE,
-        round=0,
-        clients=tuple(clients),
-        names=model.trainable(0),
-        frozen=frozenset(),
-        heads=(0,),
-        population=len(clients),
-        lr=0.1,
-        model=model,
-        key=key,
-        privacy=privacy,
-    )
+def info_of(model, privacy, **options):
+    return replace(one_round(model, **options), privacy=privacy)
 
 
-def client_of(x, id=0):
-    """A client that holds the samples x."""
-    y = torch.zeros(len(x), dtype=torch.int64)
-    samples = cfl.from_tensors([(x, y, x[:1], y[:1])]).tasks[0].train
-    return Client(id, {0: Share(samples, torch.arange(len(x)))}, 0, (0,))
+def client_of(x):
+    return clients_of(x, [torch.arange(len(x))])[0]
 
 
 def released(strategy, model, x, privacy, key=11, basis=None):
