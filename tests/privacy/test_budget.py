@@ -66,7 +66,7 @@ def observed(run, strategy):
         strategy.steps.clear()
         info = run.prepare(position).info
         run.round(position)
-        sizes = {id: len(run.population.client(id, task, run._sees(task))) for id in info.clients}
+        sizes = {id: len(run.population.client(id, task, run.rounds.sees(task))) for id in info.clients}
         for id in info.clients:
             sent, trained = id in strategy.sent, id in strategy.steps and dp.protect == "all"
             own: Counter = Counter()
@@ -135,7 +135,7 @@ def by_count(run):
         released = phase.work or (phase.train and run.config.dp.protect == "all")
         if phase.stores or phase.diagnostic or not released:
             continue
-        tasks = run._sees(task)
+        tasks = run.rounds.sees(task)
         owners = [
             id
             for id in range(run.config.partition.clients)
