@@ -18,7 +18,9 @@ from cfl.cli import app
 from cfl.compare import alone, plan
 from cfl.config import RunConfig, resolve
 from cfl.config.overrides import read_yaml
+from cfl.local.base import LocalRegularizer
 from cfl.strategies.fot import FOT
+from cfl.types import Ctx, RoundInfo
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -121,6 +123,17 @@ def test_fot_page_lists_each_option_with_its_default():
     table = {name.strip("`"): default for name, default, *_ in rows(ROOT / "docs/fot.md", after="## Options")}
     assert table == {row["name"]: str(row["default"]) for row in options.describe(FOT)}
     assert list(table) == [field.name for field in fields(FOT)]
+
+
+def test_the_page_on_strategies_names_all_of_the_seam():
+    page = ROOT / "docs/write-a-strategy.md"
+    named = {cells[0].strip("`").partition("(")[0] for cells in rows(page, after="A regularizer's class says")}
+    says = {name for name, kind in LocalRegularizer.__annotations__.items() if "ClassVar" in str(kind)}
+    assert named == says | {"refuses", "borrows", "steps_see_state"}
+    seen = {name for cells in rows(page, after="`ctx` is all that") for name in re.findall(r"`(\w+)`", cells[0])}
+    assert seen == set(Ctx._fields)
+    told = re.search(r"^`info` is its counterpart .*?sums\.$", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert {field.name for field in fields(RoundInfo)} <= set(re.findall(r"`(?:info\.)?(\w+)`", told[0]))
 
 
 def test_command_page_lists_each_option_with_its_default():
