@@ -31,7 +31,7 @@ from cfl.report.tables import Cell
 
 HERE = Path(__file__).parent
 RUNS, PAGE = HERE / "results" / "runs", HERE / "RESULTS.md"
-SCALES = {"paper": "full length", "small": "small, minutes a run", "smoke": "smoke, seconds a run"}
+SCALES = {"paper": "full length", "small": "small, ten minutes to an hour a run", "smoke": "smoke, seconds a run"}
 
 _HEAD = """# Results
 

@@ -8,14 +8,13 @@ and seed the accuracies that `eval_every` asked for. Seconds are kept on request
 
 import argparse
 import json
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from host import about
 
-from cfl.compare import finished
-from cfl.config import RunConfig, load
 from cfl.config.overrides import read_yaml
 from cfl.record import read_json, write_json
 
@@ -24,23 +23,22 @@ def stored(folder: Path, seconds: bool = False) -> dict[str, Any]:
     """What is kept of the comparison in a folder."""
     found = read_json(folder / "compare.json")
     ended = datetime.fromtimestamp((folder / "compare.json").stat().st_mtime, UTC)
-    runs = {run: load(read_yaml(run / "config.yaml")) for run in finished(folder).values()}
     methods = {}
     for name, figures in found["methods"].items():
         kept = {key: value for key, value in figures.items() if seconds or not key.endswith("seconds")}
-        own = {run: config for run, config in runs.items() if config.label == name and config.eval_every}
-        methods[name] = kept | _curves(own)
+        methods[name] = kept | _curves([folder / run for run in found["runs"][name]])
     about_runs = {"benchmark": found["benchmark"], "command": found["command"], "date": f"{ended:%Y-%m-%d}"}
     return {**about_runs, "machine": about("torch"), "methods": methods}
 
 
-def _curves(runs: dict[Path, RunConfig]) -> dict[str, list[list[float]]]:
-    """By seed, the accuracies on the task at hand every so many rounds; nothing where none were asked for."""
+def _curves(runs: Sequence[Path]) -> dict[str, list[list[float]]]:
+    """For each run, the accuracies on the task at hand every so many rounds of training, where they were asked for."""
     curves: dict[str, list[list[float]]] = {}
-    for run, config in sorted(runs.items(), key=lambda item: item[1].seed):
-        rows = map(json.loads, (run / "rounds.jsonl").read_text(encoding="utf-8").splitlines())
-        seen = [row["accuracy"] for row in rows if row["accuracy"] is not None]
-        curves.setdefault(f"accuracy_every_{config.eval_every}_rounds", []).append(seen)
+    for run in runs:
+        if every := read_yaml(run / "config.yaml")["eval_every"]:
+            rows = map(json.loads, (run / "rounds.jsonl").read_text(encoding="utf-8").splitlines())
+            due = [row for row in rows if row["phase"].startswith("train") and (row["round"] + 1) % every == 0]
+            curves.setdefault(f"accuracy_every_{every}_rounds", []).append([row["accuracy"] for row in due])
     return curves
 
 

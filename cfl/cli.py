@@ -27,7 +27,8 @@ Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Set 
 DataRoot = Annotated[Path | None, typer.Option(help="Folder of the data sets (default: CFL_DATA).")]
 Download = Annotated[bool, typer.Option("--download", help="Fetch a data set that is missing.")]
 Scale = Annotated[
-    str | None, typer.Option(help="paper (the preset as written; default), small (minutes) or smoke (seconds).")
+    str | None,
+    typer.Option(help="paper (the preset as written; default), small (ten minutes to an hour) or smoke (seconds)."),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 Engine = Annotated[
@@ -92,6 +93,8 @@ def train(
         scale=scale,
     )
     folder = output or Path("runs") / alone(settings)
+    if resume and output is None and not (folder / "config.yaml").exists():
+        raise ConfigError(f"'{folder}' holds no run to resume; give the run's own options, or its folder with --output")
     metrics = _run(settings, folder, resume, quiet, tensorboard, data_root=data_root, download=download)
     title = f"{settings.benchmark}, {settings.label}, seed {settings.seed}"
     if plot:
@@ -155,7 +158,8 @@ def compare(
     given |= {name: [one] for name, one in single.items() if one}
     words = [word for name, values in given.items() for one in values for word in (name, one)]
     command = shlex.join(["cfl-run", "compare", benchmark, *words])
-    figures = {"benchmark": benchmark, "command": command, "methods": summaries, "paired": gaps}
+    folders = {group.label: [run.folder.name for run in group.runs if run.results()] for group in groups}
+    figures = {"benchmark": benchmark, "command": command, "runs": folders, "methods": summaries, "paired": gaps}
     write_json(folder / "compare.json", figures)
     matrices = {name: tables.mean_matrix(found) for name, found in results.items()}
     most = max(map(len, results.values()))
@@ -179,7 +183,9 @@ def reproduce(
         list[str], typer.Option(metavar="NAME", help="A column, row or part of the table; may be given again.")
     ] = [],  # noqa: B006
     seeds: Annotated[str, typer.Option(help="Seeds, such as 0..2 or 0,3,5.")] = "0..2",
-    scale: Annotated[str, typer.Option(help="paper, small (minutes a run) or smoke (seconds).")] = "paper",
+    scale: Annotated[
+        str, typer.Option(help="paper, small (ten minutes to an hour a run) or smoke (seconds).")
+    ] = "paper",
     overrides: Set = [],  # noqa: B006
     engine: Annotated[str, typer.Option(help="How clients are computed; see 'train'.")] = "auto",
     jobs: Jobs = None,

@@ -17,6 +17,7 @@ from cfl.types import RoundInfo, Samples
 class Rounds:
     """The rounds of a run. schedule: (task, phase, round within it) of each.
 
+    usual_cohort: clients of a round of training in the task that most have data of; blocks are made for so many.
     Raises ConfigError for a plan that cannot be run.
     """
 
@@ -38,10 +39,7 @@ class Rounds:
         self._keys = schedule.keys(config.seed, self.schedule)
         owners = {task: len(population.owners(self.sees(task))) for task in range(self.tasks)}
         rules.check_schedule((phase for _, phase, _ in self.schedule), owners, config)
-        self.largest_cohort = min(config.cohort, max(owners.values()))
-
-    def __len__(self) -> int:
-        return len(self.schedule)
+        self.usual_cohort = min(config.cohort, max(owners.values()))
 
     def sees(self, task: int) -> tuple[int, ...]:
         """Tasks whose data the clients train on in this task."""
@@ -49,7 +47,7 @@ class Rounds:
 
     def ends_task(self, position: int) -> bool:
         """Whether a round is the last one of its task."""
-        return position + 1 == len(self) or self.schedule[position + 1][0] > self.schedule[position][0]
+        return position + 1 == len(self.schedule) or self.schedule[position + 1][0] > self.schedule[position][0]
 
     def info(self, position: int) -> RoundInfo:
         """A round as strategies see it."""

@@ -248,7 +248,7 @@ class Session:
         return engines.build(
             name,
             block=block,
-            cohort=self.rounds.largest_cohort,
+            cohort=self.rounds.usual_cohort,
             workers=config.workers or machine.cores(),
             known=[self.model, self.public or (), *(task.train for task in self.stream.tasks)],
             model=self.model,

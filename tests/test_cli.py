@@ -196,6 +196,18 @@ def test_resume_names_the_option_that_is_another(tmp_path, capsys):
     assert invoke(*args, "--resume", "--set", "workers=7") == 0  # which does not count
 
 
+def test_resume_without_a_folder_and_with_other_options_is_an_error(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args = ("train", "permuted-digits", *SMALL, "--quiet", "--no-plot")
+    assert invoke(*args) == 0
+    (folder,) = (tmp_path / "runs").iterdir()
+    capsys.readouterr()
+    assert invoke(*args, "--resume", "--set", "local.lr=0.1") == 2
+    assert "holds no run to resume; give the run's own options, or its folder with --output" in capsys.readouterr().err
+    assert [folder] == list((tmp_path / "runs").iterdir())
+    assert invoke(*args, "--resume") == 0
+
+
 def test_quiet_keeps_warnings(tmp_path, monkeypatch):
     def damaged(config, *, sink, **kwargs):
         sink.warn("damaged")

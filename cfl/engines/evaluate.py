@@ -40,11 +40,12 @@ def accuracies(model: Model, served: Mapping[int, Tree], parts: Mapping[int, Sam
     correct: dict[int, list[Tensor]] = {task: [] for task in served}
     with torch.no_grad():
         for task, *others in groups.values():
-            shares = {own: Share(parts[own], torch.arange(len(parts[own]))) for own in (task, *others)}
+            rows = {own: torch.arange(len(parts[own])) for own in (task, *others)}
             if alone and len(parts[task]) > batch_size:  # sorted by classes, they would have batches of one class
                 source = rng.generator(rng.key(model.seed, "evaluation", task))
-                shares = {task: Share(parts[task], torch.randperm(len(parts[task]), generator=source))}
-            for pieces in _batches(shares, batch_size):
+                rows = {task: torch.randperm(len(parts[task]), generator=source)}
+            shares = {own: Share(parts[own], each.to(parts[own].targets.device)) for own, each in rows.items()}
+            for pieces in _batches(shares, batch_size, alone):
                 x, y = (_joined(leaves) for leaves in zip(*pieces.values(), strict=True))
                 hits = model.logits(served[task], x, task).argmax(dim=1) == y
                 for own, mine in zip(pieces, hits.split([len(y) for _, y in pieces.values()]), strict=True):
@@ -53,20 +54,21 @@ def accuracies(model: Model, served: Mapping[int, Tree], parts: Mapping[int, Sam
     return [count / len(parts[task]) for task, count in zip(served, sums.tolist(), strict=True)]
 
 
-def _batches(shares: Mapping[int, Share], size: int) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
-    """The samples of all shares end to end, `size` at a time: task to inputs and labels."""
-    ends = itertools.accumulate(len(rows) for _, rows in shares.values())
-    places = {task: range(end - len(shares[task].rows), end) for task, end in zip(shares, ends, strict=True)}
-    for begin in range(0, max(place.stop for place in places.values()), size):
+def _batches(shares: Mapping[int, Share], size: int, keep_together: bool) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
+    """The samples of all shares end to end, `size` at a time: task to inputs and labels.
+
+    keep_together: one that would be left over alone joins the batch before, since it has no statistics.
+    """
+    *starts, total = itertools.accumulate((len(rows) for _, rows in shares.values()), initial=0)
+    cuts = [*range(0, total, size), total]
+    if keep_together and len(cuts) > 2 and cuts[-1] - cuts[-2] == 1:
+        del cuts[-2]
+    for begin, end in itertools.pairwise(cuts):
         pieces = {
-            task: rows[max(begin - places[task].start, 0) : max(begin + size - places[task].start, 0)]
-            for task, (_, rows) in shares.items()
+            task: rows[max(begin - start, 0) : max(end - start, 0)]
+            for start, (task, (_, rows)) in zip(starts, shares.items(), strict=True)
         }
-        yield {
-            task: shares[task].samples.gather(rows.to(shares[task].samples.targets.device))
-            for task, rows in pieces.items()
-            if len(rows)
-        }
+        yield {task: shares[task].samples.gather(rows) for task, rows in pieces.items() if len(rows)}
 
 
 def _joined(leaves: tuple[Tensor, ...]) -> Tensor:

@@ -4,7 +4,7 @@ The one local step calls `augment`; then it takes the gradient of the mean loss 
 `around`; then `adjust`; then comes the optimiser. `finish` and `send` run once, after the last step. The strategy's
 hooks run first, then the regularizers' in the order in which the user lists them; `around` of the last is outermost;
 hooks of a `hard_constraint` adjust last. On the server `provide` comes before a round, and after it `server_step` of
-each in order (but see `acts_last`); the strategy's `absorb` is last, so what it guarantees of a step always holds.
+each in order (but see `turn`); the strategy's `absorb` is last, so what it guarantees of a step always holds.
 
 Hooks are pure: they take tensors and return tensors, write to nothing that they are given, draw random numbers only
 from generators made from ctx.key or info.key, and do not branch on the values of tensors.
@@ -47,8 +47,9 @@ class LocalRegularizer:
     """Whether it reads public data: `ctx.public` and `info.public` are then there."""
     lends: ClassVar[bool] = False
     """Whether `penalty` and `adjust` are terms whose gradient another one can borrow."""
-    acts_last: ClassVar[bool] = False
-    """Whether its `server_step` starts from what the steps of all others have made."""
+    turn: ClassVar[int] = 0
+    """When its `server_step` comes: 0 for rules that combine updates, in the user's order; then 1, what goes on from
+    there, such as distillation; then 2, a momentum of the whole step."""
     decides: ClassVar[str] = ""
     """What only one regularizer of a run can decide, such as "the length of the server's step"; empty for nothing."""
 

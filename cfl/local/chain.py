@@ -83,7 +83,7 @@ class Chain:
     def absorb(self, server: Server, parts: Parts, mean: Parts, info: RoundInfo, lr: float) -> Server:
         """The server's trees after the round: all `server_step` in order, then `absorb`. parts: what went down."""
         trees: Server = {}
-        acting = sorted(self.regularizers.items(), key=lambda item: item[1].acts_last)
+        acting = sorted(self.regularizers.items(), key=lambda item: item[1].turn)
         for owner, member in acting if STRATEGY in mean else ():
             own = self._shared(server, owner, parts["params"], info)
             step, own = member.server_step(mean[STRATEGY], own, mean.get(owner, {}), parts["params"], info)

@@ -24,7 +24,7 @@ class FedAvgM(LocalRegularizer):
 
     source: ClassVar[str] = "Hsu et al., 2019, section 4"
     per_sample: ClassVar[bool] = True
-    acts_last: ClassVar[bool] = True
+    turn: ClassVar[int] = 2
 
     momentum: float = option(
         0.9, "share of the last step that is made again", source="section 4: 0 to 0.997", at_least=0.0, at_most=1.0

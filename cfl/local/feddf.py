@@ -51,7 +51,7 @@ class Distillation(LocalRegularizer, ABC):
     sends: ClassVar[str] = "its logits on the public data, every round"
     needs_public: ClassVar[bool] = True
     decides: ClassVar[str] = "what the server learns from public data"
-    acts_last: ClassVar[bool] = True
+    turn: ClassVar[int] = 1
 
     temperature: float = option(3.0, "temperature of both softmax functions", source="FedProj; FedDF has 1", above=0.0)
     server_epochs: int = option(1, "passes over the public data a round", source="FedProj, CIFAR-10", at_least=1)

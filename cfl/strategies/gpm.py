@@ -90,7 +90,7 @@ class GPM(Strategy):
 
     def _extended(self, inputs: Gram, task: int, dtype: torch.dtype) -> Tensor:
         basis, (full, residual) = inputs.basis, inputs.energies.tolist()
-        vectors, squared, _ = bases.residual_spectrum(inputs.matrix, basis, gram=True)
+        vectors, squared, *_ = bases.residual_spectrum(inputs.matrix, basis, gram=True)
         # inputs that the stored basis covers leave what it lost by rounding: these are no directions
         rounding = len(basis) * torch.finfo(dtype).eps ** 2 * full
         squared = torch.where(squared > rounding, squared, 0.0)

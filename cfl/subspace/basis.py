@@ -4,6 +4,7 @@ A basis is O (d, k), float64, with orthonormal columns; the empty basis is (d, 0
 """
 
 import warnings
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,14 +56,26 @@ def spectrum(a: Tensor, *, gram: bool = False) -> tuple[Tensor, Tensor]:
     gram: `a` is X X^T (d, d) instead. Values below the numerical rank, given the precision of `a`, come back as zero.
     Raises ValueError for a NaN or an infinity.
     """
-    return residual_spectrum(a, empty(a.shape[0], a.device), gram=gram)[:2]
+    found = residual_spectrum(a, empty(a.shape[0], a.device), gram=gram)
+    return found.vectors, found.squared
 
 
-def residual_spectrum(
-    a: Tensor, basis: Tensor, *, gram: bool = False, noise: float = 0.0
-) -> tuple[Tensor, Tensor, float]:
-    """`spectrum` of what remains of `a` beside the basis, and the share of its energy that remains, in [0, 1].
+class Residual(NamedTuple):
+    """What a sketch has beside a basis. energy: of all of it; share: of the whole sketch's energy, in [0, 1].
 
+    vectors: (d, d) left singular vectors; squared: (d,) singular values, largest first, 0 below the numerical rank.
+    """
+
+    vectors: Tensor
+    squared: Tensor
+    energy: float
+    share: float
+
+
+def residual_spectrum(a: Tensor, basis: Tensor, *, gram: bool = False, noise: float = 0.0, terms: int = 1) -> Residual:
+    """`spectrum` of what remains of `a` beside the basis, and how much that is.
+
+    terms: how many matrices were rounded to the precision of `a`, and added up in it.
     noise: standard deviation of normal noise in each entry of `a` (on and above the diagonal of a Gram matrix). What
     it adds comes off: of a singular value what noise exceeds once in a hundred draws, std (sqrt(d) + sqrt(s) + 3)
     (Davidson and Szarek, 2001, theorem 2.13), or std (2 sqrt(d) + 3 sqrt(2)) of an eigenvalue of a Gram matrix; of
@@ -77,8 +90,12 @@ def residual_spectrum(
     rest = remove(remove(whole, basis).T, basis)
     values, vectors = torch.linalg.eigh(rest)
     largest, rounding = _largest(whole) if basis.shape[1] else values[-1], torch.finfo(a.dtype).eps
-    # what rounding the entries of a Gram matrix adds to an eigenvalue is half of this at most; a sketch's are squared
-    stored = rounding * torch.linalg.matrix_norm(whole) if gram else (max(a.shape) * rounding) ** 2 * largest
+    # Rounding a Gram matrix once moves its eigenvalues by half of eps times its norm at most; errors of a sum are of
+    # either sign. A sketch's singular values are squared.
+    if gram:
+        stored = rounding * max(terms, 1) ** 0.5 * torch.linalg.matrix_norm(whole)
+    else:
+        stored = (max(a.shape) * rounding) ** 2 * largest
     tolerance = stored.clamp(min=max(a.shape) * torch.finfo(torch.float64).eps * float(largest))
     squared = torch.where(values > tolerance, values, torch.zeros_like(values))
     free, added = a.shape[0] - basis.shape[1], 0.0 if gram else noise**2 * a.shape[1]
@@ -89,7 +106,7 @@ def residual_spectrum(
     remains, full = float(rest.trace()) - added * free, float(whole.trace()) - added * a.shape[0]
     hidden = float(noise > 0)  # where the noise hides all, nothing is known to be covered
     share = remains / full if full > 0 else hidden
-    return vectors.flip(1), squared.flip(0), min(1.0, max(0.0, share))
+    return Residual(vectors.flip(1), squared.flip(0), remains, min(1.0, max(0.0, share)))
 
 
 def choose_rank(squared: Tensor, covered: float, threshold: float, criterion: str = "energy", min_rank: int = 0) -> int:

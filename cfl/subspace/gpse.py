@@ -85,9 +85,10 @@ class GPSE:
     def sketches(
         self, params: Tree, client: Client, known: Mapping[str, Tensor], layers: Sequence[Layer], info: RoundInfo
     ) -> Tree:
-        """The client's half: of each layer the sketch A = X* G (d, s) (eq. 8-9) and two energies (eq. 10).
+        """The client's half: of each layer the sketch A = X* G (d, s) (eq. 8-9) and, if it projects, energies (eq. 10).
 
-        known: layer name to the basis O (d, k). Layers whose basis is full send nothing.
+        known: layer name to the basis O (d, k). Layers whose basis is full send nothing. Raises ConfigError for a layer
+        that runs several times a pass where single samples are to be protected.
         """
         if self.dense_stem:
             stem = info.model.layers[0].path
@@ -99,16 +100,17 @@ class GPSE:
         at_client = self.project_at == "client"
         for layer in layers:
             own = sums[layer.name]
-            released, energies = own.release(), own.energies
             if info.privacy:
                 parts = len(layers) * (2 if at_client else 1)
                 released, energies = private.scaled(own, info.privacy, len(client), parts)
+            else:
+                released, energies = own.release(), own.energies  # |X|^2, |X*|^2
             up[f"sketch/{layer.name}"] = released.to(params[layer.weight].dtype)
             if at_client and self.criterion != "energy":  # n_i and n_i |X*| / |X|: their sums give the mean ratio
                 ratio = (energies[1] / energies[0].clamp(min=1e-300)).sqrt()
                 energies = torch.stack([torch.ones_like(ratio), ratio]) * len(client)
             if at_client:
-                up[f"energy/{layer.name}"] = energies  # |X|^2, |X*|^2
+                up[f"energy/{layer.name}"] = energies
         return up
 
     def energies(
@@ -123,6 +125,7 @@ class GPSE:
         """The server's half: leading directions of a layer's summed sketch join its basis (d, k) (eq. 11-12).
 
         With it comes the share () of the inputs' energy that the new basis covers, as far as the sums tell.
+        Raises ValueError for a sum with a NaN or an infinity.
         """
         a = sums.get(f"sketch/{name}")
         if a is None:  # the basis is full
@@ -130,17 +133,19 @@ class GPSE:
         gram = self.sketch == "gram"
         a = unpack(a, basis.shape[0]) if gram else a
         noise = info.privacy.noise if info.privacy else 0.0
-        vectors, squared, remaining = bases.residual_spectrum(a, basis, gram=gram, noise=noise)
+        vectors, squared, energy, remaining = bases.residual_spectrum(
+            a, basis, gram=gram, noise=noise, terms=len(info.clients)
+        )
         if info.privacy and f"energy/{name}" in sums:
             whole = info.expected * private.share(info.privacy, len(sums))  # of each client's samples the energy is 1
             remaining = min(1.0, max(0.0, float(sums[f"energy/{name}"]) / whole))
         elif f"energy/{name}" in sums:
             full, residual = sums[f"energy/{name}"].tolist()
             remaining = residual / full if full > 0 else 0.0
-        covered = 1 - remaining if self.criterion == "energy" else remaining
-        rank = bases.choose_rank(squared, covered, self._threshold(info.task), self.criterion, self.min_rank)
-        known = covered if self.criterion == "energy" else 1 - remaining**2  # that is a ratio of norms
-        f_r = squared[:rank].sum() / squared.sum().clamp(min=1e-300)
+        by_energy = self.criterion == "energy"  # else it is the mean of the clients' ratios of norms that remains
+        given, known = (1 - remaining,) * 2 if by_energy else (remaining, 1 - remaining**2)
+        rank = bases.choose_rank(squared, given, self._threshold(info.task), self.criterion, self.min_rank)
+        f_r = (squared[:rank].sum() / max(energy, 1e-300)).clamp(max=1.0)
         return bases.expand(basis, vectors[:, :rank]), known + (1 - known) * f_r
 
     def _stream(

@@ -12,7 +12,7 @@ import math
 
 from torch import Tensor
 
-from cfl.subspace.sketch import Energies
+from cfl.subspace.sketch import Direct, Gram
 from cfl.types import Privacy
 
 
@@ -26,13 +26,12 @@ def share(privacy: Privacy, parts: int) -> float:
     return privacy.clip / math.sqrt(parts)
 
 
-def scaled(sums: Energies, privacy: Privacy, samples: int, parts: int) -> tuple[Tensor, Tensor]:
+def scaled(sums: Gram | Direct, privacy: Privacy, samples: int, parts: int) -> tuple[Tensor, Tensor]:
     """What a client releases of unit-energy inputs: the sketch, or packed Gram matrix, and the energy that remains ().
 
     At the level of clients they are means over its samples, at that of samples sums.
     """
     released, whole = sums.release(), samples if privacy.level == "client" else 1
-    assert released is not None
     # A Gram matrix is quadratic in the inputs; a sketch (d, s) is linear, with s draws of each.
     scale = whole if released.dim() == 1 else math.sqrt(whole * released.shape[1])
     return share(privacy, parts) * released / scale, share(privacy, parts) * sums.energies[1] / whole

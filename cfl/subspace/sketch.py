@@ -16,7 +16,7 @@ VECTORS = 4096  # vectors whose products are summed in the precision asked for
 
 
 class Energies:
-    """Running energies. basis: O (d, k); what is released has its precision, and sums are kept in float64."""
+    """Running energies. basis: O (d, k), in whose precision residuals are taken; sums are kept in float64."""
 
     def __init__(self, basis: Tensor) -> None:
         self.basis = basis
@@ -30,10 +30,6 @@ class Energies:
     def add(self, inputs: Tensor, ids: Tensor) -> None:
         """Take in inputs (batch, positions, d) of the samples `ids` (batch,)."""
         self._residual(inputs.flatten(0, 1))
-
-    def release(self) -> Tensor | None:
-        """What goes up beside the energies: nothing."""
-        return None
 
     def _residual(self, rows: Tensor) -> Tensor:
         rows = rows.to(self.basis.dtype)

@@ -20,6 +20,17 @@ def test_the_page_is_the_one_of_the_stored_runs(collect):
     assert collect.PAGE.read_text(encoding="utf-8") == collect.page(), "run python benchmarks/collect.py"
 
 
+def put(run, config):
+    """A finished run of FOT on Permuted MNIST whose numbers are not computed but put there."""
+    matrix = [[0.9, *[None] * 9], *([0.9] * (task + 1) + [None] * (9 - task) for task in range(1, 10))]
+    run.mkdir()
+    (run / "config.yaml").write_text(json.dumps(cfl.config.dump(config)))  # JSON is YAML
+    figures = {"method": "fot", "benchmark": "permuted-mnist", "seed": config.seed, "acc": 0.9, "fgt": 0.0175}
+    figures |= {"accuracy_matrix": matrix, "subspace_use": {"a": 0.5, "b": 0.75}}
+    (run / "metrics.json").write_text(json.dumps(figures))
+    (run / "timing.json").write_text(json.dumps({"clients": {"train": 1.0}, "server": {}, "measurement": {}}))
+
+
 def test_a_run_is_stored_once_and_shown(collect, tmp_path):
     few = ["tasks=2", "rounds=1", "model.hidden=[8]", "partition.clients=4"]
     own = cfl.run(cfl.resolve("permuted-digits", method="fot", overrides=few), output=tmp_path / "own").metrics
@@ -48,18 +59,23 @@ def test_a_title_has_what_all_groups_set_and_the_setting_does_not_say(collect):
     assert collect._shared([first, []], "") == []  # no command is known of the second
 
 
+def test_a_label_is_of_what_differs_between_the_rows(collect, tmp_path):
+    """Two runs with dropout, which the preset has not, one of them with another rank rule: numbers are put there."""
+    for place, rule in enumerate(([], ["strategy.criterion=energy"])):
+        options = ["partition.name=shards", "strategy.dropout=true", *rule]
+        config = cfl.resolve("permuted-mnist", method="fot", overrides=options, seed=0)
+        put(tmp_path / str(place), config)
+        collect.store(tmp_path / str(place), tmp_path / "runs")
+    page = collect.page(tmp_path / "runs")
+    title = "## permuted-mnist, partition.name=shards, strategy.dropout=true, not in a paper (full length)"
+    labels = [line.split(" | ")[0] for line in page.partition(title)[2].splitlines() if line.startswith("| `")]
+    assert sorted(labels) == ["| `fot (strategy.criterion=energy)`", "| `fot`"]
+
+
 def test_a_run_of_a_paper_s_table_stands_beside_the_paper(collect, tmp_path):
-    """A stored run of a cell, whose numbers are not computed but put there."""
-    config = cfl.resolve("permuted-mnist", method="fot", overrides=["partition.name=iid"], seed=4)
-    matrix = [[0.9, *[None] * 9], *([0.9] * (task + 1) + [None] * (9 - task) for task in range(1, 10))]
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "config.yaml").write_text(json.dumps(cfl.config.dump(config)))  # JSON is YAML
-    figures = {"method": "fot", "benchmark": "permuted-mnist", "seed": 4, "acc": 0.9, "fgt": 0.0175}
-    figures |= {"accuracy_matrix": matrix, "subspace_use": {"a": 0.5, "b": 0.75}}
-    (run / "metrics.json").write_text(json.dumps(figures))
-    (run / "timing.json").write_text(json.dumps({"clients": {"train": 1.0}, "server": {}, "measurement": {}}))
-    collect.store(run, tmp_path / "runs")
+    """A stored run of a cell."""
+    put(tmp_path / "run", cfl.resolve("permuted-mnist", method="fot", overrides=["partition.name=iid"], seed=4))
+    collect.store(tmp_path / "run", tmp_path / "runs")
     page = collect.page(tmp_path / "runs")
     (row,) = (line for line in page.splitlines() if line.startswith("| FOT |"))
     # FOT, Table 1: 90.35 ± 0.06 and 1.75 ± 0.06

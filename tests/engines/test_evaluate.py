@@ -139,4 +139,7 @@ def test_where_batches_decide_they_are_drawn_and_no_class_is_alone_in_one():
     drawn = torch.randperm(40, generator=rng.generator(rng.key(5, "evaluation", 0)))
     assert accuracy(model, params, part, 0, 8) == right(drawn) / 40 > 0.9
     assert right(torch.arange(40)) / 40 < 0.7
+    sizes = counted(model)
+    assert accuracy(model, params, part, 0, 13) > 0.9
+    assert sizes == [13, 13, 14]  # a sample alone has no statistics
     assert accuracy(model, params, part, 0, 40) == 1.0  # a batch of all is of both classes whatever the order

@@ -1,14 +1,16 @@
 """The chain: the order of hooks on clients and server, and that each member sees what is its own alone."""
 
+import itertools
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+import pytest
 import torch
 from torch import nn
 
 from cfl import optim
 from cfl.engines.step import LocalStep
-from cfl.local import FedProx, LocalRegularizer
+from cfl.local import FedAvgM, FedProx, LocalRegularizer
 from cfl.local.chain import Chain, own_state
 from cfl.models.handle import Model
 from cfl.strategies.base import Strategy
@@ -283,6 +285,28 @@ def test_server_steps_run_in_order_and_the_strategy_absorbs_last():
             "local/c": 10.0 * (number + 1),
         }
     assert mean["strategy"]["w"].item() == 1.0
+
+
+@pytest.mark.parametrize("names", itertools.permutations(["doubles", "distils", "momentum"]), ids=",".join)
+def test_server_steps_come_in_turns_whatever_the_users_order(names):
+    class Doubles(LocalRegularizer):
+        def server_step(self, step, own, gathered, params, info):
+            return {name: 2 * leaf for name, leaf in step.items()}, own
+
+    class Distils(LocalRegularizer):
+        turn: ClassVar[int] = 1
+
+        def server_step(self, step, own, gathered, params, info):
+            return {name: leaf + 10 for name, leaf in step.items()}, own
+
+    members = {"doubles": Doubles(), "distils": Distils(), "momentum": FedAvgM(momentum=0.5)}
+    chain = Chain({"strategy": Plain(), **{name: members[name] for name in names}})
+    server = {"params": {"0.bias": torch.tensor([100.0, 100.0])}}
+    for _ in range(2):
+        mean = {"strategy": {"0.bias": torch.tensor([1.0, 2.0])}}
+        server = chain.absorb(server, chain.broadcast(server, TRAIN), mean, TRAIN, 1.0)
+    # steps 2 + 10 and 4 + 10, then the same and half of the first again
+    assert server["params"]["0.bias"].tolist() == [100 - 12 - 18, 100 - 14 - 21]
 
 
 def test_rounds_without_training_leave_the_server_half_alone():

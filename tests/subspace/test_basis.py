@@ -121,6 +121,20 @@ def test_a_gram_matrix_in_float32_has_the_rank_of_its_spectrum(values, threshold
         assert bases.choose_rank(squared, 0.0, threshold) == rank
 
 
+def test_rounding_of_a_sum_of_many_gram_matrices_is_no_rank():
+    """1,400 clients with a sample each; each Gram matrix is rounded, and added to a sum of the same precision."""
+    d, rank = 32, 8
+    x = _random(1400, rank) @ _random(rank, d, seed=1)
+    total = torch.zeros(d, d)
+    for row in x:
+        total += torch.outer(row, row).float()
+    ranks = [
+        int((bases.residual_spectrum(total, bases.empty(d), gram=True, terms=terms).squared > 0).sum())
+        for terms in (1, 1400)
+    ]
+    assert ranks[0] > ranks[1] == rank  # taken for one matrix it has directions that are rounding alone
+
+
 def test_spectrum_of_zero_is_zero_and_of_nan_an_error():
     vectors, squared = bases.spectrum(torch.zeros(5, 9))
     assert torch.equal(squared, torch.zeros(5, dtype=torch.float64)) and torch.isfinite(vectors).all()
@@ -136,7 +150,7 @@ def test_residual_spectrum_is_the_spectrum_of_the_projected_sketch(gram):
     a, basis = _random(9, 30), _orthonormal(9, 3, seed=1)
     projector = torch.eye(9, dtype=torch.float64) - basis @ basis.T
     rest = projector @ a
-    vectors, squared, remaining = bases.residual_spectrum(a @ a.T if gram else a, basis, gram=gram)
+    vectors, squared, _, remaining = bases.residual_spectrum(a @ a.T if gram else a, basis, gram=gram)
     expected = np.linalg.svd(rest.numpy(), compute_uv=False) ** 2
     np.testing.assert_allclose(squared.numpy()[:6], expected[:6], rtol=1e-11)
     assert torch.equal(squared[6:], torch.zeros(3, dtype=torch.float64))  # 9 - 3 directions remain
@@ -146,9 +160,9 @@ def test_residual_spectrum_is_the_spectrum_of_the_projected_sketch(gram):
 
 def test_residual_share_at_its_ends():
     basis = _orthonormal(9, 3)
-    assert bases.residual_spectrum(torch.zeros(9, 4), basis)[2] == 0.0
-    assert bases.residual_spectrum(_random(9, 4), bases.empty(9))[2] == 1.0
-    assert bases.residual_spectrum(basis @ _random(3, 4), basis)[2] < 1e-28
+    assert bases.residual_spectrum(torch.zeros(9, 4), basis).share == 0.0
+    assert bases.residual_spectrum(_random(9, 4), bases.empty(9)).share == 1.0
+    assert bases.residual_spectrum(basis @ _random(3, 4), basis).share < 1e-28
 
 
 # --- residual_spectrum of what has noise on it -----------------------------------------------------------------------
@@ -167,7 +181,7 @@ def test_without_noise_nothing_changes_by_a_bit():
             whole = x if gram else x @ x.T
             rest = bases.remove(bases.remove(whole, basis).T, basis)
             values, vectors = torch.linalg.eigh(rest)  # the definition, as it stood before there was any noise
-            found, squared, share = bases.residual_spectrum(x, basis, gram=gram, noise=0.0)
+            found, squared, _, share = bases.residual_spectrum(x, basis, gram=gram, noise=0.0)
             assert torch.equal(found, vectors.flip(1))
             kept = squared > 0
             assert torch.equal(squared[kept], values.flip(0)[kept]) and int(kept.sum()) == min(
@@ -187,7 +201,7 @@ def test_what_noise_adds_comes_off_each_value_with_the_tail(gram, known):
     a = torch.zeros(d, 9, dtype=torch.float64)
     a[known : known + 4, :4] = values.diag()
     basis = torch.eye(d, dtype=torch.float64)[:, :known]
-    squared = bases.residual_spectrum(a @ a.T if gram else a, basis, gram=gram, noise=std)[1]
+    squared = bases.residual_spectrum(a @ a.T if gram else a, basis, gram=gram, noise=std).squared
     if gram:  # 0.871 of 9, 4, 1 and 0.0625
         expected = (values**2 - std * (2 * 5**0.5 + 3 * 2**0.5)).clamp(min=0)
     else:  # 0.824 of 3, 2, 1 and 0.25
@@ -210,7 +224,7 @@ def test_noise_alone_is_seldom_taken_for_a_direction(gram, known):
     d, seeds, basis, std = 20, 200, _orthonormal(20, known) if known else bases.empty(20), 0.3
     zero, found, largest = torch.zeros(d, d if gram else 5 * d, dtype=torch.float64), 0, 0.0
     for seed in range(seeds):
-        squared = bases.residual_spectrum(_noisy(zero, std, seed, gram), basis, gram=gram, noise=std)[1]
+        squared = bases.residual_spectrum(_noisy(zero, std, seed, gram), basis, gram=gram, noise=std).squared
         found += bool((squared > 0).any())
         largest = max(largest, float(squared[0]))
     assert found <= 8
@@ -225,7 +239,7 @@ def test_a_strong_signal_is_found_through_the_noise(gram):
     std = 2.0 if gram else 0.1  # off come std (2 sqrt(d) + 3 sqrt(2)) = 26, and std (sqrt(d) + sqrt(s) + 3) = 1.7
     for seed in range(30):
         a = _noisy(x @ x.T if gram else x, std, seed, gram)
-        vectors, squared, share = bases.residual_spectrum(a, bases.empty(d), gram=gram, noise=std)
+        vectors, squared, _, share = bases.residual_spectrum(a, bases.empty(d), gram=gram, noise=std)
         assert int((squared > 0).sum()) >= rank
         beyond += int((squared > 0).sum()) > rank
         found = vectors[:, :rank]
@@ -246,22 +260,23 @@ def test_the_share_that_remains_is_right_on_average(gram):
     x[0, 0], x[1, 0] = math.sqrt(1400), math.sqrt(600)  # energy 2000; that of noise on a sketch is d s std^2 = 2000
     whole = x @ x.T if gram else x
     shares = [
-        bases.residual_spectrum(_noisy(whole, std, seed, gram), basis, gram=gram, noise=std)[2] for seed in range(300)
+        bases.residual_spectrum(_noisy(whole, std, seed, gram), basis, gram=gram, noise=std).share
+        for seed in range(300)
     ]
     spread = float(np.std(shares)) / math.sqrt(len(shares))
     assert np.mean(shares) == pytest.approx(0.3, abs=4 * spread + 0.002)  # a ratio has a small bias of its own
     assert spread < 0.005
     if not gram:
-        naive = bases.residual_spectrum(_noisy(whole, std, 0, gram), basis)[2]
+        naive = bases.residual_spectrum(_noisy(whole, std, 0, gram), basis).share
         assert naive == pytest.approx((600 + 19 * 100) / 4000, abs=0.05)
 
 
 @pytest.mark.parametrize("gram", [False, True])
 def test_where_noise_hides_all_nothing_is_known_to_be_covered(gram):
     basis, zero = _orthonormal(9, 3), torch.zeros(9, 9, dtype=torch.float64)
-    _, squared, share = bases.residual_spectrum(zero, basis, gram=gram, noise=1.0)
+    _, squared, _, share = bases.residual_spectrum(zero, basis, gram=gram, noise=1.0)
     assert not squared.any() and share == 1.0
-    assert bases.residual_spectrum(zero, basis, gram=gram)[2] == 0.0
+    assert bases.residual_spectrum(zero, basis, gram=gram).share == 0.0
 
 
 # --- choose_rank ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,9 @@ from torch import nn
 import cfl
 from cfl.errors import ConfigError
 from cfl.strategies.fot import FOT
-from cfl.types import Client, Phase, Share
+from cfl.subspace import basis as bases
+from cfl.subspace.sketch import pack
+from cfl.types import Client, Phase, Privacy, Share
 from tests.gpse_round import (
     GPSE_PHASE,
     Net,
@@ -209,6 +211,16 @@ def test_the_estimated_coverage_is_exact_of_a_gram_matrix_and_too_high_of_a_narr
             for name, real in report["coverage"].items():
                 above = report["coverage_estimate"][name] - real
                 assert abs(above) < 1e-9 if exact else above > 0.01
+
+
+def test_under_noise_the_estimated_coverage_is_of_all_energy():
+    """Five eigenvalues of 1 stand out, each less std (2 sqrt(d) + 3 sqrt(2)) = 0.2; sixty of 0.05, 3 of 8, hide."""
+    model, values = handle(mlp(64, 3), (64,)), torch.tensor([1.0] * 5 + [0.05] * 60, dtype=torch.float64)
+    info = replace(info_of(model), privacy=Privacy("client", 1.0, noise=0.01))
+    strategy = FOT(sketch="gram", project_at="server", threshold=0.9)
+    basis, share = strategy.extended("0", bases.empty(65), {"sketch/0": pack(values.diag())}, info)
+    assert basis.shape[1] == 5
+    assert float(share) == pytest.approx(5 * (1 - 0.01 * (2 * 65**0.5 + 3 * 2**0.5)) / 8)
 
 
 # --- edge cases ------------------------------------------------------------------------------------------------------
