@@ -158,7 +158,11 @@ def compare(
     given |= {name: [one] for name, one in single.items() if one}
     words = [word for name, values in given.items() for one in values for word in (name, one)]
     command = shlex.join(["cfl-run", "compare", benchmark, *words])
-    folders = {group.label: [run.folder.name for run in group.runs if run.results()] for group in groups}
+    folders = {
+        group.label: [run.folder.name for run in group.runs if run.config.seed in summaries[group.label]["seeds"]]
+        for group in groups
+        if group.label in summaries
+    }
     figures = {"benchmark": benchmark, "command": command, "runs": folders, "methods": summaries, "paired": gaps}
     write_json(folder / "compare.json", figures)
     matrices = {name: tables.mean_matrix(found) for name, found in results.items()}

@@ -22,13 +22,11 @@ from cfl.types import RoundInfo
 class FedAvgM(LocalRegularizer):
     """Momentum of the server's steps (Hsu et al., 2019)."""
 
-    source: ClassVar[str] = "Hsu et al., 2019, section 4"
+    source: ClassVar[str] = "Hsu et al., 2019"
     per_sample: ClassVar[bool] = True
     turn: ClassVar[int] = 2
 
-    momentum: float = option(
-        0.9, "share of the last step that is made again", source="section 4: 0 to 0.997", at_least=0.0, at_most=1.0
-    )
+    momentum: float = option(0.9, "share of the last step that is made again", at_least=0.0, at_most=1.0)
 
     def init_shared(self, params: Tree, model: Model) -> Tree:
         return {name: torch.zeros_like(leaf) for name, leaf in params.items() if model.is_parameter(name)}

@@ -70,7 +70,7 @@ class Replay(Strategy):
         both, labels = torch.cat([old, new]), torch.cat([client.recall(old).y, targets])
         among = torch.cat([torch.arange(len(old), device=new.device), len(old) + order])
         among = balanced(labels + 2**32 * both[:, 0], among)  # classes in each task
-        # of tasks with as many samples the luckier one has a place more; luck stays, so that each is as often the last
+        # A task's luck is for the whole run: where places do not suffice, each task is held by as many clients.
         luck = [rng.key(info.model.seed, "luck", client.id, task) for task in range(info.task + 1)]
         among = among[torch.tensor(luck, device=new.device)[both[among, 0]].argsort(stable=True)]
         turns = balanced(both[:, 0], among)

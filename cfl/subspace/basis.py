@@ -63,7 +63,8 @@ def spectrum(a: Tensor, *, gram: bool = False) -> tuple[Tensor, Tensor]:
 class Residual(NamedTuple):
     """What a sketch has beside a basis. energy: of all of it; share: of the whole sketch's energy, in [0, 1].
 
-    vectors: (d, d) left singular vectors; squared: (d,) singular values, largest first, 0 below the numerical rank.
+    vectors: (d, d) left singular vectors; squared: (d,) squares of the singular values, largest first, 0 below the
+    numerical rank.
     """
 
     vectors: Tensor
@@ -72,7 +73,9 @@ class Residual(NamedTuple):
     share: float
 
 
-def residual_spectrum(a: Tensor, basis: Tensor, *, gram: bool = False, noise: float = 0.0, terms: int = 1) -> Residual:
+def residual_spectrum(
+    a: Tensor, basis: Tensor, *, gram: bool = False, noise: float = 0.0, terms: float = 1.0
+) -> Residual:
     """`spectrum` of what remains of `a` beside the basis, and how much that is.
 
     terms: how many matrices were rounded to the precision of `a`, and added up in it.
@@ -93,7 +96,7 @@ def residual_spectrum(a: Tensor, basis: Tensor, *, gram: bool = False, noise: fl
     # Rounding a Gram matrix once moves its eigenvalues by half of eps times its norm at most; errors of a sum are of
     # either sign. A sketch's singular values are squared.
     if gram:
-        stored = rounding * max(terms, 1) ** 0.5 * torch.linalg.matrix_norm(whole)
+        stored = rounding * max(terms, 1.0) ** 0.5 * torch.linalg.matrix_norm(whole)
     else:
         stored = (max(a.shape) * rounding) ** 2 * largest
     tolerance = stored.clamp(min=max(a.shape) * torch.finfo(torch.float64).eps * float(largest))

@@ -134,7 +134,7 @@ class GPSE:
         a = unpack(a, basis.shape[0]) if gram else a
         noise = info.privacy.noise if info.privacy else 0.0
         vectors, squared, energy, remaining = bases.residual_spectrum(
-            a, basis, gram=gram, noise=noise, terms=len(info.clients)
+            a, basis, gram=gram, noise=noise, terms=info.expected
         )
         if info.privacy and f"energy/{name}" in sums:
             whole = info.expected * private.share(info.privacy, len(sums))  # of each client's samples the energy is 1

@@ -223,6 +223,23 @@ def test_under_noise_the_estimated_coverage_is_of_all_energy():
     assert float(share) == pytest.approx(5 * (1 - 0.01 * (2 * 65**0.5 + 3 * 2**0.5)) / 8)
 
 
+def test_where_the_number_of_clients_is_hidden_the_basis_does_not_tell_it():
+    """An eigenvalue of 1e-6 beside one of 1: above what rounding one matrix makes, below what a sum of 1,400 may."""
+    model, strategy = handle(mlp(3, 3), (3,)), FOT(sketch="gram", project_at="server", threshold=1.0)
+    sums = {"sketch/0": pack(torch.tensor([1.0, 1e-6, 0.0, 0.0]).diag())}
+    info = replace(info_of(model), privacy=Privacy("client", 1.0, hidden=True))
+    ranks = {
+        (expected, len(ids)): strategy.extended(
+            "0", bases.empty(4), sums, replace(info, clients=ids, expected=expected)
+        )
+        for expected in (1.0, 1400.0)
+        for ids in ((0,), tuple(range(1400)))
+    }
+    assert {key: basis.shape[1] for key, (basis, _) in ranks.items()} == {
+        (1.0, 1): 2, (1.0, 1400): 2, (1400.0, 1): 1, (1400.0, 1400): 1
+    }  # fmt: skip
+
+
 # --- edge cases ------------------------------------------------------------------------------------------------------
 
 
