@@ -40,8 +40,8 @@ def point(
 
     from cfl import config as configuration
     from cfl import machine, members, rng, streams
-    from cfl.record import NullSink
     from cfl.session import Session
+    from cfl.sinks import NullSink
 
     torch.set_num_threads(1)
     imported, began = peak_bytes(resource.RUSAGE_SELF), time.perf_counter()
@@ -105,8 +105,8 @@ def tasks(engine: str, count: int, rounds: int) -> list[dict[str, Any]]:
 
     import cfl
     from cfl import machine, members, streams
-    from cfl.record import NullSink
     from cfl.session import Session
+    from cfl.sinks import NullSink
 
     torch.set_num_threads(1)
     quiet = ["strategy.measure_coverage=false"]  # a measurement of the simulator, no part of FOT

@@ -39,8 +39,8 @@ from torch.utils.data import Subset, TensorDataset
 
 from cfl import config as configuration
 from cfl import machine, members, rng, streams
-from cfl.record import NullSink
 from cfl.session import Session
+from cfl.sinks import NullSink
 
 AGAINST = {name: (name,) for name in ("plain", "hand", "products", "flower")} | {"pfl": ("pfl", "pfl-2")}
 PACKAGES = {"pfl": "pfl", "pfl-2": "pfl", "flower": "flwr"}

@@ -325,8 +325,8 @@ def _resolved(benchmark: str | None, **layers: Any) -> "RunConfig":
 def _run(
     config: "RunConfig", folder: Path, resume: bool, quiet: bool, tensorboard: bool = False, **data: Any
 ) -> dict[str, Any]:
-    from cfl.record import Sinks, console_sink
     from cfl.runner import run
+    from cfl.sinks import Sinks, console_sink
     from cfl.tensorboard import TensorBoardSink
 
     sink = Sinks(console_sink(quiet), *([TensorBoardSink(folder / "tensorboard")] if tensorboard else []))

@@ -23,8 +23,9 @@ from cfl.engines.evaluate import Observer
 from cfl.errors import ConfigError
 from cfl.local.base import LocalRegularizer
 from cfl.local.chain import STRATEGY
-from cfl.record import NullSink, RunFolder, Sink
+from cfl.record import RunFolder
 from cfl.session import Result, Session
+from cfl.sinks import NullSink, Sink
 from cfl.strategies.base import Strategy
 from cfl.streams import Stream
 

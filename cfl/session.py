@@ -27,8 +27,9 @@ from cfl.population import Population
 from cfl.privacy import rules
 from cfl.privacy.budget import Budget
 from cfl.privacy.chain import Protection
-from cfl.record import RunFolder, Sink, plain
+from cfl.record import RunFolder, plain
 from cfl.rounds import Rounds
+from cfl.sinks import Sink
 from cfl.state import RunState
 from cfl.streams import Stream
 from cfl.streams.store import Part

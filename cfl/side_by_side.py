@@ -22,7 +22,8 @@ from cfl.compare import HOW, Run
 from cfl.config import RunConfig, dump, load
 from cfl.config.overrides import read_yaml
 from cfl.errors import Busy, CflError
-from cfl.record import NullSink, RunFolder, task_line
+from cfl.record import RunFolder
+from cfl.sinks import NullSink, task_line
 
 _LOOK = 1.0  # seconds between looks at runs that another process is at
 

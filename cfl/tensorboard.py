@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from cfl.config import RunConfig, dump
-from cfl.record import NullSink
+from cfl.sinks import NullSink
 
 
 class TensorBoardSink(NullSink):

@@ -16,7 +16,8 @@ from cfl import checkpoint, runner, session
 from cfl import config as configuration
 from cfl.engines.choose import Choice
 from cfl.errors import CheckpointError, ConfigError
-from cfl.record import NullSink, RunFolder
+from cfl.record import RunFolder
+from cfl.sinks import NullSink
 from tests import toy
 
 # Momentum, dropout, shared running statistics and client sampling: all that could carry state past a kill.
@@ -110,7 +111,7 @@ def test_sigkill_of_a_process_is_survived(reference: tuple, tmp_path: Path) -> N
 import os, signal
 from pathlib import Path
 import cfl
-from cfl.record import NullSink
+from cfl.sinks import NullSink
 from tests import toy
 from tests.test_resume import OPTIONS
 class Sink(NullSink):

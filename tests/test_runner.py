@@ -16,8 +16,8 @@ import cfl
 from cfl import rng, tree
 from cfl.errors import ConfigError, DataError, UpdateError
 from cfl.local import FedProx, LocalRegularizer
-from cfl.record import NullSink
 from cfl.session import Session
+from cfl.sinks import NullSink
 from cfl.strategies import FOT
 from tests import toy
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import cfl
 from cfl import rng
 from cfl.models.handle import Model
-from cfl.record import NullSink
+from cfl.sinks import NullSink
 from cfl.strategies.base import Strategy
 from cfl.testing.toys import CLASSES, DIMENSIONS, toy_config
 from cfl.testing.toys import toy_stream as stream

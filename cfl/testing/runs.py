@@ -13,9 +13,9 @@ from cfl.config import RunConfig
 from cfl.errors import CflError
 from cfl.local.base import LocalRegularizer
 from cfl.local.chain import STRATEGY
-from cfl.record import NullSink
 from cfl.runner import run
 from cfl.session import Session
+from cfl.sinks import NullSink
 from cfl.strategies.base import Strategy
 from cfl.streams import Stream
 from cfl.testing.hooks import Faults, HookFailed, same

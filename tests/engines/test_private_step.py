@@ -16,8 +16,8 @@ from cfl.local import FedProx
 from cfl.local.chain import Chain
 from cfl.models.handle import Model
 from cfl.privacy.gaussian import SampleNoise, noise
-from cfl.record import NullSink
 from cfl.session import Session
+from cfl.sinks import NullSink
 from cfl.strategies.base import Strategy
 from cfl.types import Batch
 from tests import toy

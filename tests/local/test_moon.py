@@ -14,8 +14,8 @@ from cfl.local import Moon
 from cfl.local.chain import Chain, own_state
 from cfl.models.handle import Model
 from cfl.options import build
-from cfl.record import NullSink
 from cfl.session import Session
+from cfl.sinks import NullSink
 from cfl.strategies.base import Strategy
 from cfl.types import Batch
 from tests import toy

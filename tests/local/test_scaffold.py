@@ -13,8 +13,8 @@ from cfl.engines.step import LocalStep
 from cfl.local import Scaffold
 from cfl.local.chain import Chain, own_state
 from cfl.models.handle import Model
-from cfl.record import NullSink
 from cfl.session import Session
+from cfl.sinks import NullSink
 from cfl.strategies.base import Strategy
 from cfl.types import EMPTY, Batch
 from tests import toy

@@ -11,8 +11,8 @@ from cfl import members, plugins
 from cfl.privacy import accounting
 from cfl.privacy.accounting import Releases
 from cfl.privacy.budget import Budget
-from cfl.record import NullSink
 from cfl.session import Session
+from cfl.sinks import NullSink
 from tests import toy
 
 UNIFORM = "agg.weights=uniform"

@@ -7,7 +7,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import cfl
 from cfl import cli
-from cfl.record import NullSink, Sinks
+from cfl.sinks import NullSink, Sinks
 from cfl.tensorboard import TensorBoardSink
 from tests.report.conftest import SMALL
 

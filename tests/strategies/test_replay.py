@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import cfl
 from cfl import rng, tree
-from cfl.record import NullSink
+from cfl.sinks import NullSink
 from cfl.strategies import ER
 from cfl.strategies.base import with_consolidation
 from cfl.strategies.replay import Replay, balanced
