@@ -254,7 +254,9 @@ def test_what_the_privacy_page_says_of_the_results_holds():
         for path in folder.glob("*.json")
     }
     plain, frozen, noisy = (runs[f"split-cifar100-{name}"]["fot"] for name in ("plain", "frozen", "sketches"))
-    assert plain[0] - noisy[0] > plain[0] - frozen[0] and noisy[1] > plain[1]  # noise costs, freezing hardly
+    fedavg = runs["split-cifar100-plain"]["fedavg"]
+    assert plain[0] - frozen[0] < 0.01 and frozen[1] < 0  # freezing costs little
+    assert abs(noisy[1] - fedavg[1]) < 0.01 < fedavg[1] - plain[1]  # under noise FOT forgets as FedAvg does
     for name in ("clients-1400", "clients-1400-private"):
         assert runs[name]["fot"][0] > runs[name]["fedavg"][0] and runs[name]["fot"][1] < runs[name]["fedavg"][1]
 
