@@ -8,7 +8,7 @@ precision: what float32 products miss of a Gram matrix (norm of the error over t
 client: the whole of `FOT.work` against a round of local training of that client, one epoch, on the papers' models; with
     the operations of either (products and Cholesky factors): what a sketch takes beyond sketch=gram is L Z, the product
     of a factor of the Gram matrix with its s columns of draws, and the factor.
-memory: what `FOT.work` adds to the peak of a pass that sketches nothing, against the number of samples.
+memory: what `FOT.work` adds to the peak (MiB) of a pass that sketches nothing, against the number of samples.
 server: leading singular vectors of a float32 sketch d x 5d by the eigenvectors of A A^T, against a full SVD.
 
 Data are random. Two forms alternate, medians are compared, and one thread computes.
@@ -17,7 +17,6 @@ Data are random. Two forms alternate, medians are compared, and one thread compu
 import argparse
 import datetime
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -31,7 +30,7 @@ from host import about
 from torch.utils.flop_counter import FlopCounterMode
 
 import cfl
-from cfl import models, optim, rng
+from cfl import machine, models, optim, rng
 from cfl.engines.loop import LoopEngine
 from cfl.local.chain import Chain
 from cfl.models import Layer
@@ -179,7 +178,7 @@ def precision(repeats: int) -> list[dict[str, Any]]:
                 continue
             exact, rounded = (patches(layer, x.split(64), dtype) for dtype in (torch.float64, torch.float32))
             error, d = largest(rounded - exact) / largest(exact), layer.size
-            zero = [(d * eps) ** 2, (5 * d * eps) ** 2, d * eps]
+            zero = [(d * eps) ** 2, (5 * d * eps) ** 2, eps * float(torch.linalg.matrix_norm(exact)) / largest(exact)]
             rows.append({"model": name, "layer": layer.name, "d": d, "error": error, "zero": zero})
             print(
                 f"{name:>10} {layer.name:>24} {d:>5} {error:>9.1e} {zero[0]:>12.1e} {zero[1]:>9.1e} {zero[2]:>9.1e}",
@@ -241,9 +240,9 @@ def added_memory(samples: int) -> float:
     with torch.no_grad(), model.evaluation():
         for batch in own.batches(64):
             model.logits(model.params, batch.x, 0)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = machine.peak_bytes()
     work(FOT(), model, own)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return (machine.peak_bytes() - before) / 2**20
 
 
 def memory(repeats: int) -> list[dict[str, Any]]:
@@ -251,9 +250,9 @@ def memory(repeats: int) -> list[dict[str, Any]]:
     print(f"\n{'samples':>8} {'memory of GPSE (MiB)':>21}")
     for samples in MEMORY_SAMPLES:
         command = [sys.executable, __file__, "--memory-of", str(samples)]
-        added = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        rows.append({"samples": samples, "mebibytes": added})
-        print(f"{samples:>8} {added:>21.0f}", flush=True)
+        runs = [subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(repeats)]
+        rows.append({"samples": samples, "mebibytes": [float(added) for added in runs]})
+        print(f"{samples:>8} {statistics.median(rows[-1]['mebibytes']):>21.0f}", flush=True)
     return rows
 
 

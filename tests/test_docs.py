@@ -343,8 +343,11 @@ def test_figures_of_the_speed_page_are_the_stored_ones():
     sketches = json.loads((ROOT / "benchmarks/results/gpse/gpse.json").read_text())
     ratios = {f"{row['ratio']:.2f}" for row in sketches["client"]}
     assert all(ratio in ratios for *_, ratio in rows(page, after="A client's sketches"))
-    slow = [row["ratio"] for row in sketches["layers"] if row["ratio"] < 5]
-    assert len(slow) == 4 and len(sketches["layers"]) == 14
+    drawn, text = sorted(row["ratio"] for row in sketches["layers"]), " ".join(text.split())
+    assert f"is {drawn[0]:.1f} to {drawn[-1]:.0f} times as fast as drawing G" in text
+    assert f"({sum(ratio < 5 for ratio in drawn)} of {len(drawn)} layers)" in text
+    first, second, _, last = (f"{median(row['mebibytes']):.0f}" for row in sketches["memory"])
+    assert f"adds {first} MiB to a client's peak with 100 samples, {second} with 1,600 and {last} with 6,400" in text
 
 
 def test_the_growth_on_the_speed_page_is_the_stored_one():

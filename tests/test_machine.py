@@ -1,5 +1,7 @@
 """The process and its machine: threads and memory are given back, and what is free can be had."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,13 @@ def test_the_peak_grows_with_what_is_written_to():
     before = machine.peak_bytes()
     held = torch.ones(machine.peak_bytes() // 4 + (64 << 20), dtype=torch.uint8)
     assert machine.peak_bytes(CPU) >= before > 2**20 and len(held) > 64 << 20
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_the_peak_is_this_programs_and_not_that_of_the_one_that_started_it():
+    held = torch.ones(1 << 30, dtype=torch.uint8)
+    command = [sys.executable, "-c", "from cfl import machine; print(machine.peak_bytes())"]
+    assert int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) < len(held)
 
 
 def test_there_is_a_core_at_least():
