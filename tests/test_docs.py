@@ -23,6 +23,7 @@ from cfl.strategies.fot import FOT
 from cfl.types import Ctx, RoundInfo
 
 ROOT = Path(__file__).resolve().parents[1]
+RUNS = ROOT / "benchmarks/results/runs"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -388,7 +389,7 @@ def test_figures_of_the_fidelity_page_are_the_stored_ones():
 def test_rank_rules_at_full_length_are_the_stored_runs():
     """The rows after the paper's: those runs of FOT on Permuted MNIST, seed 0, that are not IID."""
     found, left = {}, {}
-    for folder in (ROOT / "benchmarks/results/runs/paper/permuted-mnist").iterdir():
+    for folder in (RUNS / "paper/permuted-mnist").iterdir():
         config, metrics = read_yaml(folder / "config.yaml"), json.loads((folder / "metrics.json").read_text())
         if (config["method"], config["partition"]["name"], config["seed"]) == ("fot", "shards", 0):
             own, use = config["strategy"], metrics["subspace_use"]
@@ -420,10 +421,10 @@ def test_readme_has_permuted_mnist_beside_the_paper():
 def test_baselines_at_full_length_are_the_stored_runs():
     """ER, GPM and FOT, on shards, seed 0; and the paper's means of the same cells."""
     table = reproduce.table("fot-table1")
-    found = []
+    found, page = [], ROOT / "docs/fidelity.md"
     for row, given in (("ER+FL", []), ("ER+FL", ["strategy.budget=total"]), ("GPM+FL", []), ("FOT", [])):
         place = [row, "PMNIST", "non-IID"]
-        runs = table.runs(place, [0], "paper", given, Path("runs"), [ROOT / "benchmarks/results/runs"])
+        runs = table.runs(place, [0], "paper", given, Path("runs"), [RUNS])
         [(cell, (run,))] = runs.items()
         ours = run.results()
         scores = [100 * ours["acc"], 100 * ours["fgt"], *(score.mean for score in cell.paper.values())]
@@ -431,4 +432,10 @@ def test_baselines_at_full_length_are_the_stored_runs():
         found.append([name, *(f"{score:.2f}" for score in scores)])
         if given:  # the page: within one and a half of the paper's deviations
             assert all(abs(100 * ours[own] - score.mean) < 1.5 * score.std for own, score in cell.paper.items())
-    assert rows(ROOT / "docs/fidelity.md", after="Our ER and GPM are stronger than the paper's.") == found
+    assert rows(page, after="Our ER and GPM are stronger than the paper's.") == found
+    runs = table.runs(["ER+FL", "PMNIST", "IID"], [0], "paper", ["strategy.budget=total"], Path("runs"), [RUNS])
+    [(cell, (run,))] = runs.items()
+    acc, fgt = (f"{100 * run.results()[name]:.2f}" for name in ("acc", "fgt"))
+    printed = " and ".join(f"{score.mean:.2f}" for score in cell.paper.values())
+    text = " ".join(page.read_text(encoding="utf-8").split())
+    assert f"with IID data it has an ACC of {acc} and an FGT of {fgt} (paper: {printed})" in text
