@@ -177,8 +177,9 @@ def precision(repeats: int) -> list[dict[str, Any]]:
             if not slides(layer):
                 continue
             exact, rounded = (patches(layer, x.split(64), dtype) for dtype in (torch.float64, torch.float32))
-            error, d = largest(rounded - exact) / largest(exact), layer.size
-            zero = [(d * eps) ** 2, (5 * d * eps) ** 2, eps * float(torch.linalg.matrix_norm(exact)) / largest(exact)]
+            first, d = largest(exact), layer.size
+            error, norm = largest(rounded - exact) / first, float(torch.linalg.matrix_norm(exact))
+            zero = [(d * eps) ** 2, (5 * d * eps) ** 2, eps * norm / first]  # as in `residual_spectrum`
             rows.append({"model": name, "layer": layer.name, "d": d, "error": error, "zero": zero})
             print(
                 f"{name:>10} {layer.name:>24} {d:>5} {error:>9.1e} {zero[0]:>12.1e} {zero[1]:>9.1e} {zero[2]:>9.1e}",

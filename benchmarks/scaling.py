@@ -44,7 +44,7 @@ def point(
     from cfl.sinks import NullSink
 
     torch.set_num_threads(1)
-    imported, began = peak_bytes(resource.RUSAGE_SELF), time.perf_counter()
+    imported, began = machine.peak_bytes(), time.perf_counter()
     count, draws = clients * samples, rng.generator(rng.key(0, "scaling"))
     config = configuration.load(
         {
@@ -75,15 +75,15 @@ def point(
         "seconds": seconds[1:],
         "setup_seconds": setup,
         "first_round_seconds": seconds[0],
-        "peak_bytes": peak_bytes(resource.RUSAGE_SELF),
-        "workers_bytes": peak_bytes(resource.RUSAGE_CHILDREN),
+        "peak_bytes": machine.peak_bytes(),
+        "workers_bytes": workers_bytes(),
         "imported_bytes": imported,
     }
 
 
-def peak_bytes(who: int) -> int:
-    """Most memory held at a time by this process, or by the largest of its children that have ended."""
-    return resource.getrusage(who).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+def workers_bytes() -> int:
+    """Most memory held at a time by the largest of this process's children that have ended."""
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def apart(engine: str, **sizes: Any) -> dict[str, Any]:
