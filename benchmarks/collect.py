@@ -19,15 +19,15 @@ from pathlib import Path
 
 from host import about
 
-from cfl import reproduce
-from cfl.compare import HOW, digest, finished, place
-from cfl.config import load
+from cfl.assembly.resolve import load
 from cfl.config.overrides import read_yaml
-from cfl.errors import ConfigError
-from cfl.record import write_json
+from cfl.core.errors import ConfigError
+from cfl.experiments import reproduce
+from cfl.experiments.compare import HOW, digest, finished, place
 from cfl.report import reproduced, tables
 from cfl.report.runs import Run, command, overview, read, scenes
 from cfl.report.tables import Cell
+from cfl.run.run_folder import write_json
 
 HERE = Path(__file__).parent
 RUNS, PAGE = HERE / "results" / "runs", HERE / "RESULTS.md"

@@ -3,8 +3,9 @@
     python benchmarks/digests.py FOLDER [--compare OTHER]
 
 All strategies, eight regularizers, four engines, secure aggregation and differential privacy are among the runs; one
-needs MNIST in the folder that CFL_DATA names. Run the script once for each version, on one machine; --compare names the folder of the other version and exits with 1 on a
-difference. The working directory is imported first, so the script also measures another checkout: cd there and call it.
+needs MNIST and Fashion-MNIST in the folder that CFL_DATA names. Run the script once for each version, on one machine;
+--compare names the folder of the other version and exits with 1 on a difference. The working directory is imported
+first, so the script also measures another checkout: cd there and call it.
 """
 
 import argparse
@@ -31,7 +32,7 @@ RUNS = {
     "fedsol": "permuted-digits --method fot+fedsol --engine vmapped block=3",
     "scaffold": "permuted-digits --method ewc+scaffold",
     "fedprox-fednova": "split-digits --method fot+fedprox+fednova local.optimizer=adam local.lr=0.002",
-    "fedproj": "fashion-mnist --method fedproj tasks=1 rounds=1 cohort=2 partition.clients=1000 public.name=mnist public.samples=32",
+    "fedproj": "fashion-mnist --method fedproj --scale smoke tasks=1 cohort=2 partition.name=iid",
     "fedntd": "split-digits --method gpm+fedntd --engine pool block=3",
     "fedavgm-moon": "permuted-digits --method fot+fedavgm+moon local.momentum=0.9 local.weight_decay=0.001",
     "secagg": "permuted-digits --method fot secagg=full drop_rate=0.2 partition.name=shards",

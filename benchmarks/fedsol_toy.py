@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from cfl import Batch, Ctx, LocalRegularizer, Model, Strategy
+from cfl.contract.composed import ComposedMethod
+from cfl.core.optim import sgd
 from cfl.engines.step import LocalStep
-from cfl.local import FedProx, FedSOL, ProxProjection
-from cfl.local.chain import Chain
-from cfl.optim import sgd
+from cfl.methods.regularizers import FedProx, FedSOL, ProxProjection
 
 OPTIMUM, RHO, DELTAS = (2.0, 1.0), 0.5, (0.1, 1.0, 5.0)
 METHODS: dict[str, LocalRegularizer] = {
@@ -56,7 +56,7 @@ class Bowl(Strategy):
 def path(method: LocalRegularizer, delta: float, lr: float = 0.02, steps: int = 5000) -> Tensor:
     """Local training from the global model (0, 0): (steps + 1, 2) float64."""
     model = Model(Point(), (1,), [2], multi_head=False)
-    step = LocalStep(model, 0, frozenset(), Chain({"strategy": Bowl(delta), "method": method}), sgd())
+    step = LocalStep(model, 0, frozenset(), ComposedMethod({"strategy": Bowl(delta), "method": method}), sgd())
     shared, one = {"params": model.params}, torch.ones(1, dtype=torch.float64)
     batch = Batch(one[:, None], torch.zeros(1, dtype=torch.int64), one, torch.zeros(1, dtype=torch.int64))
     local, points = step.start(model.params), [model.params["w"]]

@@ -13,14 +13,15 @@ from fidelity_tables import SEEDS, Table, measured, run
 from torch import Tensor
 
 import cfl
-from cfl import tree
+from cfl.contract.data import Batch, Client
+from cfl.contract.rounds import RoundInfo, TreesByOwner
+from cfl.core import tree
+from cfl.methods.strategies.gpm import GPM, known
+from cfl.methods.subspace import basis as bases
+from cfl.methods.subspace.layer_inputs import stream
+from cfl.methods.subspace.projection import input_vectors
+from cfl.methods.subspace.sketch import Energies
 from cfl.models.handle import Layer
-from cfl.strategies.gpm import GPM, known
-from cfl.subspace import basis as bases
-from cfl.subspace.layer_inputs import stream
-from cfl.subspace.projection import input_vectors
-from cfl.subspace.sketch import Energies
-from cfl.types import Batch, Client, Parts, RoundInfo
 
 
 def gpm(seeds: Sequence[int] = SEEDS, *shorter: str) -> list[Table]:
@@ -62,7 +63,9 @@ def covered_energy(config: cfl.RunConfig, clients: int, tasks: cfl.Stream | None
     noted: list[tuple[Client, tree.Tree, RoundInfo, tree.Tree]] = []
     original = GPM.work
 
-    def work(self: GPM, params: tree.Tree, client: Client, shared: Parts, state: tree.Tree, info: RoundInfo) -> Any:
+    def work(
+        self: GPM, params: tree.Tree, client: Client, shared: TreesByOwner, state: tree.Tree, info: RoundInfo
+    ) -> Any:
         sent, after = original(self, params, client, shared, state, info)
         noted.append((client, known(after), info, params))
         return sent, after

@@ -15,11 +15,12 @@ from scipy.special import log_ndtr, ndtr
 from torch import nn
 
 import cfl
-from cfl import models, rng, tree
-from cfl.privacy import accounting
-from cfl.privacy.accounting import Releases
-from cfl.subspace import basis as bases
-from cfl.subspace.sketch import Gram, unpack
+from cfl import models
+from cfl.aggregation import accounting
+from cfl.aggregation.accounting import Releases
+from cfl.core import rng, tree
+from cfl.methods.subspace import basis as bases
+from cfl.methods.subspace.sketch import Gram, unpack
 
 RULES = ("energy", "norm_ratio", "eq12")
 EPSILON, DELTA, CLIENTS, RELEASES = 5.0, 1e-5, 50, 20 * 19  # FOT, appendix H; Mini-ImageNet: layers x extractions

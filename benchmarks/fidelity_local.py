@@ -13,10 +13,11 @@ from fidelity_tables import SEEDS, Table, measured, run
 from torch import Tensor, nn
 
 import cfl
-from cfl import models, rng, tree
-from cfl.local import FedSOL
-from cfl.local import fedproj as fedproj_module
-from cfl.losses import divergence
+from cfl import models
+from cfl.contract.losses import divergence
+from cfl.core import rng, tree
+from cfl.methods.regularizers import FedSOL
+from cfl.methods.regularizers import fedproj as fedproj_module
 from cfl.streams import datasets
 
 SKEWED = ("tasks=1", "partition.name=lda", "partition.alpha=0.1", "local.epochs=5")  # few classes a client

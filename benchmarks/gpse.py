@@ -30,15 +30,17 @@ from host import about
 from torch.utils.flop_counter import FlopCounterMode
 
 import cfl
-from cfl import machine, models, optim, rng
+from cfl import models
+from cfl.contract.composed import ComposedMethod
+from cfl.contract.data import Client, Share
+from cfl.contract.rounds import Phase, RoundInfo
+from cfl.core import machine, optim, rng
 from cfl.engines.loop import LoopEngine
-from cfl.local.chain import Chain
+from cfl.methods.strategies.fot import FOT
+from cfl.methods.subspace.basis import empty, residual_spectrum
+from cfl.methods.subspace.layer_inputs import Patches, slides, stream
+from cfl.methods.subspace.sketch import Direct, Gram
 from cfl.models import Layer
-from cfl.strategies.fot import FOT
-from cfl.subspace.basis import empty, residual_spectrum
-from cfl.subspace.layer_inputs import Patches, slides, stream
-from cfl.subspace.sketch import Direct, Gram
-from cfl.types import Client, Phase, RoundInfo, Share
 
 MODELS: dict[str, dict[str, Any]] = {  # as in the presets, and FOT's network for Split Mini-ImageNet
     "mlp": {
@@ -209,7 +211,7 @@ def client(repeats: int) -> list[dict[str, Any]]:
             engine = LoopEngine(
                 model,
                 strategy,
-                Chain({"strategy": strategy}),
+                ComposedMethod({"strategy": strategy}),
                 optim.sgd(),
                 epochs=1,
                 batch_size=MODELS[name]["batch"],

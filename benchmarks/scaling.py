@@ -38,10 +38,12 @@ def point(
     """
     import torch
 
-    from cfl import config as configuration
-    from cfl import machine, members, rng, streams
-    from cfl.session import Session
-    from cfl.sinks import NullSink
+    from cfl import streams
+    from cfl.assembly import methods as members
+    from cfl.assembly import resolve as configuration
+    from cfl.core import machine, rng
+    from cfl.run.session import Session
+    from cfl.run.sinks import NullSink
 
     torch.set_num_threads(1)
     imported, began = machine.peak_bytes(), time.perf_counter()
@@ -104,9 +106,11 @@ def tasks(engine: str, count: int, rounds: int) -> list[dict[str, Any]]:
     import torch
 
     import cfl
-    from cfl import machine, members, streams
-    from cfl.session import Session
-    from cfl.sinks import NullSink
+    from cfl import streams
+    from cfl.assembly import methods as members
+    from cfl.core import machine
+    from cfl.run.session import Session
+    from cfl.run.sinks import NullSink
 
     torch.set_num_threads(1)
     quiet = ["strategy.measure_coverage=false"]  # a measurement of the simulator, no part of FOT

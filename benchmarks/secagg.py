@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from host import about
 
-from cfl.privacy import secagg
-from cfl.privacy.secagg import Client
+from cfl.aggregation import secagg
+from cfl.aggregation.secagg import Client
 
 COMPARED, COMPARED_PARAMETERS = (8, 16, 32, 64, 128, 256), 100_000
 REPEATS = {clients: 3 if clients <= 64 else 1 for clients in COMPARED}

@@ -35,10 +35,10 @@ from scipy.special import ndtr
 from scipy.stats import mannwhitneyu
 from torch import Tensor
 
-from cfl import rng
+from cfl.core import rng
+from cfl.methods.subspace.basis import empty
+from cfl.methods.subspace.sketch import Direct, Gram
 from cfl.streams.datasets import digits
-from cfl.subspace.basis import empty
-from cfl.subspace.sketch import Direct, Gram
 
 IMAGES, MULTIPLE, MEMBERS = 70, 5, 1400  # a client's images, s / d, the images that are dealt: those of the benchmark
 EPSILON, DELTA = 5.0, 1e-5  # FOT's appendix H

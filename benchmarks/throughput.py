@@ -37,10 +37,12 @@ from throughput_work import WORKLOADS, Workload, epoch, moved
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
-from cfl import config as configuration
-from cfl import machine, members, rng, streams
-from cfl.session import Session
-from cfl.sinks import NullSink
+from cfl import streams
+from cfl.assembly import methods as members
+from cfl.assembly import resolve as configuration
+from cfl.core import machine, rng
+from cfl.run.session import Session
+from cfl.run.sinks import NullSink
 
 AGAINST = {name: (name,) for name in ("plain", "hand", "products", "flower")} | {"pfl": ("pfl", "pfl-2")}
 PACKAGES = {"pfl": "pfl", "pfl-2": "pfl", "flower": "flwr"}

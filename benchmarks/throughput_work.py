@@ -16,7 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # an environment of its own need not have cfl installed
 
-from cfl import models, rng  # noqa: E402
+from cfl import models  # noqa: E402
+from cfl.core import rng
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,55 @@
 """Continual federated learning: orthogonal-subspace methods, baselines and benchmarks."""
 
-from cfl.config import RunConfig, resolve
-from cfl.errors import CflError
-from cfl.local.base import LocalRegularizer
-from cfl.models.handle import Model
-from cfl.options import option
-from cfl.runner import run
-from cfl.session import Result
-from cfl.strategies.base import Strategy
-from cfl.streams import Stream, from_tensors
-from cfl.types import Batch, Ctx, Phase, RoundInfo
+import sys
 
-__version__ = "0.1.0"
+from cfl import contract
+from cfl.assembly.resolve import resolve
+from cfl.config.schema import RunConfig
+from cfl.contract import (
+    MEMORY,
+    Batch,
+    Client,
+    Ctx,
+    LocalRegularizer,
+    Phase,
+    RoundInfo,
+    Strategy,
+    losses,
+    strategy,
+    with_consolidation,
+)
+from cfl.core import errors, options, plugins, rng, tree
+from cfl.core.errors import CflError
+from cfl.core.options import option
+from cfl.core.version import __version__
+from cfl.methods import strategies
+from cfl.models.handle import Model
+from cfl.run import sinks, tensorboard
+from cfl.run.runner import run
+from cfl.run.session import Result
+from cfl.streams import Stream, from_tensors
+
+# Documented modules keep their addresses wherever their files stand: `from cfl.losses import masked_mean`.
+_ADDRESSES = {
+    "errors": errors,
+    "losses": losses,
+    "options": options,
+    "plugins": plugins,
+    "rng": rng,
+    "sinks": sinks,
+    "strategies": strategies,
+    "strategies.base": strategy,
+    "tensorboard": tensorboard,
+    "tree": tree,
+    "types": contract,
+}
+sys.modules.update({f"{__name__}.{name}": module for name, module in _ADDRESSES.items()})
+
 __all__ = [
+    "MEMORY",
     "Batch",
     "CflError",
+    "Client",
     "Ctx",
     "LocalRegularizer",
     "Model",
@@ -24,8 +59,16 @@ __all__ = [
     "RunConfig",
     "Strategy",
     "Stream",
+    "__version__",
+    "errors",
     "from_tensors",
+    "losses",
     "option",
+    "plugins",
     "resolve",
+    "rng",
     "run",
+    "sinks",
+    "tree",
+    "with_consolidation",
 ]

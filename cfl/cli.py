@@ -9,16 +9,14 @@ from collections.abc import Sequence, Sized
 from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import click
 import typer
 
-import cfl
-from cfl.errors import CflError, ConfigError, unknown
-
-if TYPE_CHECKING:
-    from cfl.config import RunConfig
+from cfl.config.schema import RunConfig
+from cfl.core.errors import CflError, ConfigError, unknown
+from cfl.core.version import __version__
 
 # What an argument is stands in the docstring of its command: not every version of click has typer show its help.
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -42,7 +40,7 @@ Plot = Annotated[bool, typer.Option(help="Draw the results to a PNG file.")]
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"cfl {cfl.__version__}")
+        print(f"cfl {__version__}")
         raise typer.Exit
 
 
@@ -79,7 +77,7 @@ def train(
 
     BENCHMARK: such as permuted-digits; see 'cfl-run list benchmarks'.
     """
-    from cfl.compare import alone
+    from cfl.experiments.compare import alone
     from cfl.report import plots, tables
 
     settings = _resolved(
@@ -135,10 +133,10 @@ def compare(
 
     BENCHMARK: such as permuted-digits; see 'cfl-run list benchmarks'.
     """
-    from cfl.compare import plan
-    from cfl.record import write_json
+    from cfl.experiments.compare import plan
+    from cfl.experiments.parallel import run_all
     from cfl.report import paired, plots, tables
-    from cfl.side_by_side import run_all
+    from cfl.run.run_folder import write_json
 
     folder = output or Path("runs") / f"compare-{benchmark}"
     # All are resolved before the first runs: a wrong name must not wait for hours.
@@ -204,10 +202,10 @@ def reproduce(
 
     TABLE: such as fot-table1; without one, the tables are listed.
     """
-    from cfl import reproduce as papers
-    from cfl.compare import seeds_of
+    from cfl.experiments import reproduce as papers
+    from cfl.experiments.compare import seeds_of
+    from cfl.experiments.parallel import run_all
     from cfl.report import reproduced, tables
-    from cfl.side_by_side import run_all
 
     if table is None:
         _print(tables.listing([(one.name, one.title, "") for one in papers.tables().values()], "tables"))
@@ -312,8 +310,8 @@ def _usage(error: click.UsageError) -> str:
 
 
 def _resolved(benchmark: str | None, **layers: Any) -> "RunConfig":
-    from cfl import plugins
-    from cfl.config import resolve
+    from cfl.assembly.resolve import resolve
+    from cfl.core import plugins
 
     if benchmark is not None:
         plugins.benchmarks.get(benchmark)
@@ -325,9 +323,9 @@ def _resolved(benchmark: str | None, **layers: Any) -> "RunConfig":
 def _run(
     config: "RunConfig", folder: Path, resume: bool, quiet: bool, tensorboard: bool = False, **data: Any
 ) -> dict[str, Any]:
-    from cfl.runner import run
-    from cfl.sinks import Sinks, console_sink
-    from cfl.tensorboard import TensorBoardSink
+    from cfl.run.runner import run
+    from cfl.run.sinks import Sinks, console_sink
+    from cfl.run.tensorboard import TensorBoardSink
 
     sink = Sinks(console_sink(quiet), *([TensorBoardSink(folder / "tensorboard")] if tensorboard else []))
     try:
@@ -349,7 +347,7 @@ def _continuation(folder: Path, data_root: Path | None, download: bool) -> str:
 
 
 def _registries() -> dict[str, Any]:
-    from cfl import plugins
+    from cfl.core import plugins
 
     return {
         "benchmarks": plugins.benchmarks,

@@ -11,20 +11,25 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "cfl"
-FOUNDATION = {"tree", "rng", "options", "errors", "types", "optim"}
-CLOSED_TO_METHODS = {
-    "engines",
-    "runner",
-    "session",
-    "rounds",
-    "streams",
-    "privacy",
-    "record",
+# From the ground up: a part of cfl imports from those before it alone, and so none of those after it.
+FLOORS = (
+    "core",
+    "models",
+    "contract",
+    "methods",
     "config",
-    "cli",
-    "machine",
+    "streams",
+    "aggregation",
+    "assembly",
+    "engines",
+    "run",
+    "experiments",
+    "report",
+    "cfl",  # the public names, in cfl/__init__.py
     "testing",
-}
+    "cli",
+)
+NAMELESS = ("aggregation", "engines", "run")  # what runs methods names none
 KNOWN_METHODS = r"\bfot\b|\bgpm\b|\bewc\b|fedsol|fedavg"
 # package -> modules that may import it; None: any one module
 HOMES = {
@@ -69,20 +74,29 @@ def imports(module: str, source: str, for_types: bool = True) -> set[str]:
                 parents = module.split(".")
                 kept = parents[: len(parents) - node.level + is_package]
                 base = ".".join([*kept, base] if base else kept)
-            found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+            names = {f"{base}.{alias.name}" for alias in node.names}
+            parts = base == "cfl" and names <= set(sources())  # `from cfl import models` takes a part, no public name
+            found |= names if parts else {base, *names}
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             if ast.unparse(node.func).endswith(("import_module", "__import__")):
                 found.add(str(node.args[0].value))
     return found
 
 
-def own(module: str, source: str, for_types: bool = True) -> set[str]:
-    """The parts of cfl (the name after "cfl.") that the text imports."""
-    return {name.split(".")[1] for name in imports(module, source, for_types) if name.startswith("cfl.")}
+def floor(module: str) -> str:
+    """The part of cfl to which a module belongs."""
+    return module.split(".")[1] if "." in module else module
+
+
+def upwards(module: str, source: str) -> list[str]:
+    """What the text imports of other parts that are not below its own."""
+    mine = floor(module)
+    taken = {name for name in imports(module, source) & set(sources()) if floor(name) != mine}
+    return sorted(name for name in taken if FLOORS.index(floor(name)) > FLOORS.index(mine))
 
 
 def modules_of(*parts: str) -> list[str]:
-    return [module for module in sources() if module.split(".")[1:2] and module.split(".")[1] in parts]
+    return [module for module in sources() if floor(module) in parts]
 
 
 def method_names() -> re.Pattern[str]:
@@ -102,7 +116,6 @@ def test_the_reader_of_imports_sees_every_form():
     expected = {"a.b", "cfl", "cfl.tree", "cfl.p", "cfl.p.x", "cfl.g", "cfl.g.y", "late", "z"}
     assert imports("cfl.p.module", source, for_types=False) == expected
     assert imports("cfl.p.module", source) == expected | {"cfl.h"}
-    assert own("cfl.p.module", source) == {"tree", "p", "g", "h"}
 
 
 def test_the_methods_are_found():
@@ -111,22 +124,42 @@ def test_the_methods_are_found():
 
 
 def test_the_sources_are_found():
-    assert {"cfl", "cfl.tree", "cfl.rng", "cfl.checkpoint", "cfl.streams"} <= set(sources())
+    assert {"cfl", "cfl.core.tree", "cfl.contract", "cfl.methods.strategies.fot", "cfl.cli"} <= set(sources())
 
 
-@pytest.mark.parametrize("module", modules_of(*FOUNDATION))
-def test_the_foundation_imports_only_itself(module):
-    # An annotation may name the model handle; it is not imported when the program runs.
-    assert own(module, sources()[module], for_types=False) <= FOUNDATION
-    assert own(module, sources()[module]) <= FOUNDATION | {"models"}
+def test_the_plan_names_every_part_of_the_package():
+    assert {floor(module) for module in sources()} == set(FLOORS)
+    assert len(FLOORS) < 20
 
 
-@pytest.mark.parametrize("module", modules_of("strategies", "local"))
-def test_methods_do_not_know_what_runs_them(module):
-    assert own(module, sources()[module]).isdisjoint(CLOSED_TO_METHODS)
+@pytest.mark.parametrize("module", sorted(sources()))
+def test_no_import_goes_up(module):
+    """Neither when the program runs nor for types alone."""
+    assert upwards(module, sources()[module]) == []
 
 
-@pytest.mark.parametrize("module", modules_of("engines", "runner", "session", "rounds", "privacy"))
+def test_an_import_that_goes_up_is_found():
+    assert upwards("cfl.methods.strategies.fot", "from cfl.run.session import Session") == ["cfl.run.session"]
+    assert upwards("cfl.core.tree", "if TYPE_CHECKING:\n    from cfl import models") == ["cfl.models"]
+    assert upwards("cfl.report.html", "import cfl") == ["cfl"]
+    assert upwards("cfl.report.html", "from cfl.experiments import compare") == []
+
+
+@pytest.mark.parametrize("part", FLOORS)
+def test_no_modules_of_a_part_import_each_other_in_a_circle(part):
+    graph = {m: (imports(m, sources()[m]) & set(sources())) - {m} for m in modules_of(part)}
+    inside = {m: {name for name in names if name in graph} for m, names in graph.items()}
+    for face in [m for m in inside if (ROOT / m.replace(".", "/")).is_dir()]:
+        for names in inside.values():  # a package hands names on, and imports what it hands on
+            names.discard(face)
+    left = dict(inside)
+    while free := [module for module, names in left.items() if not names & set(left)]:
+        for module in free:
+            del left[module]
+    assert sorted(left) == []
+
+
+@pytest.mark.parametrize("module", modules_of(*NAMELESS))
 def test_what_runs_methods_knows_no_method_by_name(module):
     lines, methods = sources()[module].splitlines(), method_names()
     assert [f"{module}:{i}: {line}" for i, line in enumerate(lines, 1) if methods.search(line)] == []
@@ -146,13 +179,13 @@ def test_nothing_is_pickled():
     pickling = {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
     users = {m for m, s in sources().items() if any(name.split(".")[0] in pickling for name in imports(m, s))}
     # messages between a process and its own forks; data sets that others pickled, of which only arrays are read
-    assert users <= {"cfl.engines.arena", "cfl.streams.pickles"}
+    assert users <= {"cfl.engines.shared_memory", "cfl.streams.pickles"}
     assert not any({"torch.load", "torch.save"} & imports(m, s) for m, s in sources().items())
     assert uses(r"\btorch\.(load|save)\b|allow_pickle\s*=\s*True") == set()
 
 
 def test_only_rng_seeds():
-    assert uses(r"\bmanual_seed(_all)?\b|\brandom\.seed\b|\bset_rng_state\b") <= {"cfl.rng"}
+    assert uses(r"\bmanual_seed(_all)?\b|\brandom\.seed\b|\bset_rng_state\b") <= {"cfl.core.rng"}
 
 
 def test_import_is_light():

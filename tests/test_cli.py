@@ -5,11 +5,14 @@ import numpy as np
 import pytest
 
 import cfl
-from cfl import cli, plugins, runner
+from cfl import cli
+from cfl.aggregation import accounting
+from cfl.assembly import privacy_rules as rules
 from cfl.config.overrides import read_yaml
-from cfl.privacy import accounting, rules
-from cfl.record import RunFolder
+from cfl.core import plugins
 from cfl.report import plots, tables
+from cfl.run import runner
+from cfl.run.run_folder import RunFolder
 
 SMALL = ("--set", "tasks=2", "--set", "rounds=1", "--set", "model.hidden=[8]", "--set", "partition.clients=4")
 

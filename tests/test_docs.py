@@ -13,14 +13,17 @@ import pytest
 import typer
 
 import cfl
-from cfl import options, plugins, reproduce
+from cfl.assembly.resolve import resolve
 from cfl.cli import app
-from cfl.compare import alone, plan
-from cfl.config import RunConfig, resolve
 from cfl.config.overrides import read_yaml
-from cfl.local.base import LocalRegularizer
-from cfl.strategies.fot import FOT
-from cfl.types import Ctx, RoundInfo
+from cfl.config.schema import RunConfig
+from cfl.contract.context import Ctx
+from cfl.contract.regularizer import LocalRegularizer
+from cfl.contract.rounds import RoundInfo
+from cfl.core import options, plugins
+from cfl.experiments import reproduce
+from cfl.experiments.compare import alone, plan
+from cfl.methods.strategies.fot import FOT
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "benchmarks/results/runs"
@@ -77,9 +80,9 @@ def test_python_of_a_page_runs_as_written(page, tmp_path, monkeypatch, own_regis
     for block in code:
         exec(compile(block, page.name, "exec"), namespace)
     # one accuracy for each pair of tasks tested on and learned before: the runs went to their end
-    assert results and all(result.acc.shape[0] >= 2 for result in results)
+    assert results and all(result.accuracy_matrix.shape[0] >= 2 for result in results)
     for result in results:
-        seen = result.acc[np.tril_indices(len(result.acc))]
+        seen = result.accuracy_matrix[np.tril_indices(len(result.accuracy_matrix))]
         assert ((seen >= 0) & (seen <= 1)).all()
 
 
@@ -401,7 +404,7 @@ def test_rank_rules_at_full_length_are_the_stored_runs():
     assert {name: cells for name, *cells in ours} == found
     below = rows(ROOT / "docs/fidelity.md", after="Of the directions of each layer, nine tasks leave to the tenth")
     assert {name: cells for name, *cells in below} == left
-    printed = read_yaml(ROOT / "cfl/papers/fot.yaml")
+    printed = read_yaml(ROOT / "cfl/experiments/papers/fot.yaml")
     scores = re.findall(r"([\d.]+)±", printed["fot-table1"]["paper"]["non-IID"]["FOT"][0])
     assert paper == ["paper", *scores, "–", printed["fot-table3"]["paper"][""]["PMNIST"][1], "–"]
 

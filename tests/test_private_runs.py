@@ -12,14 +12,15 @@ import torch
 from torch import nn
 
 import cfl
-from cfl import cli, plugins, rng, tree
-from cfl import members as membership
-from cfl.errors import ConfigError, UpdateError
-from cfl.population import Population
-from cfl.privacy.accounting import Releases, epsilon
-from cfl.session import Session
-from cfl.strategies import FOT, SingleTask
-from cfl.types import STAGES, Phase
+from cfl import cli
+from cfl.aggregation.accounting import Releases, epsilon
+from cfl.assembly import methods as membership
+from cfl.contract.rounds import STAGES, Phase
+from cfl.core import plugins, rng, tree
+from cfl.core.errors import ConfigError, UpdateError
+from cfl.methods.strategies import FOT, SingleTask
+from cfl.run.population import Population
+from cfl.run.session import Session
 from tests import toy
 from tests.test_resume import Killed, finished
 
@@ -36,7 +37,7 @@ PUBLIC = ("public.name=stream",)
 @pytest.fixture(autouse=True)
 def quick_accounting(monkeypatch):
     """Runs of one test often ask for the same epsilon, which takes half a second."""
-    monkeypatch.setattr("cfl.privacy.accounting.epsilon", lambda plan, *rest: known_epsilon(tuple(plan), *rest))
+    monkeypatch.setattr("cfl.aggregation.accounting.epsilon", lambda plan, *rest: known_epsilon(tuple(plan), *rest))
 
 
 known_epsilon = cache(epsilon)
@@ -447,7 +448,7 @@ def test_the_share_that_a_regularizer_is_told_is_that_which_the_sum_is_divided_b
     1e-9 leave the sum as it is."""
     options = ("tasks=1", "rounds=6", "cohort=2", *protection, "dp.clip=100", "dp.noise_multiplier=1e-11")
     session, log = session_of(*options, method="feddyn", module=toy.mlp(8, 6, 2))
-    alpha, h, drawn = session.chain.regularizers["feddyn"].alpha, {}, set()
+    alpha, h, drawn = session.composed.regularizers["feddyn"].alpha, {}, set()
     for position in range(len(session.schedule)):
         before, models = tree.clone(session.state.server["params"]), []
         session.round(position, lambda _, client, params, into=models: into.append(tree.clone(params)))

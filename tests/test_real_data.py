@@ -23,7 +23,7 @@ def test_two_tasks_train_for_a_few_rounds(benchmark: str, parameters: int, layer
     use = result.metrics["subspace_use"]
     assert len(use) == layers and all(0 < share <= 1 for share in use.values())
     # ten classes a task; chance is 0.1, and two rounds are too few for more than a sign of learning
-    assert result.acc.shape == (2, 2) and 0.05 < result.metrics["acc"] < 1
+    assert result.accuracy_matrix.shape == (2, 2) and 0.05 < result.metrics["acc"] < 1
 
 
 @pytest.mark.parametrize(
@@ -42,4 +42,8 @@ def test_smoke_scale_runs(benchmark: str, data: list[str], sizes: list) -> None:
     if len(stream.tasks[0].train) != 16851:  # not the whole of notMNIST
         assert [(len(task.train), len(task.test)) for task in stream.tasks] == sizes
     result = cfl.run(config, stream=stream)
-    assert len(result.metrics["subspace_use"]) == 20 and result.acc.shape == (2, 2) and 0 <= result.metrics["acc"] < 1
+    assert (
+        len(result.metrics["subspace_use"]) == 20
+        and result.accuracy_matrix.shape == (2, 2)
+        and 0 <= result.metrics["acc"] < 1
+    )

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from cfl.config.overrides import read_yaml
+from cfl.contract.data import EMPTY
 from cfl.testing import check_strategy
-from cfl.types import EMPTY
 from tests.toy import context
 
 SOURCES = Path(__file__).parent / "third_party"

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor, nn
 
 import cfl
-from cfl import rng
+from cfl.contract.context import Ctx
+from cfl.contract.data import EMPTY, Batch
+from cfl.contract.rounds import Phase, RoundInfo, Server, TreesByOwner
+from cfl.contract.strategy import Strategy
+from cfl.core import rng
+from cfl.core.tree import Tree
 from cfl.models.handle import Model
-from cfl.sinks import NullSink
-from cfl.strategies.base import Strategy
+from cfl.run.sinks import NullSink
 from cfl.testing.toys import CLASSES, DIMENSIONS, toy_config
 from cfl.testing.toys import toy_stream as stream
-from cfl.tree import Tree
-from cfl.types import EMPTY, Batch, Ctx, Parts, Phase, RoundInfo, Server
 
 DATA = os.environ.get("CFL_DATA")  # as it was before tests change it
 
@@ -30,7 +32,9 @@ def config(*overrides: str, method: str = "fot", **options: Any) -> cfl.RunConfi
     return toy_config(*overrides, method=method, **options)
 
 
-def context(shared: Parts, state: Tree, batch: Batch, model: Model | None = None, task: int = 0, **more: Any) -> Ctx:
+def context(
+    shared: TreesByOwner, state: Tree, batch: Batch, model: Model | None = None, task: int = 0, **more: Any
+) -> Ctx:
     """What a hook sees, where a test calls it without an engine: no memory, step 0, key 0."""
     ctx = Ctx(shared, state, batch, EMPTY, None, model, task, step=0, lr=0.1, key=0)  # type: ignore[arg-type]
     return ctx._replace(**more)
@@ -43,12 +47,12 @@ def recording(base: type[Strategy]) -> type[Any]:
     class Recorder(base):  # type: ignore[valid-type, misc]
         rounds: list = field(default_factory=list)
 
-        def broadcast(self, server: Server, info: RoundInfo) -> Parts:
+        def broadcast(self, server: Server, info: RoundInfo) -> TreesByOwner:
             down = super().broadcast(server, info)
             self.rounds.append([info, down])
             return down
 
-        def absorb(self, server: Server, mean: Parts, info: RoundInfo, lr: float) -> Server:
+        def absorb(self, server: Server, mean: TreesByOwner, info: RoundInfo, lr: float) -> Server:
             new = super().absorb(server, mean, info, lr)
             self.rounds[-1].append(new)
             return new

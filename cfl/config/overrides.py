@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
-from cfl.config.checks import option_names, unknown_option
-from cfl.config.sections import RunConfig
-from cfl.errors import ConfigError
+from cfl.config.option_names import option_names, unknown_option
+from cfl.config.schema import RunConfig
+from cfl.core.errors import ConfigError
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml where it is there

@@ -9,15 +9,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from cfl import tree
-from cfl.errors import RoundAborted, UpdateError
-from cfl.local.base import Gathers
-from cfl.sums import Sum
-from cfl.tree import Tree
-from cfl.types import Client, Parts, RoundInfo
+from cfl.aggregation.plain import UploadSum
+from cfl.contract.data import Client
+from cfl.contract.regularizer import Gathers
+from cfl.contract.rounds import RoundInfo, TreesByOwner
+from cfl.core import tree
+from cfl.core.errors import RoundAborted, UpdateError
+from cfl.core.tree import Tree
 
 Observe = Callable[[int, Tree], None]
-Sums = Callable[[RoundInfo, Mapping[str, Gathers]], Sum]
+Sums = Callable[[RoundInfo, Mapping[str, Gathers]], UploadSum]
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Outcome:
     loss: mean training loss of the clients' last local epochs, None where nobody trained.
     """
 
-    mean: Parts = field(default_factory=dict)
+    mean: TreesByOwner = field(default_factory=dict)
     states: dict[int, Tree] = field(default_factory=dict)
     excluded: list[int] = field(default_factory=list)
     aborted: str | None = None
@@ -47,7 +48,7 @@ class Outcome:
         names = ("excluded", "aborted", "clipped", "shortened", "loss")
         return {"clients": len(self.states), **{name: getattr(self, name) for name in names}}
 
-    def traffic(self, info: RoundInfo, shared: Parts) -> dict[str, int]:
+    def traffic(self, info: RoundInfo, shared: TreesByOwner) -> dict[str, int]:
         """Bytes of a round of all clients, with the broadcast `shared` to each; none for what is only a measurement."""
         broadcast = len(info.clients) * sum(map(tree.nbytes, shared.values()))
         counts = {"bytes_up": self.bytes_up, "bytes_down": broadcast + self.bytes_down}
@@ -94,9 +95,9 @@ class Engine(Protocol):
 
     def collect(
         self,
-        total: Sum,
+        total: UploadSum,
         info: RoundInfo,
-        shared: Parts,
+        shared: TreesByOwner,
         states: Mapping[int, Tree],
         clients: Sequence[Client],
         observe: Observe | None,
@@ -107,7 +108,7 @@ class Engine(Protocol):
     def round(
         self,
         info: RoundInfo,
-        shared: Parts,
+        shared: TreesByOwner,
         states: Mapping[int, Tree],
         clients: Sequence[Client],
         observe: Observe | None = None,

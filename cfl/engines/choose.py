@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 import torch
 
-from cfl import machine
+from cfl.aggregation.plain import UploadSum
+from cfl.contract.data import Client, Share
+from cfl.contract.rounds import RoundInfo, TreesByOwner
+from cfl.core import machine
+from cfl.core.tree import Tree
 from cfl.engines.base import Engine
 from cfl.engines.pool import forks
-from cfl.sums import Sum
-from cfl.tree import Tree
-from cfl.types import Client, Parts, RoundInfo, Share
 
 STEPS, CLIENTS = 4, 32  # of a trial: steps of a client, clients
 WARM, LEAST, MOST = 2, 3, 20  # rounds of a trial before the timed ones; timed ones
@@ -48,7 +49,7 @@ def choose(
     threads: int,
     device: torch.device,
     build: Callable[[str, int | None], Engine],
-    round: tuple[RoundInfo, Parts, Sequence[Client], Mapping[int, Tree]],
+    round: tuple[RoundInfo, TreesByOwner, Sequence[Client], Mapping[int, Tree]],
     batch_size: int,
 ) -> Choice:
     """The fastest of the engines that are asked for, from the first steps of a round; nothing of it is kept.
@@ -117,10 +118,10 @@ def _blocks(clients: int, workers: int, name: str) -> Iterator[int]:
 
 
 def _round(
-    engine: Engine, info: RoundInfo, shared: Parts, states: Mapping[int, Tree], clients: Sequence[Client]
+    engine: Engine, info: RoundInfo, shared: TreesByOwner, states: Mapping[int, Tree], clients: Sequence[Client]
 ) -> None:
     """A round whose sum is a plain one: keys and masks take the same time with every engine."""
-    engine.collect(Sum(info, engine.gathers), info, shared, states, clients, None)
+    engine.collect(UploadSum(info, engine.gathers), info, shared, states, clients, None)
 
 
 def _shortened(client: Client, batch_size: int) -> Client:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from cfl import rng, tree
+from cfl.contract.data import Samples, Share
+from cfl.contract.rounds import RoundInfo
+from cfl.core import rng, tree
+from cfl.core.tree import Tree
 from cfl.models.handle import Model
-from cfl.tree import Tree
-from cfl.types import RoundInfo, Samples, Share
 
 Observer = Callable[[RoundInfo, int, Tree], None]
 

@@ -11,19 +11,20 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from cfl import rng
+from cfl.aggregation.gaussian import SampleNoise
+from cfl.aggregation.plain import UploadSum
+from cfl.contract.composed import STRATEGY, ComposedMethod, own_state
+from cfl.contract.data import MEMORY, Batch, Client
+from cfl.contract.regularizer import Gathers
+from cfl.contract.rounds import RoundInfo, TreesByOwner
+from cfl.contract.strategy import Strategy
+from cfl.core import rng
+from cfl.core.errors import MOST_NAMES, UpdateError
+from cfl.core.optim import Optimizer
+from cfl.core.tree import Tree
 from cfl.engines.base import Collected, Engine, Observe, Sums
 from cfl.engines.step import LocalStep
-from cfl.errors import MOST_NAMES, UpdateError
-from cfl.local.base import Gathers
-from cfl.local.chain import STRATEGY, Chain, own_state
 from cfl.models.handle import Model
-from cfl.optim import Optimizer
-from cfl.privacy.gaussian import SampleNoise
-from cfl.strategies.base import Strategy
-from cfl.sums import Sum
-from cfl.tree import Tree
-from cfl.types import MEMORY, Batch, Client, Parts, RoundInfo
 
 
 class Trained(NamedTuple):
@@ -45,24 +46,24 @@ class LoopEngine(Engine):
 
     model: Model
     strategy: Strategy
-    chain: Chain
+    composed: ComposedMethod
     optimizer: Optimizer
     epochs: int
     batch_size: int
     weights: Literal["samples", "uniform"]
     on_bad_update: Literal["raise", "exclude"]
-    sums: Sums = Sum
+    sums: Sums = UploadSum
     noise: SampleNoise | None = None
 
     @property
     def gathers(self) -> Mapping[str, Gathers]:
-        return {owner: member.gathers for owner, member in self.chain.regularizers.items()}
+        return {owner: member.gathers for owner, member in self.composed.regularizers.items()}
 
     def collect(
         self,
-        total: Sum,
+        total: UploadSum,
         info: RoundInfo,
-        shared: Parts,
+        shared: TreesByOwner,
         states: Mapping[int, Tree],
         clients: Sequence[Client],
         observe: Observe | None,
@@ -95,7 +96,7 @@ class LoopEngine(Engine):
             self.model,
             info.task,
             info.frozen,
-            self.chain,
+            self.composed,
             self.optimizer,
             heads=info.heads,
             public=info.public,
@@ -103,7 +104,12 @@ class LoopEngine(Engine):
         )
 
     def trained(
-        self, step: LocalStep, info: RoundInfo, shared: Parts, states: Mapping[int, Tree], clients: Sequence[Client]
+        self,
+        step: LocalStep,
+        info: RoundInfo,
+        shared: TreesByOwner,
+        states: Mapping[int, Tree],
+        clients: Sequence[Client],
     ) -> Iterator[Trained]:
         """Local training of each client, in any order."""
         for client in clients:
@@ -111,7 +117,12 @@ class LoopEngine(Engine):
                 yield self._train(step, info, shared, states[client.id], client)
 
     def _after_training(
-        self, step: LocalStep, info: RoundInfo, shared: Parts, states: Mapping[int, Tree], clients: Sequence[Client]
+        self,
+        step: LocalStep,
+        info: RoundInfo,
+        shared: TreesByOwner,
+        states: Mapping[int, Tree],
+        clients: Sequence[Client],
     ) -> Iterator[tuple[Client, Trained | None]]:
         if not info.phase.train:
             yield from ((client, None) for client in clients)
@@ -123,20 +134,20 @@ class LoopEngine(Engine):
         self,
         step: LocalStep,
         info: RoundInfo,
-        shared: Parts,
+        shared: TreesByOwner,
         state: Tree,
         client: Client,
         trained: Trained | None,
         observe: Observe | None,
-    ) -> tuple[Parts, Tree]:
+    ) -> tuple[TreesByOwner, Tree]:
         """A client's uploads and new state, after local training where there was some."""
-        uploads: Parts = {}
+        uploads: TreesByOwner = {}
         params, places = shared["params"], recorded(state, client)
         if trained is not None:
             key = rng.key(info.key, "finish", client.id)
             with named("finish", [client], info), rng.fork(key, client.device):
                 ctx = step.context(shared, state, trained.steps, key, lr=info.lr, client=torch.tensor(client.id))
-                uploads, state = self.chain.finish(trained.params, ctx, trained.steps)
+                uploads, state = self.composed.finish(trained.params, ctx, trained.steps)
             params = {**params, **trained.params}
             if observe is not None:
                 with self.model.evaluation():
@@ -162,10 +173,10 @@ class LoopEngine(Engine):
             )
         return uploads, state
 
-    def _train(self, step: LocalStep, info: RoundInfo, shared: Parts, state: Tree, client: Client) -> Trained:
+    def _train(self, step: LocalStep, info: RoundInfo, shared: TreesByOwner, state: Tree, client: Client) -> Trained:
         """A client's local epochs."""
         local, index, id = step.start(shared["params"]), 0, torch.tensor(client.id)
-        seen = self.chain.step_state(state)
+        seen = self.composed.step_state(state)
         memories = self.memories(info, state, client)
         self.model.module.train()
         with rng.fork(rng.key(info.key, "local", client.id), client.device):
@@ -222,7 +233,7 @@ def _own(state: Tree, before: Tree) -> Tree:
     }
 
 
-def _writes(shared: Parts, states: Mapping[int, Tree]) -> dict[str, int]:
+def _writes(shared: TreesByOwner, states: Mapping[int, Tree]) -> dict[str, int]:
     """How often the broadcast and each client's state were written to; what lies in one arena counts together."""
     given = {"the broadcast": list(shared.values())}
     given |= {f"the state of client {id}": [state] for id, state in states.items()}

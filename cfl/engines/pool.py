@@ -21,16 +21,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl import machine, tree
-from cfl.engines.arena import Arena, ArenaFull, portable
+from cfl.aggregation.plain import UploadSum
+from cfl.contract.data import Client
+from cfl.contract.regularizer import Gathers
+from cfl.contract.rounds import RoundInfo, TreesByOwner
+from cfl.core import machine, tree
+from cfl.core.errors import ConfigError, UpdateError
+from cfl.core.tree import Tree
 from cfl.engines.base import Collected, Engine, Observe, Sums
 from cfl.engines.loop import LoopEngine
+from cfl.engines.shared_memory import Arena, ArenaFull, portable
 from cfl.engines.vmapped import VmappedEngine
-from cfl.errors import ConfigError, UpdateError
-from cfl.local.base import Gathers
-from cfl.sums import Sum
-from cfl.tree import Tree
-from cfl.types import Client, Parts, RoundInfo
 
 DEATHS = 3  # of workers at the same chunk, after which a run gives up
 _SPARE = 1 << 20  # bytes
@@ -67,9 +68,9 @@ class PoolEngine(Engine):
 
     def collect(
         self,
-        total: Sum,
+        total: UploadSum,
         info: RoundInfo,
-        shared: Parts,
+        shared: TreesByOwner,
         states: Mapping[int, Tree],
         clients: Sequence[Client],
         observe: Observe | None,
@@ -157,7 +158,7 @@ class PoolEngine(Engine):
         self,
         result: Mapping[str, Any],
         states: Mapping[int, Tree],
-        total: Sum,
+        total: UploadSum,
         found: Collected,
         observe: Observe | None,
     ) -> None:

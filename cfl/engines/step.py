@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
-from cfl import tree
-from cfl.local.chain import Chain
-from cfl.losses import masked_mean
+from cfl.aggregation.gaussian import SampleNoise
+from cfl.contract.composed import ComposedMethod
+from cfl.contract.context import Ctx
+from cfl.contract.data import EMPTY, Batch, Samples
+from cfl.contract.losses import masked_mean
+from cfl.core import tree
+from cfl.core.optim import Optimizer
+from cfl.core.tree import Tree
 from cfl.models.handle import Model
-from cfl.optim import Optimizer
-from cfl.privacy.gaussian import SampleNoise
-from cfl.tree import Tree
-from cfl.types import EMPTY, Batch, Ctx, Samples
 
 
 class Local(NamedTuple):
@@ -41,7 +42,7 @@ class LocalStep:
     model: Model
     task: int
     frozen: frozenset[str]
-    chain: Chain
+    composed: ComposedMethod
     optimizer: Optimizer
     heads: tuple[int, ...] = ()
     public: Samples | None = None
@@ -132,10 +133,10 @@ class LocalStep:
             (here if at is params else elsewhere).append(aux)
             return grads
 
-        if self.chain.acting["augment"]:
-            ctx = ctx._replace(batch=self.chain.augment(ctx.batch, ctx))
-        grads = self.chain.around(grad_fn)(params, ctx)
-        grads = self.chain.adjust(grads, params, ctx)
+        if self.composed.acting["augment"]:
+            ctx = ctx._replace(batch=self.composed.augment(ctx.batch, ctx))
+        grads = self.composed.around(grad_fn)(params, ctx)
+        grads = self.composed.adjust(grads, params, ctx)
         if buffers and not here:  # running statistics are of the weights as they are
             here.append(self._pass(params, buffers, ctx)[2:])
         loss, after = (here or elsewhere)[0]
@@ -169,19 +170,19 @@ class LocalStep:
     def _loss(self, params: Tree, buffers: Tree, ctx: Ctx) -> tuple[Tensor, tuple[Tensor, Tree]]:
         logits, features, loss, buffers = self._pass(params, buffers, ctx)
         aux = loss, buffers
-        if self.chain.acting["penalty"]:
-            loss = loss + self.chain.penalty(params, logits, ctx._replace(features=features))
+        if self.composed.acting["penalty"]:
+            loss = loss + self.composed.penalty(params, logits, ctx._replace(features=features))
         return loss, aux
 
     def _pass(self, params: Tree, buffers: Tree, ctx: Ctx) -> tuple[Tensor, Tensor | None, Tensor, Tree]:
         """Logits, features, mean loss, and the buffers after a pass at `params`."""
         buffers = tree.map(torch.clone, buffers)  # normalisation layers write to their buffers
         watched: AbstractContextManager[list[Tensor]] = contextlib.nullcontext([])
-        if self.chain.acting["penalty"]:
+        if self.composed.acting["penalty"]:
             watched = self.model.watched_features()
         with watched as seen:
             logits = self._logits({**ctx.shared["params"], **buffers, **params}, ctx.batch)
-        return logits, seen[-1] if seen else None, self.chain.loss(logits, ctx), buffers
+        return logits, seen[-1] if seen else None, self.composed.loss(logits, ctx), buffers
 
     def _logits(self, leaves: Tree, batch: Batch) -> Tensor:
         if batch.task is None:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from cfl.tree import Tree
-from cfl.types import Ctx
+from cfl.contract.context import Ctx
+from cfl.core.tree import Tree
 
 AFTER, MOST = 8, 64  # times that shapes must have come before they are traced; traces that are kept
 _FROZEN = frozenset(("step", "lr", "key"))  # numbers of a context that change, and that a trace would keep

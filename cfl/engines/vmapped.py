@@ -18,12 +18,14 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import pad_sequence
 
-from cfl import rng, tree
+from cfl.contract.context import Ctx
+from cfl.contract.data import Batch, Client
+from cfl.contract.rounds import RoundInfo, TreesByOwner
+from cfl.core import rng, tree
+from cfl.core.tree import Tree
 from cfl.engines.loop import LoopEngine, Trained, named, recorded
 from cfl.engines.step import Local, LocalStep
 from cfl.engines.traced import Traces
-from cfl.tree import Tree
-from cfl.types import Batch, Client, Ctx, Parts, RoundInfo
 
 _ALL = slice(None)
 
@@ -95,7 +97,12 @@ class VmappedEngine(LoopEngine):
     traces: Traces = field(default_factory=Traces, compare=False)
 
     def trained(
-        self, step: LocalStep, info: RoundInfo, shared: Parts, states: Mapping[int, Tree], clients: Sequence[Client]
+        self,
+        step: LocalStep,
+        info: RoundInfo,
+        shared: TreesByOwner,
+        states: Mapping[int, Tree],
+        clients: Sequence[Client],
     ) -> Iterator[Trained]:
         for block in self.blocks(clients, states):
             with named("local training", block, info):
@@ -108,7 +115,7 @@ class VmappedEngine(LoopEngine):
         """Clients whose hooks see states of equal shapes, those with the most steps first, `block` at a time."""
         alike: dict[object, list[Client]] = {}
         for client in clients:
-            seen = self.chain.step_state(states[client.id])
+            seen = self.composed.step_state(states[client.id])
             kinds = tuple((name, leaf.shape, leaf.dtype) for name, leaf in seen.items())
             alike.setdefault(kinds, []).append(client)
         found = []
@@ -118,7 +125,7 @@ class VmappedEngine(LoopEngine):
         return found
 
     def _train_block(
-        self, step: LocalStep, info: RoundInfo, shared: Parts, states: Mapping[int, Tree], block: list[Client]
+        self, step: LocalStep, info: RoundInfo, shared: TreesByOwner, states: Mapping[int, Tree], block: list[Client]
     ) -> Iterator[Trained]:
         together = self._block(info, states, block)
         start = step.start(shared["params"])
@@ -153,7 +160,7 @@ class VmappedEngine(LoopEngine):
         for client in clients:
             epochs = [self.plan(info, client, epoch) for epoch in range(self.epochs)]
             plans.append([(part, (key, number)) for parts, key in epochs for number, part in enumerate(parts)])
-        seen = [self.chain.step_state(states[client.id]) for client in clients]
+        seen = [self.composed.step_state(states[client.id]) for client in clients]
         return Block(clients, tree.stack(seen), plans, list(self._memories(info, states, clients)))
 
     def _memories(
@@ -185,7 +192,7 @@ class VmappedEngine(LoopEngine):
         local: Local,
         at: Tensor | slice,
         own: dict[str, Tree],
-        shared: Parts,
+        shared: TreesByOwner,
         info: RoundInfo,
         index: int,
     ) -> Tensor:

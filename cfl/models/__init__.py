@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from cfl import plugins
-from cfl.errors import ConfigError, unknown
+from cfl.core import plugins
+from cfl.core.errors import ConfigError, unknown
 from cfl.models.alexnet import alexnet_cl
 from cfl.models.cnn import cnn
 from cfl.models.handle import Layer, Model

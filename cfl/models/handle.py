@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from cfl import rng
-from cfl.errors import ConfigError
-from cfl.tree import Tree
+from cfl.core import rng
+from cfl.core.errors import ConfigError
+from cfl.core.tree import Tree
 
 NormStats = Literal["per_task", "batch", "running"]
 NO_CLASS = -1e9  # logit of a class that a narrower head does not have: its softmax is 0, its logarithm is finite
@@ -153,7 +153,7 @@ class Model:
         return self._call(self.bind(params, task), x)
 
     def outputs(self, params: Mapping[str, Tensor], x: Tensor, task: int, heads: Sequence[int]) -> Tensor:
-        """Outputs of several heads in one pass: (batch, heads, classes of the widest), see `cfl.types.Forward`.
+        """Outputs of several heads in one pass: (batch, heads, classes of the widest), see `cfl.contract.Forward`.
 
         task: whose buffers are used. A single-head model gives (batch, 1, classes).
         """

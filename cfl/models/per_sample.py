@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cfl import tree
+from cfl.core import tree
+from cfl.core.tree import Tree
 from cfl.models.handle import Layer, Model
-from cfl.tree import Tree
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 _NUMBERS = 2**24  # of single samples' gradients at a time: 64 MiB in float32

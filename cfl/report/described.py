@@ -5,9 +5,17 @@ from collections.abc import Callable
 from importlib.resources import files
 from typing import Any
 
-from cfl import options
-from cfl.privacy.rules import PROTECTIONS, refused
+from cfl.assembly.resolve import resolve
+from cfl.core import options
+from cfl.core.errors import ConfigError
 from cfl.report import tables
+
+PROTECTIONS: dict[str, list[str]] = {
+    "secagg=full": [],
+    "dp.level=client": ["dp.noise_multiplier=1", "agg.weights=uniform", "sampling=poisson"],
+    "dp.level=example": ["dp.noise_multiplier=1", "agg.weights=uniform"],
+}
+"""What can protect a run's uploads, with what else it takes."""
 
 
 def summary(item: Any) -> str:
@@ -55,3 +63,15 @@ def _parameters(builder: Callable[..., Any]) -> list[dict[str, Any]]:
 def _preset(name: str) -> str:
     path = files("cfl") / "presets" / f"{name}.yaml"
     return path.read_text(encoding="utf-8") if path.is_file() else "No preset: the options' own defaults hold."
+
+
+def refused(method: str, settings: list[str]) -> str | None:
+    """Why a method or regularizer, at its defaults, cannot run under one of `PROTECTIONS`; None where it can.
+
+    settings: overrides as for `cfl-run --set`.
+    """
+    try:
+        resolve("permuted-digits", method=method, overrides=[*settings, "public.name=mnist"])
+    except ConfigError as error:
+        return str(error)
+    return None

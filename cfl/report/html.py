@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-import cfl
+from cfl.core.version import __version__
 from cfl.report import figures, tables
 from cfl.report.figures import Figure
 from cfl.report.plots import Style
@@ -36,7 +36,7 @@ def page(found: Found, *, date: str) -> str:
     title = f"{_listed(scene.benchmark for scene in shown)}: {_listed(run.metrics['method'] for run in found.runs)}"
     parts = [
         f"<h1>{escape(title)}</h1>",
-        _quiet(f"{_count(found.runs, 'run')}, {_seed_names(found.runs)}. Written {date} by cfl {cfl.__version__}."),
+        _quiet(f"{_count(found.runs, 'run')}, {_seed_names(found.runs)}. Written {date} by cfl {__version__}."),
         *(f'<p class="lead">{escape(_verdict(scene, several))}</p>' for scene in shown),
         _table(*table),
         _quiet(_WORDS),

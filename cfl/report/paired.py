@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from cfl.compare import Group
+from cfl.experiments.compare import Group
 from cfl.report.tables import NONE, Metrics
 
 MEASURES = ("acc", "fgt")

@@ -9,13 +9,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cfl.compare import HOW, spent
-from cfl.config import RunConfig, dump, load, preset, resolve
+from cfl.assembly.resolve import dump, load, resolve
 from cfl.config.overrides import assignment, flat, read_yaml
-from cfl.errors import ConfigError
-from cfl.record import read_json
+from cfl.config.presets import preset
+from cfl.config.schema import RunConfig
+from cfl.core.errors import ConfigError
+from cfl.experiments.compare import HOW, spent
 from cfl.report import tables
 from cfl.report.tables import Cell
+from cfl.run.run_folder import read_json
 
 _NEEDED = ("method", "benchmark", "seed", "acc", "accuracy_matrix")
 

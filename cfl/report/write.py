@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 
-from cfl.errors import ConfigError
+from cfl.core.errors import ConfigError
 from cfl.report import html, runs, tables
 from cfl.report.runs import Found
 

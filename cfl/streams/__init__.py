@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cfl.errors import ConfigError, DataError, unknown
-from cfl.plugins import benchmarks
+from cfl.core.errors import ConfigError, DataError, unknown
+from cfl.core.plugins import benchmarks
 from cfl.streams.datasets import Arrays, classes, digits, iris, load, pooled
 from cfl.streams.partition import Deal, deal
 from cfl.streams.public import with_public
-from cfl.streams.store import Part, Pool, Stream, Task, assemble, unlabelled
+from cfl.streams.store import Pool, Stream, Task, TaskSamples, assemble, unlabelled
 
-__all__ = ["Benchmark", "Deal", "Part", "Pool", "Stream", "Task", "build", "deal", "from_tensors", "with_public"]
+__all__ = ["Benchmark", "Deal", "TaskSamples", "Pool", "Stream", "Task", "build", "deal", "from_tensors", "with_public"]
 
 _FOT = "FOT (Bakman et al., ICLR 2024), section 5 and appendix F"
 _TINY = "none; the setting of FOT's Mini-ImageNet"
@@ -117,8 +117,8 @@ def _one_task(name: str, arrays: Arrays, pool: Pool, heads: int, tasks: int | No
     if tasks not in (None, 1):
         raise ConfigError(f"tasks must be 1 for '{name}', which is a single task, not {tasks}")
     count = len(arrays.y_train)
-    train = Part(pool, torch.arange(count), arrays.y_train)
-    test = Part(pool, torch.arange(count, len(pool.images)), arrays.y_test)
+    train = TaskSamples(pool, torch.arange(count), arrays.y_train)
+    test = TaskSamples(pool, torch.arange(count, len(pool.images)), arrays.y_test)
     return Stream(
         name, (Task(name, train, test, heads),), tuple(pool.images.shape[1:]), multi_head=False, source=source
     )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cfl.errors import ConfigError, unknown
+from cfl.core.errors import ConfigError, unknown
 
 KINDS = ("crop", "flip", "cutout")
 _PAD, _HOLE = 4, 16  # pixels

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from cfl import rng
-from cfl.errors import ConfigError, DataError, unknown
+from cfl.core import rng
+from cfl.core.errors import ConfigError, DataError, unknown
 from cfl.streams.datasets import Arrays
-from cfl.streams.store import Part, Pool, Stream, Task, assemble, class_name
+from cfl.streams.store import Pool, Stream, Task, TaskSamples, assemble, class_name
 from cfl.streams.torchvision_fix import import_torchvision
 
 
@@ -76,8 +76,8 @@ def split(
         test_rows, test_targets = _rows(test.dataset)
         head = torch.empty(classes // tasks, dtype=torch.int64)
         head[targets] = arrays.y_train[rows]
-        test_part = Part(pool, test_rows + len(arrays.y_train), test_targets)
-        found.append(Task(class_name(head), Part(pool, rows, targets), test_part, classes=len(head)))
+        test_part = TaskSamples(pool, test_rows + len(arrays.y_train), test_targets)
+        found.append(Task(class_name(head), TaskSamples(pool, rows, targets), test_part, classes=len(head)))
     return Stream(name, tuple(found), tuple(pool.images.shape[1:]), multi_head=True, source=source)
 
 
@@ -103,8 +103,8 @@ def permuted(name: str, arrays: Arrays, tasks: int, *, seed: int, pool: Pool, so
         (rows, targets), (test_rows, test_targets) = known[id(train.dataset)], known[id(test.dataset)]
         draws = rng.numpy_generator(rng.key(seed, "permutation", number))
         order = torch.from_numpy(draws.permutation(pixels)) if number else None
-        train_part = Part(pool, rows, targets, order)
-        test_part = Part(pool, test_rows + len(arrays.y_train), test_targets, order)
+        train_part = TaskSamples(pool, rows, targets, order)
+        test_part = TaskSamples(pool, test_rows + len(arrays.y_train), test_targets, order)
         found.append(Task(f"permutation {number}", train_part, test_part, classes))
     return Stream(name, tuple(found), tuple(pool.images.shape[1:]), multi_head=False, source=source)
 
@@ -130,8 +130,8 @@ def joined(name: str, sets: Mapping[str, tuple[Arrays, Pool]], *, classes: int, 
         arrays, pool = sets[label]
         rows, targets = _rows(train.dataset)
         test_rows, test_targets = _rows(test.dataset)
-        test_part = Part(pool, test_rows + len(arrays.y_train), test_targets)
-        found.append(Task(label, Part(pool, rows, targets), test_part, classes))
+        test_part = TaskSamples(pool, test_rows + len(arrays.y_train), test_targets)
+        found.append(Task(label, TaskSamples(pool, rows, targets), test_part, classes))
     return Stream(name, tuple(found), tuple(found[0].train.pool.images.shape[1:]), multi_head=True, source=source)
 
 

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl import rng
-from cfl.errors import DataError, unknown
+from cfl.core import rng
+from cfl.core.errors import DataError, unknown
 from cfl.streams import mini_imagenet, notmnist
 from cfl.streams.store import Pool
 from cfl.streams.torchvision_fix import import_torchvision

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cfl.errors import DataError
+from cfl.core.errors import DataError
 from cfl.streams import pickles
 
 CLASSES, TRAIN, TEST, SIDE = 100, 500, 100, 84  # classes, images a class, pixels a side

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cfl.errors import DataError
+from cfl.core.errors import DataError
 from cfl.streams import pickles
 
 ADDRESSES = (  # the author's, and a mirror; both hold the same file

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl import rng
-from cfl.errors import ConfigError, DataError, unknown
+from cfl.core import rng
+from cfl.core.errors import ConfigError, DataError, unknown
 
 _REDRAWS = 300_000  # FedSOL's alpha of 0.05 on CIFAR-10 took 13,000 to 39,000 with seeds 0 to 2, at 0.4 ms each
 

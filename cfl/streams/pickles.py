@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy._core import multiarray, numeric
 
-from cfl.errors import DataError
+from cfl.core.errors import DataError
 
 _BUILTINS = {kind.__name__: kind for kind in (list, dict, set, tuple, range, int, bytes, bytearray)} | {"xrange": range}
 _NUMPY = {

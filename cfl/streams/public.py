@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cfl import rng
-from cfl.errors import ConfigError, DataError
+from cfl.core import rng
+from cfl.core.errors import ConfigError, DataError
 from cfl.streams.datasets import load
-from cfl.streams.store import Part, Pool, Stream, unlabelled
+from cfl.streams.store import Pool, Stream, TaskSamples, unlabelled
 
 _CHUNK = 1024  # images resized at a time, to bound the memory for their float copies
 
@@ -37,7 +37,7 @@ def public(
     seed: int = 0,
     data_root: Path | None = None,
     download: bool = False,
-) -> Part:
+) -> TaskSamples:
     """Inputs of a data set for a stream, train and test images together (FedProj, 2025, code); labels are left behind.
 
     name: of a data set that `cfl.streams.datasets.load` knows;

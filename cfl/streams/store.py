@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cfl import rng
-from cfl.errors import DataError
+from cfl.core import rng
+from cfl.core.errors import DataError
 from cfl.streams.augment import augment, check
 
 
@@ -46,7 +46,7 @@ class Pool:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class TaskSamples:
     """The train or test samples of one task.
 
     index: (n,) int64 rows of the pool, also the sample ids; targets: (n,) int64 in [0, classes of the head);
@@ -102,8 +102,8 @@ class Task:
     """
 
     name: str
-    train: Part
-    test: Part
+    train: TaskSamples
+    test: TaskSamples
     classes: int
 
     def __post_init__(self) -> None:
@@ -138,7 +138,7 @@ class Stream:
     input_shape: tuple[int, ...]
     multi_head: bool
     source: str = ""
-    public: Part | None = None
+    public: TaskSamples | None = None
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -168,7 +168,7 @@ class Stream:
         pools: dict[int, Pool] = {}
         permutations: dict[int, Tensor] = {}
 
-        def move(part: Part) -> Part:
+        def move(part: TaskSamples) -> TaskSamples:
             key = id(part.pool)
             if key not in pools:
                 pools[key] = part.pool.to(device)
@@ -182,7 +182,7 @@ class Stream:
         return replace(self, tasks=tasks, public=None if self.public is None else move(self.public))
 
     def with_augment(self, kinds: Sequence[str]) -> Stream:
-        """The same stream, whose train parts augment by `kinds` (see `Part`) where they are given a key."""
+        """The same stream, whose train parts augment by `kinds` (see `TaskSamples`) where they are given a key."""
         tasks = tuple(replace(task, train=replace(task.train, augment=tuple(kinds))) for task in self.tasks)
         return replace(self, tasks=tasks)
 
@@ -216,14 +216,14 @@ def assemble(
             known = torch.cat([train_y, test_y]).unique()
             train_y, test_y = torch.searchsorted(known, train_y), torch.searchsorted(known, test_y)
             label, heads = class_name(known), len(known)
-        tasks.append(Task(label, Part(pool, train, train_y), Part(pool, test, test_y), heads))
+        tasks.append(Task(label, TaskSamples(pool, train, train_y), TaskSamples(pool, test, test_y), heads))
     return Stream(name, tuple(tasks), tuple(pool.images.shape[1:]), multi_head)
 
 
-def unlabelled(pool: Pool) -> Part:
+def unlabelled(pool: Pool) -> TaskSamples:
     """All samples of a pool as a public part, in their order; its targets are zeros."""
     index = torch.arange(len(pool.images))
-    return Part(pool, index, torch.zeros_like(index))
+    return TaskSamples(pool, index, torch.zeros_like(index))
 
 
 def class_name(classes: Tensor) -> str:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from cfl.config import RunConfig
-from cfl.errors import CflError
-from cfl.local.base import LocalRegularizer
+from cfl.config.schema import RunConfig
+from cfl.contract.regularizer import LocalRegularizer
+from cfl.core.errors import CflError
 from cfl.testing.hooks import Faults, HookFailed, watched
 from cfl.testing.runs import check_engines, check_resume, check_rounds, planned, session
 from cfl.testing.steps import check_steps

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl.local.base import LocalRegularizer
-from cfl.strategies.base import Strategy
-from cfl.types import Client
+from cfl.contract.data import Client
+from cfl.contract.regularizer import LocalRegularizer
+from cfl.contract.strategy import Strategy
 
 CLIENT_HOOKS = ("init_client", "augment", "penalty", "around", "adjust", "finish", "send")
 REGULARIZER_HOOKS = (*CLIENT_HOOKS, "init_shared", "provide", "server_step")

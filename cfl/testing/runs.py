@@ -8,18 +8,19 @@ from typing import Any
 
 from torch import nn
 
-from cfl import checkpoint, tree
-from cfl.config import RunConfig
-from cfl.errors import CflError
-from cfl.local.base import LocalRegularizer
-from cfl.local.chain import STRATEGY
-from cfl.runner import run
-from cfl.session import Session
-from cfl.sinks import NullSink
-from cfl.strategies.base import Strategy
+from cfl.config.schema import RunConfig
+from cfl.contract.composed import STRATEGY
+from cfl.contract.regularizer import LocalRegularizer
+from cfl.contract.strategy import Strategy
+from cfl.core import tree
+from cfl.core.errors import CflError
+from cfl.core.tree import Tree
+from cfl.run import checkpoint
+from cfl.run.runner import run
+from cfl.run.session import Session
+from cfl.run.sinks import NullSink
 from cfl.streams import Stream
 from cfl.testing.hooks import Faults, HookFailed, same
-from cfl.tree import Tree
 
 TOLERANCE = 1e-5  # float32: between one client at a time and many, with and without padding
 

@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from cfl import optim, tree
+from cfl.contract.composed import STRATEGY, ComposedMethod, own_state
+from cfl.contract.data import MEMORY, Batch
+from cfl.contract.regularizer import LocalRegularizer
+from cfl.contract.strategy import Strategy
+from cfl.core import optim, tree
+from cfl.core.tree import Tree
 from cfl.engines.loop import recalled
 from cfl.engines.step import LocalStep
-from cfl.local.base import LocalRegularizer
-from cfl.local.chain import STRATEGY, Chain, own_state
-from cfl.session import Prepared, Session
-from cfl.strategies.base import Strategy
+from cfl.run.session import RoundInputs, Session
 from cfl.testing.hooks import CLIENT_HOOKS, Faults
 from cfl.testing.runs import TOLERANCE
-from cfl.tree import Tree
-from cfl.types import MEMORY, Batch
 
 Hooks = Mapping[str, LocalRegularizer]
 Result = dict[str, Tree]
@@ -31,7 +31,7 @@ def check_steps(session: Session, faults: Faults) -> bool:
         if phase.train and number == 0:
             steps = _Steps(session, session.prepare(position))
             for fails in (steps.hidden, steps.padding, steps.vmap):
-                if text := fails(session.chain.members):
+                if text := fails(session.composed.members):
                     faults.add(steps.culprit(fails), text)
             draws |= steps.draws
         session.round(position)
@@ -44,7 +44,7 @@ class _Steps:
     draws: whether one was seen to depend on ctx.key.
     """
 
-    def __init__(self, session: Session, prepared: Prepared) -> None:
+    def __init__(self, session: Session, prepared: RoundInputs) -> None:
         self.session, self.info, self.shared = session, prepared.info, prepared.shared
         self.clients: list[tuple[Batch, Batch, Tree]] = []
         self.draws = False
@@ -70,17 +70,17 @@ class _Steps:
         last: the batch of the last one; seen: what steps see of the state, by default what the engines let them see.
         """
         info, lr = self.info, self.info.lr
-        chain, options = Chain(hooks), self.session.config.local
+        composed, options = ComposedMethod(hooks), self.session.config.local
         model, public = self.session.model, info.public
         optimizer = optim.build(options.optimizer, options.momentum, options.weight_decay)
-        step = LocalStep(model, info.task, info.frozen, chain, optimizer, info.heads, public)
+        step = LocalStep(model, info.task, info.frozen, composed, optimizer, info.heads, public)
         zero = torch.zeros_like(batch.mask[0])  # of each client under vmap: so are the leaves that a step writes to
         local = step.start(tree.map(lambda leaf: leaf + zero.to(leaf), self.shared["params"]))
-        batches, seen = [batch] * WARM_UP + [last], chain.step_state(state) if seen is None else seen
+        batches, seen = [batch] * WARM_UP + [last], composed.step_state(state) if seen is None else seen
         for index, each in enumerate(batches):
             local, _ = step(local, each, self.shared, seen, lr, index, key, memory)
         ctx = step.context(self.shared, state, len(batches), key, lr=lr)
-        uploads, after = chain.finish({**local.params, **local.buffers}, ctx, len(batches))
+        uploads, after = composed.finish({**local.params, **local.buffers}, ctx, len(batches))
         return {"params": local.params, "optimizer": local.optimizer, **uploads, "state": after}
 
     def hidden(self, hooks: Hooks) -> str:
@@ -129,7 +129,7 @@ class _Steps:
 
     def culprit(self, fails: Callable[[Hooks], str]) -> str:
         """The hook without which a check passes."""
-        members = self.session.chain.members
+        members = self.session.composed.members
         owner = list(members)[-1]
         base = Strategy if isinstance(members[owner], Strategy) else LocalRegularizer
         for hook in (*CLIENT_HOOKS, "loss"):

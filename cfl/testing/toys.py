@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 
-from cfl import rng
-from cfl.config import RunConfig, resolve
+from cfl.assembly.resolve import resolve
+from cfl.config.schema import RunConfig
+from cfl.core import rng
 from cfl.streams import Stream, from_tensors
 
 DIMENSIONS, CLASSES = 8, 2

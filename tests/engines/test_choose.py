@@ -8,11 +8,11 @@ import torch
 import yaml
 
 import cfl
-from cfl import machine
+from cfl.contract.data import Client, Share
+from cfl.core import machine
+from cfl.core.errors import UpdateError
 from cfl.engines import choose as module
 from cfl.engines.choose import Choice, choose, undecided
-from cfl.errors import UpdateError
-from cfl.types import Client, Share
 from tests import toy
 from tests.engines.test_loop import info_of
 from tests.engines.test_vmapped import model_of, samples_of

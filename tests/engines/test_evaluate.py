@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 import cfl
-from cfl import rng
+from cfl.core import rng
 from cfl.engines.evaluate import LocalModels, accuracies, accuracy
 from cfl.models.handle import Model
-from cfl.streams.store import Part, Pool
+from cfl.streams.store import Pool, TaskSamples
 from tests import toy
 
 MODEL = Model(toy.net(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)), (2,), [2, 2], multi_head=False)
@@ -55,7 +55,7 @@ def parts_of(*sizes):
     for task, index in enumerate(rows):
         source = rng.generator(task)
         labels = torch.randint(0, 3, (len(index),), generator=source)
-        parts[task] = Part(pool, index, labels, torch.randperm(6, generator=source))
+        parts[task] = TaskSamples(pool, index, labels, torch.randperm(6, generator=source))
     return parts
 
 

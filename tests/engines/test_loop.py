@@ -9,17 +9,18 @@ import torch.nn.functional as F
 from torch import nn
 
 import cfl
-from cfl import optim, plugins, rng, tree
+from cfl.contract.composed import ComposedMethod
+from cfl.contract.data import Batch, Client, Share
+from cfl.contract.rounds import Phase, RoundInfo
+from cfl.contract.strategy import Strategy
+from cfl.core import optim, plugins, rng, tree
+from cfl.core.errors import UpdateError
 from cfl.engines.evaluate import accuracy
 from cfl.engines.loop import LoopEngine
-from cfl.errors import UpdateError
-from cfl.local import FedProx, LocalRegularizer
-from cfl.local.chain import Chain
+from cfl.methods.regularizers import FedProx, LocalRegularizer
 from cfl.models.handle import Model
 from cfl.models.mlp import mlp
-from cfl.strategies.base import Strategy
-from cfl.streams.store import Part, Pool
-from cfl.types import Batch, Client, Phase, RoundInfo, Share
+from cfl.streams.store import Pool, TaskSamples
 from tests import toy
 
 LR = 0.1
@@ -27,7 +28,7 @@ LR = 0.1
 
 def data(size, seed=0):
     x = torch.randn(size, 4, generator=rng.generator(seed))
-    return Part(Pool(x), torch.arange(size), (x[:, 0] > 0).long() + (x[:, 1] > 0).long())
+    return TaskSamples(Pool(x), torch.arange(size), (x[:, 0] > 0).long() + (x[:, 1] > 0).long())
 
 
 def bn_net():
@@ -46,7 +47,9 @@ def make_model(make=plain, multi_head=False, shape=(4,), **options):
 def engine_of(model, strategy=None, locals_=None, **options):
     strategy = strategy or Strategy()
     defaults = dict(optimizer=optim.sgd(), epochs=1, batch_size=8, weights="samples", on_bad_update="raise")
-    return LoopEngine(model, strategy, Chain({"strategy": strategy, **(locals_ or {})}), **{**defaults, **options})
+    return LoopEngine(
+        model, strategy, ComposedMethod({"strategy": strategy, **(locals_ or {})}), **{**defaults, **options}
+    )
 
 
 def info_of(model, clients, task=0, round=0, phase=Phase("train"), lr=LR):
@@ -60,7 +63,7 @@ def run(engine, samples, rows, server=None, task=0, round=0, lr=LR, states=None,
     info = info_of(engine.model, rows, task, round, lr=lr)
     server = server or {"params": engine.model.params}
     shared = engine.strategy.broadcast(server, info)
-    states = states or {id: engine.chain.client_state(None, shared["params"], engine.model) for id in rows}
+    states = states or {id: engine.composed.client_state(None, shared["params"], engine.model) for id in rows}
     clients = [Client(id, {task: Share(samples, torch.tensor(own))}, task, (task,)) for id, own in rows.items()]
     outcome = engine.round(info, shared, states, clients)
     return outcome, engine.strategy.absorb(server, outcome.mean, info, server_lr)
@@ -180,7 +183,7 @@ def test_statistics_are_averaged_and_counters_are_not():
 def poisoned(samples, rows):
     images = samples.pool.images.clone()
     images[rows] = float("nan")
-    return Part(Pool(images), samples.index, samples.targets)
+    return TaskSamples(Pool(images), samples.index, samples.targets)
 
 
 def test_bad_update_raises_with_client_task_and_round():
@@ -395,7 +398,7 @@ def test_what_goes_up_is_what_send_made_of_it():
 def test_each_batch_has_its_own_key_for_random_changes_of_its_images():
     """Of 4 x 4 images, whose pixels all differ, each is flipped or not."""
     images = torch.arange(1.0, 12 * 16 + 1).view(12, 1, 4, 4)
-    part = Part(Pool(images), torch.arange(12), torch.arange(12) % 3, augment=("flip",))
+    part = TaskSamples(Pool(images), torch.arange(12), torch.arange(12) % 3, augment=("flip",))
     client = Client(5, {0: Share(part, torch.arange(12))}, 0, (0,))
     plain, first, again, other = (list(client.batches(4, torch.arange(12).flip(0), key)) for key in (None, 3, 3, 4))
     rows = torch.arange(12).flip(0).split(4)
@@ -411,7 +414,9 @@ def test_each_batch_has_its_own_key_for_random_changes_of_its_images():
 
 def test_images_of_several_tasks_are_changed_by_the_batchs_key():
     images = torch.arange(1.0, 16 * 16 + 1).view(16, 1, 4, 4)
-    parts = [Part(Pool(images), torch.arange(8) + 8 * task, torch.arange(8) % 2, augment=("flip",)) for task in (0, 1)]
+    parts = [
+        TaskSamples(Pool(images), torch.arange(8) + 8 * task, torch.arange(8) % 2, augment=("flip",)) for task in (0, 1)
+    ]
     client = Client(5, {task: Share(part, torch.arange(8)) for task, part in enumerate(parts)}, 1, (0, 1))
     plain, first, again = (torch.cat([batch.x for batch in client.batches(4, None, key)]) for key in (None, 3, 3))
     assert torch.equal(plain, images) and torch.equal(first, again)
@@ -434,7 +439,7 @@ def test_images_change_by_client_and_epoch():
     model = make_model(lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), shape=(1, 4, 4))
     rows = {0: list(range(8)), 1: list(range(8, 16))}
     for augment in ((), ("flip",)):
-        samples = Part(Pool(images), torch.arange(16), targets, augment=augment)
+        samples = TaskSamples(Pool(images), torch.arange(16), targets, augment=augment)
         seen.clear()
         run(engine_of(model, locals_={"looks": Looks()}, epochs=4), samples, rows)
         assert len(seen) == 2 * 4

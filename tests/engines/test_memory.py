@@ -8,14 +8,15 @@ import pytest
 import torch
 
 import cfl
-from cfl import optim, rng, tree
+from cfl.contract.composed import ComposedMethod
+from cfl.contract.data import MEMORY, Client, Share
+from cfl.contract.rounds import Phase, RoundInfo
+from cfl.contract.strategy import Strategy
+from cfl.core import optim, rng, tree
+from cfl.core.errors import UpdateError
 from cfl.engines.loop import LoopEngine, recalled
-from cfl.errors import UpdateError
-from cfl.local.chain import Chain
 from cfl.models.handle import Model
 from cfl.models.mlp import mlp
-from cfl.strategies.base import Strategy
-from cfl.types import MEMORY, Client, Phase, RoundInfo, Share
 from tests import toy
 
 STREAM = toy.stream()
@@ -92,8 +93,8 @@ class Watcher(Strategy):
 def engine_of(strategy, model=None, epochs=2):
     with rng.fork(1):
         model = model or Model(mlp((8,), 2, hidden=(4,)), (8,), [2, 2, 2], multi_head=False)
-    chain = Chain({"strategy": strategy})
-    return LoopEngine(model, strategy, chain, optim.sgd(), epochs, 5, weights="samples", on_bad_update="raise")
+    composed = ComposedMethod({"strategy": strategy})
+    return LoopEngine(model, strategy, composed, optim.sgd(), epochs, 5, weights="samples", on_bad_update="raise")
 
 
 def play(engine, states, clients, phase=Phase("train"), round=0):

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import cfl
+from cfl.core.errors import ConfigError, UpdateError
 from cfl.engines import pool
-from cfl.engines.arena import Arena
-from cfl.errors import ConfigError, UpdateError
+from cfl.engines.shared_memory import Arena
 from tests import toy
 from tests.engines.test_vmapped import ROWS, a_round, engine_of, model_of, samples_of
 

@@ -10,16 +10,17 @@ import torch.nn.functional as F
 from torch import nn
 
 import cfl
-from cfl import members, optim, plugins, rng, tree
+from cfl.aggregation.gaussian import SampleNoise, noise
+from cfl.assembly import methods as members
+from cfl.contract.composed import ComposedMethod
+from cfl.contract.data import Batch
+from cfl.contract.strategy import Strategy
+from cfl.core import optim, plugins, rng, tree
 from cfl.engines.step import LocalStep
-from cfl.local import FedProx
-from cfl.local.chain import Chain
+from cfl.methods.regularizers import FedProx
 from cfl.models.handle import Model
-from cfl.privacy.gaussian import SampleNoise, noise
-from cfl.session import Session
-from cfl.sinks import NullSink
-from cfl.strategies.base import Strategy
-from cfl.types import Batch
+from cfl.run.session import Session
+from cfl.run.sinks import NullSink
 from tests import toy
 
 SIZE, LR, CLIP = 6, 0.1, 0.5
@@ -52,13 +53,13 @@ class Seen(SampleNoise):
         return mean
 
 
-def make(net, mechanism, optimizer=None, chain=None, **options):
+def make(net, mechanism, optimizer=None, composed=None, **options):
     module, shape = NETS[net]
     with rng.fork(1):
         model = Model(module(), shape, [3], multi_head=False)
     model.module.train()
-    chain = Chain({"strategy": Strategy()} if chain is None else chain)
-    return model, LocalStep(model, 0, frozenset(), chain, optimizer or optim.sgd(), noise=mechanism, **options)
+    composed = ComposedMethod({"strategy": Strategy()} if composed is None else composed)
+    return model, LocalStep(model, 0, frozenset(), composed, optimizer or optim.sgd(), noise=mechanism, **options)
 
 
 def batch(net, samples=SIZE, scale=1.0, seed=0):
@@ -67,9 +68,9 @@ def batch(net, samples=SIZE, scale=1.0, seed=0):
     return Batch(x, torch.randint(3, (samples,), generator=source), torch.ones(samples), torch.arange(samples))
 
 
-def gradient(net, mechanism, data, key=7, chain=None, away=0.0):
+def gradient(net, mechanism, data, key=7, composed=None, away=0.0):
     """What the optimiser gets: with SGD, how far a step of rate 1 goes back. away: of the weights from the global."""
-    model, step = make(net, mechanism, chain=chain)
+    model, step = make(net, mechanism, composed=composed)
     start = tree.map(lambda leaf: leaf + away, model.params)
     after, _ = step(step.start(start), data, {"params": model.params}, {}, 1.0, 0, key)
     return tree.sub(start, after.params)
@@ -151,7 +152,7 @@ def plain_and_private(name):
     session.model.module.train()
     for mechanism in (None, EXACT):
         step = LocalStep(
-            session.model, info.task, info.frozen, session.chain, optim.sgd(), heads=info.heads, public=info.public,
+            session.model, info.task, info.frozen, session.composed, optim.sgd(), heads=info.heads, public=info.public,
             noise=mechanism,
         )  # fmt: skip
         local = step.start(tree.map(lambda leaf: leaf + 0.01, shared["params"]))  # so that proximal terms pull
@@ -196,7 +197,7 @@ def test_a_sample_moves_the_sum_by_no_more_than_the_clip(net, scale):
 
 def test_a_penalty_counts_into_a_samples_bound():
     """A proximal term of any strength, far from the global model, is clipped along with the sample's own gradient."""
-    model, step = make("mlp", SampleNoise(CLIP, 0.0, 1), chain={"strategy": Strategy(), "fedprox": FedProx(mu=1e4)})
+    model, step = make("mlp", SampleNoise(CLIP, 0.0, 1), composed={"strategy": Strategy(), "fedprox": FedProx(mu=1e4)})
     far = tree.map(lambda leaf: leaf + 10.0, model.params)
     after, _ = step(step.start(far), batch("mlp"), {"params": model.params}, {}, 1.0, 0, 0)
     assert 0 < length(tree.sub(far, after.params)) <= SIZE * CLIP * (1 + 1e-5)
@@ -209,9 +210,9 @@ def test_padding_counts_for_nothing(net):
     padded = padded._replace(mask=torch.tensor([1.0, 1, 1, 1, 0, 0]))
     cut = Batch(*(leaf[:4] for leaf in data[:4]))
     mechanism = SampleNoise(CLIP, 1.0, SIZE)
-    chain = {"strategy": Strategy(), "fedprox": FedProx(mu=1.0)}
+    composed = {"strategy": Strategy(), "fedprox": FedProx(mu=1.0)}
     # the same key, so the same noise
-    a, b = (gradient(net, mechanism, part, chain=chain, away=0.5) for part in (padded, cut))
+    a, b = (gradient(net, mechanism, part, composed=composed, away=0.5) for part in (padded, cut))
     for name, leaf in b.items():
         torch.testing.assert_close(a[name], leaf, rtol=1e-5, atol=1e-6)
 
@@ -220,11 +221,11 @@ def test_padding_counts_for_nothing(net):
 
 
 @pytest.mark.parametrize("chain", [{}, {"fedprox": FedProx(mu=1.0)}], ids=["fedavg", "fedprox"])
-def test_an_empty_draw_gives_noise_alone(chain):
+def test_an_empty_draw_gives_noise_alone(composed):
     mechanism, key = SampleNoise(CLIP, 2.0, SIZE), 13
     empty = batch("mlp", samples=1)._replace(mask=torch.zeros(1))  # as `Client.draws` gives it
     # far from the global model: a proximal term has a gradient, whatever is in the batch
-    found = gradient("mlp", mechanism, empty, key, {"strategy": Strategy(), **chain}, away=0.5)
+    found = gradient("mlp", mechanism, empty, key, {"strategy": Strategy(), **composed}, away=0.5)
     for name, leaf in found.items():
         alone = noise(leaf, CLIP * 2.0, rng.key(key, "noise", name)) / SIZE
         torch.testing.assert_close(leaf, alone, rtol=1e-5, atol=1e-6)

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cfl import optim, rng, tree
+from cfl.contract.composed import ComposedMethod
+from cfl.contract.data import Batch
+from cfl.contract.strategy import Strategy
+from cfl.core import optim, rng, tree
 from cfl.engines.step import Local, LocalStep
-from cfl.local import FedProx, LocalRegularizer
-from cfl.local.chain import Chain
+from cfl.methods.regularizers import FedProx, LocalRegularizer
 from cfl.models.handle import Model
-from cfl.strategies.base import Strategy
-from cfl.types import Batch
 
 CLIENTS, STEPS, SIZE, LR = 4, 3, 6, 0.1
 
@@ -40,7 +40,7 @@ def make(net, optimizer=OPTIMIZERS["sgd"], members=None, **options):
         model = Model(module(), shape, [3, 3], multi_head=True, **options)
     model.module.train()
     members = {"strategy": Strategy(), "fedprox": FedProx(mu=0.5)} if members is None else members
-    return model, LocalStep(model, 0, frozenset(), Chain(members), optimizer)
+    return model, LocalStep(model, 0, frozenset(), ComposedMethod(members), optimizer)
 
 
 def batch(net, client, index, live=SIZE):
@@ -128,7 +128,7 @@ def test_the_gradient_by_plain_autograd_is_that_of_torch_func(net):
 
 def test_names_that_the_loss_does_not_reach_have_a_gradient_of_zero():
     model, step = make("mlp", optim.sgd())
-    step = LocalStep(model, 0, frozenset(), step.chain, step.optimizer, heads=(0, 1))
+    step = LocalStep(model, 0, frozenset(), step.composed, step.optimizer, heads=(0, 1))
     local = step.start(model.params)
     ctx = step.context({"params": model.params}, {}, 0, 7, batch("mlp", 0, 0))
     grads, *_ = step.gradient(local.params, local.buffers, ctx)
@@ -180,7 +180,7 @@ def test_start_takes_the_tasks_names_without_the_frozen_ones():
     assert tuple(local.params) == model.trainable(0) and tuple(local.buffers) == model.buffers(0)
     assert set(local.optimizer) == set(local.params)
     assert "3.weight@1" in model.params and "3.weight@1" not in local.params
-    frozen = LocalStep(model, 0, frozenset({"0.weight"}), step.chain, step.optimizer)
+    frozen = LocalStep(model, 0, frozenset({"0.weight"}), step.composed, step.optimizer)
     local = frozen.start(model.params)
     bias = local.params["0.bias"].clone()
     assert "0.weight" not in local.params and "0.weight" not in local.optimizer
@@ -212,7 +212,7 @@ def test_features_are_of_the_pass_that_gave_the_logits():
         module = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
         model = Model(module, (4,), [3, 3], multi_head=True)
     model.module.train()
-    step = LocalStep(model, 0, frozenset(), Chain({"strategy": Strategy(), "looks": Looks()}), optim.sgd())
+    step = LocalStep(model, 0, frozenset(), ComposedMethod({"strategy": Strategy(), "looks": Looks()}), optim.sgd())
     with rng.fork(2):
         step(step.start(model.params), batch("mlp", 0, 0), {"params": model.params}, {}, LR, 0, 0)
     assert len(seen) == 1 and seen[0].abs().max() < 1e-6
@@ -227,7 +227,7 @@ def test_features_are_none_where_no_linear_layer_ends_the_model():
             return 0.0
 
     model = Model(nn.Sequential(nn.Conv2d(1, 3, 6), nn.Flatten()), (1, 6, 6), [3], multi_head=False)
-    step = LocalStep(model, 0, frozenset(), Chain({"strategy": Strategy(), "looks": Looks()}), optim.sgd())
+    step = LocalStep(model, 0, frozenset(), ComposedMethod({"strategy": Strategy(), "looks": Looks()}), optim.sgd())
     step(step.start(model.params), batch("conv", 0, 0), {"params": model.params}, {}, LR, 0, 0)
     assert seen == [None]
 
@@ -236,7 +236,7 @@ def test_features_are_none_where_no_linear_layer_ends_the_model():
 def test_hooks_know_momentum_client_and_public_data(optimizer, momentum):
     model, step = make("mlp", OPTIMIZERS[optimizer])
     public = object()
-    step = LocalStep(model, 0, frozenset(), step.chain, step.optimizer, public=public)
+    step = LocalStep(model, 0, frozenset(), step.composed, step.optimizer, public=public)
     ctx = step.context({"params": model.params}, {}, 3, 0, client=torch.tensor(5))
     assert (ctx.momentum, ctx.client.item(), ctx.step) == (momentum, 5, 3)
     assert ctx.public is public

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import cfl
+from cfl.contract.context import Ctx
 from cfl.engines import traced
-from cfl.types import Ctx
 from tests import toy
 
 OPTIONS = {"fedproj": ("public.name=stream",), "moon": ("regularizer.moon.mu=1.0",)}

@@ -12,15 +12,16 @@ import torch
 from torch import nn
 
 import cfl
-from cfl import engines, optim, plugins, rng
-from cfl.errors import UpdateError
-from cfl.local.chain import Chain
+from cfl import engines
+from cfl.aggregation.gaussian import SampleNoise
+from cfl.contract.composed import ComposedMethod
+from cfl.contract.data import Client, Share
+from cfl.contract.strategy import Strategy
+from cfl.core import optim, plugins, rng
+from cfl.core.errors import UpdateError
 from cfl.models.handle import Model
-from cfl.privacy.gaussian import SampleNoise
-from cfl.strategies.base import Strategy
 from cfl.streams import from_tensors
-from cfl.streams.store import Part, Pool
-from cfl.types import Client, Share
+from cfl.streams.store import Pool, TaskSamples
 from tests import toy
 from tests.engines.test_loop import info_of
 
@@ -146,7 +147,7 @@ def test_a_run_is_that_of_the_loop(case):
 
 
 def test_the_clients_of_these_runs_are_ragged():
-    from cfl.population import Population
+    from cfl.run.population import Population
 
     config = toy.config(*SMALL)
     sizes = [size for deal in Population(toy.stream(2), config).deals for size in deal.sizes.tolist()]
@@ -200,7 +201,7 @@ def test_every_method_gives_what_it_gives_one_by_one(method, multi_head):
 def engine_of(name, model, strategy=None, rules=None, block=None, workers=2, **options):
     strategy = strategy or Strategy()
     defaults = dict(optimizer=optim.sgd(), epochs=1, batch_size=4, weights="samples", on_bad_update="raise")
-    parts = dict(model=model, strategy=strategy, chain=Chain({"strategy": strategy, **(rules or {})}))
+    parts = dict(model=model, strategy=strategy, composed=ComposedMethod({"strategy": strategy, **(rules or {})}))
     return engines.build(
         name, block=block, cohort=9, workers=workers, known=[model], **parts, **{**defaults, **options}
     )
@@ -214,15 +215,15 @@ def samples_of(count, seed=0, bad=()):
     x = torch.randn(count, 8, generator=rng.generator(seed))
     y = (x[:, 0] > 0).long()
     x[list(bad)] = math.nan
-    return Part(Pool(x), torch.arange(count), y)
+    return TaskSamples(Pool(x), torch.arange(count), y)
 
 
 def a_round(engine, samples, rows, states=None, observe=None, **changes):
     """A round of task 0; rows: client id to its rows."""
     info = info_of(engine.inner.model if hasattr(engine, "inner") else engine.model, rows, **changes)
     loop = getattr(engine, "inner", engine)
-    shared = loop.chain.broadcast({"params": loop.model.params}, info)
-    states = states or {id: loop.chain.client_state(None, shared["params"], loop.model) for id in rows}
+    shared = loop.composed.broadcast({"params": loop.model.params}, info)
+    states = states or {id: loop.composed.client_state(None, shared["params"], loop.model) for id in rows}
     clients = [Client(id, {0: Share(samples, torch.tensor(own))}, 0, (0,)) for id, own in rows.items()]
     try:
         return engine.round(info, shared, states, clients, observe)

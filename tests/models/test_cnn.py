@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cfl import models, rng
-from cfl.errors import ConfigError
+from cfl import models
+from cfl.core import rng
+from cfl.core.errors import ConfigError
 from cfl.models import Model
 
 SMALL = {"width": 3, "hidden": 7}

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.func import functional_call, grad, vmap
 
-from cfl import models, rng
+from cfl import models
+from cfl.core import rng
 
 NETWORKS = [
     ("cnn", (1, 8, 8), {"width": 3, "hidden": 7}),

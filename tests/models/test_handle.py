@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cfl import rng
-from cfl.errors import ConfigError
+from cfl.core import rng
+from cfl.core.errors import ConfigError
 from cfl.models.handle import Model
 from cfl.models.mlp import mlp
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cfl import rng
+from cfl.core import rng
 from cfl.models.handle import Model
 
 

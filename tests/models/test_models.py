@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cfl import models
-from cfl.errors import ConfigError
+from cfl.core.errors import ConfigError
 from cfl.models import Model
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cfl import rng
+from cfl.core import rng
 from cfl.models import per_sample
 from cfl.models.handle import Model
 from cfl.models.per_sample import squared_gradients

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torchvision.models.resnet import BasicBlock, ResNet
 
-from cfl import models, rng
-from cfl.errors import ConfigError
+from cfl import models
+from cfl.core import rng
+from cfl.core.errors import ConfigError
 from cfl.models import Model
 
 NAMES = ("resnet18", "resnet18_cifar", "resnet8")

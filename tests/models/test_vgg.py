@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torchvision.models.vgg import cfgs, make_layers
 
-from cfl import models, rng
-from cfl.errors import ConfigError
+from cfl import models
+from cfl.core import rng
+from cfl.core.errors import ConfigError
 from cfl.models import Model
 
 FILTERS = (64, 128, 256, 256, 512, 512, 512, 512)  # configuration A

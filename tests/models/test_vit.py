@@ -8,10 +8,11 @@ from torch import nn
 from torch.func import functional_call, grad
 from torchvision.models import VisionTransformer
 
-from cfl import models, rng
-from cfl.errors import ConfigError
+from cfl import models
+from cfl.core import rng
+from cfl.core.errors import ConfigError
+from cfl.methods.subspace.layer_inputs import watch
 from cfl.models import Model
-from cfl.subspace.layer_inputs import watch
 
 SMALL = {"patch": 4, "width": 12, "depth": 2, "heads": 3}
 

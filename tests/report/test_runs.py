@@ -7,9 +7,9 @@ import pytest
 
 import cfl
 from cfl import cli
-from cfl.config import dump
+from cfl.assembly.resolve import dump
 from cfl.config.overrides import assignment, parse
-from cfl.errors import ConfigError
+from cfl.core.errors import ConfigError
 from cfl.report.runs import Run, command, flat, read, scenes
 
 

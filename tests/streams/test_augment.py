@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from cfl import rng
-from cfl.errors import ConfigError
+from cfl.core import rng
+from cfl.core.errors import ConfigError
 from cfl.streams.augment import augment, check
 
 BLACK = torch.tensor([-1.0, -2.0, -3.0]).view(3, 1, 1)

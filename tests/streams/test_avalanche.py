@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from cfl import rng, streams
-from cfl.errors import ConfigError, DataError
-from cfl.plugins import benchmarks
+from cfl import streams
+from cfl.core import rng
+from cfl.core.errors import ConfigError, DataError
+from cfl.core.plugins import benchmarks
 from cfl.streams import avalanche
 from cfl.streams.datasets import digits, load, pooled
 from tests.toy import need_data
@@ -21,8 +22,8 @@ def _labels(part, source):
 
 
 def test_registered_benchmarks_name_a_registered_model():
-    from cfl.config import preset
-    from cfl.plugins import models
+    from cfl.config.presets import preset
+    from cfl.core.plugins import models
 
     assert {"permuted-digits", "split-digits", "permuted-mnist", "split-cifar100"} <= set(benchmarks.names())
     for name in benchmarks.names():

@@ -6,10 +6,10 @@ import torch
 from sklearn.datasets import load_iris
 
 from cfl import streams
-from cfl.config import resolve
-from cfl.errors import ConfigError
+from cfl.assembly.resolve import resolve
+from cfl.core.errors import ConfigError
+from cfl.core.plugins import benchmarks
 from cfl.models import build as build_model
-from cfl.plugins import benchmarks
 from tests import toy
 
 # shape of an image, classes, clients, rounds of FedSOL's (MNIST to TissueMNIST) and FedProj's (CIFAR-100) settings;

@@ -11,7 +11,7 @@ from PIL import Image
 from scipy.io import savemat
 from sklearn.datasets import load_digits
 
-from cfl.errors import ConfigError, DataError
+from cfl.core.errors import ConfigError, DataError
 from cfl.streams import torchvision_fix
 from cfl.streams.datasets import digits, load, pooled
 

@@ -6,8 +6,9 @@ import torch
 
 import cfl
 from cfl import streams
-from cfl.config import dump, load, preset, resolve
-from cfl.errors import ConfigError, DataError
+from cfl.assembly.resolve import dump, load, resolve
+from cfl.config.presets import preset
+from cfl.core.errors import ConfigError, DataError
 from cfl.models import build as build_model
 from cfl.streams.public import public
 from tests import toy
@@ -167,7 +168,7 @@ def test_a_run_takes_the_rounds_of_its_tasks(root):
     recorder = toy.recording(cfl.Strategy)()
     result = cfl.run(config, strategy=recorder, data_root=root)
     assert [(info.task, info.round) for info, *_ in recorder.rounds] == [(0, 0), (1, 0), (1, 1)]
-    assert result.acc.shape == (2, 2)
+    assert result.accuracy_matrix.shape == (2, 2)
 
 
 PRESETS = {

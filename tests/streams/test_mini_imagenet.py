@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from cfl import streams
-from cfl.errors import ConfigError, DataError
+from cfl.core.errors import ConfigError, DataError
 from cfl.streams import datasets, mini_imagenet
 
 CLASSES = {"train": ("n03", "n01"), "val": ("n09",), "test": ("n02",)}  # of each part, not in the order of names

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cfl.errors import DataError
+from cfl.core.errors import DataError
 from cfl.streams import notmnist
 from cfl.streams.datasets import load
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from cfl import rng
-from cfl.errors import ConfigError, DataError
+from cfl.core import rng
+from cfl.core.errors import ConfigError, DataError
 from cfl.streams import deal, from_tensors, partition
 
 CIFAR_TASK = torch.arange(10).repeat(500)  # the labels of one task of split-cifar100: 10 classes x 500, mixed

@@ -8,7 +8,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from cfl.errors import DataError
+from cfl.core.errors import DataError
 from cfl.streams import pickles
 
 DATA = {

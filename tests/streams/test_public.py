@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from cfl import streams
-from cfl.errors import ConfigError, DataError
+from cfl.core.errors import ConfigError, DataError
 from cfl.streams.public import public, with_public
 from tests import toy
 

@@ -3,17 +3,21 @@
 import pytest
 import torch
 
-from cfl import rng, streams
-from cfl.errors import ConfigError, DataError
+from cfl import streams
+from cfl.core import rng
+from cfl.core.errors import ConfigError, DataError
 from cfl.streams.augment import augment
-from cfl.streams.store import Part, Pool, Stream, Task
+from cfl.streams.store import Pool, Stream, Task, TaskSamples
 
 
 def _task(name: str = "t", classes: int = 2, first: int = 0, pool: Pool | None = None) -> Task:
     pool = pool or Pool(torch.zeros(20, 3))
     labels = torch.tensor([0, 1])
     return Task(
-        name, Part(pool, torch.arange(first, first + 2), labels), Part(pool, torch.tensor([8, 9]), labels), classes
+        name,
+        TaskSamples(pool, torch.arange(first, first + 2), labels),
+        TaskSamples(pool, torch.tensor([8, 9]), labels),
+        classes,
     )
 
 
@@ -21,7 +25,7 @@ def test_gather_scales_normalises_then_permutes():
     images = torch.randint(0, 256, (6, 2, 3, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     mean, std = torch.tensor([0.2, 0.7]).view(2, 1, 1), torch.tensor([0.5, 0.25]).view(2, 1, 1)
     order = torch.randperm(24, generator=torch.Generator().manual_seed(1))
-    part = Part(Pool(images, mean, std), torch.tensor([4, 1, 5]), torch.tensor([7, 8, 9]), order)
+    part = TaskSamples(Pool(images, mean, std), torch.tensor([4, 1, 5]), torch.tensor([7, 8, 9]), order)
 
     x, y = part.gather(torch.tensor([2, 0]))
 
@@ -36,7 +40,7 @@ def test_gather_scales_normalises_then_permutes():
 
 def test_gather_leaves_float_images_as_they_are():
     images = torch.tensor([[300.0, -2.0], [1.0, 0.5]])
-    x, y = Part(Pool(images), torch.tensor([1, 0]), torch.tensor([0, 1])).gather(torch.tensor([1]))
+    x, y = TaskSamples(Pool(images), torch.tensor([1, 0]), torch.tensor([0, 1])).gather(torch.tensor([1]))
     assert x.tolist() == [[300.0, -2.0]] and y.tolist() == [1]
 
 
@@ -50,7 +54,7 @@ def test_gather_rounds_as_one_operation_after_another_and_leaves_the_pool_alone(
     order = torch.randperm(75, generator=rng.generator(1))
     pool = Pool(images if raw else images / 255, mean, std)
     kept = [leaf.clone() for leaf in (pool.images, mean, std)]
-    part = Part(pool, torch.arange(40).flip(0), torch.zeros(40).long(), order)
+    part = TaskSamples(pool, torch.arange(40).flip(0), torch.zeros(40).long(), order)
     x, _ = part.gather(torch.arange(30))
     expected = ((images.float() / 255 - mean) / std)[torch.arange(39, 9, -1)].flatten(1)[:, order].view(30, 3, 5, 5)
     assert torch.equal(x, expected)
@@ -61,8 +65,10 @@ def _image_stream(permutation: torch.Tensor | None = None) -> Stream:
     """One task of 40 images of 2 x 6 x 6, half of them to test."""
     images = torch.randint(0, 256, (40, 2, 6, 6), dtype=torch.uint8, generator=rng.generator(0))
     pool = Pool(images, torch.tensor([0.25, 0.5]).view(2, 1, 1), torch.tensor([0.5, 0.25]).view(2, 1, 1))
-    parts = [Part(pool, rows, torch.zeros(20).long(), permutation) for rows in torch.arange(40).split(20)]
-    return Stream("s", (Task("t", *parts, 1),), (2, 6, 6), False, public=Part(pool, *[torch.zeros(1).long()] * 2))
+    parts = [TaskSamples(pool, rows, torch.zeros(20).long(), permutation) for rows in torch.arange(40).split(20)]
+    return Stream(
+        "s", (Task("t", *parts, 1),), (2, 6, 6), False, public=TaskSamples(pool, *[torch.zeros(1).long()] * 2)
+    )
 
 
 def test_gather_augments_only_with_a_key_and_only_to_train():
@@ -92,7 +98,7 @@ def test_augmentation_comes_before_the_permutation():
 
 def test_crops_of_a_pool_without_normalisation_are_padded_with_zeros():
     pool = Pool(torch.ones(1, 1, 2, 2))  # a window of 2 x 2 in a frame of 4 black pixels often misses the image
-    part = Part(pool, torch.zeros(64).long(), torch.zeros(64).long(), augment=("crop",))
+    part = TaskSamples(pool, torch.zeros(64).long(), torch.zeros(64).long(), augment=("crop",))
     x, _ = part.gather(torch.arange(64), 0)
     assert set(x.flatten().tolist()) == {0.0, 1.0}
 
@@ -117,7 +123,7 @@ def test_stream_to_keeps_augmentation_and_public_data():
 def test_stream_to_keeps_the_one_copy_of_images():
     pool = Pool(torch.zeros(20, 3), torch.zeros(3), torch.ones(3))
     order = torch.tensor([2, 0, 1])
-    parts = [Part(pool, torch.tensor([i]), torch.tensor([0]), order) for i in range(4)]
+    parts = [TaskSamples(pool, torch.tensor([i]), torch.tensor([0]), order) for i in range(4)]
     stream = Stream("s", (Task("a", parts[0], parts[1], 1), Task("b", parts[2], parts[3], 1)), (3,), False)
 
     moved = stream.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -140,15 +146,15 @@ def test_stream_refuses_what_cannot_be_trained():
 
 def test_task_and_part_refuse_bad_samples():
     pool = Pool(torch.zeros(4, 3))
-    one = Part(pool, torch.tensor([0]), torch.tensor([0]))
+    one = TaskSamples(pool, torch.tensor([0]), torch.tensor([0]))
     with pytest.raises(DataError, match="sample id twice"):
         _task(first=8)  # the test part has the rows 8 and 9
     with pytest.raises(DataError, match=r"\[0, 1\]"):
         _task(classes=1)
     with pytest.raises(DataError, match="no test samples"):
-        Task("t", one, Part(pool, torch.tensor([]).long(), torch.tensor([]).long()), 1)
+        Task("t", one, TaskSamples(pool, torch.tensor([]).long(), torch.tensor([]).long()), 1)
     with pytest.raises(DataError, match="index and targets"):
-        Part(pool, torch.tensor([0, 1]), torch.tensor([0]))
+        TaskSamples(pool, torch.tensor([0, 1]), torch.tensor([0]))
     with pytest.raises(DataError, match="float64"):
         Pool(torch.zeros(2, 2, dtype=torch.float64))
 

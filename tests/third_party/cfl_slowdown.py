@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import cfl
-from cfl import rng, tree
+from cfl.core import rng, tree
 from cfl.streams import Benchmark
 
 

@@ -1,0 +1,1 @@
+"""Many runs: comparisons of methods, and the tables of the papers."""

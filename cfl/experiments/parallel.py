@@ -1,0 +1,251 @@
+"""Runs in processes of their own, several at a time."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from cfl.assembly.resolve import dump, load
+from cfl.config.overrides import read_yaml
+from cfl.config.schema import RunConfig
+from cfl.core import machine
+from cfl.core.errors import Busy, CflError
+from cfl.experiments.compare import HOW, Run
+from cfl.run.run_folder import RunFolder
+from cfl.run.sinks import NullSink, task_line
+
+_LOOK = 1.0  # seconds between looks at runs that another process is at
+
+
+def run_all(
+    runs: Sequence[Run],
+    *,
+    jobs: int | None = None,
+    quiet: bool = False,
+    data_root: Path | None = None,
+    download: bool = False,
+) -> dict[str, str]:
+    """Finish all runs; returns the names of those that failed, with the reason, and does not stop at them.
+
+    jobs: runs at a time; None: one a core, or one where a run takes all cores itself. What is finished is left as it
+    is, what another process is at is waited for, and what was begun is continued.
+    Ctrl-C has every run saved after its round; a second one stops at once.
+    """
+    missing = [run for run in runs if run.results() is None]
+    if jobs is None:
+        alone = any(run.config.engine not in ("loop", "vmapped") or run.config.device != "cpu" for run in missing)
+        jobs = 1 if alone else machine.cores()
+    board = Board(len(runs), len(runs) - len(missing), quiet)
+    crew = _Crew(missing, board, data_root, download)
+    with board, ThreadPoolExecutor(jobs) as pool:
+        workers = [pool.submit(crew.work) for _ in range(min(jobs, len(missing)))]
+        try:
+            for worker in workers:
+                worker.result()
+        except KeyboardInterrupt:
+            board.warn("interrupted: runs are saved after their rounds; give the same command again to go on")
+            raise
+        finally:
+            crew.stop()
+    return crew.failed
+
+
+class Board:
+    """Lines on what runs do, and on a terminal a bar for each that is running; quiet: faults only."""
+
+    def __init__(self, total: int, finished: int, quiet: bool) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"))
+        self._bars = Progress(*columns, TimeRemainingColumn(), transient=True, disable=quiet or not sys.stdout.isatty())
+        self._quiet, self._total, self._done = quiet, total, finished
+        self._rows: dict[str, Any] = {}
+        if finished:
+            self.say(f"{finished} of {total} runs are there already")
+
+    def __enter__(self) -> Board:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bars.stop()
+
+    def round(self, name: str, done: int, total: int) -> None:
+        """A run is that far."""
+        if name not in self._rows:
+            self._rows[name] = self._bars.add_task(name, total=total)
+        self._bars.update(self._rows[name], completed=done, total=total)
+
+    def end(self, name: str, metrics: dict[str, Any] | None) -> None:
+        """A run has ended. metrics: None where it has none."""
+        if name in self._rows:
+            self._bars.remove_task(self._rows.pop(name))
+        if metrics is not None:
+            self._done += 1
+            self.say(f"{name}: done, ACC {metrics['acc']:.1%} ({self._done} of {self._total} runs)")
+
+    def say(self, text: str) -> None:
+        """A line above the bars."""
+        if not self._quiet:
+            self._bars.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        """A line on standard error, which the bars leave alone."""
+        print(text, file=sys.stderr, flush=True)
+
+
+class _Crew:
+    """What the threads share that have a process each. failed: name of a run to reason."""
+
+    def __init__(self, runs: Sequence[Run], board: Board, data_root: Path | None, download: bool) -> None:
+        self._waiting, self._board, self._data = list(runs), board, (data_root, download)
+        self._lock, self._processes, self._stopped = threading.Lock(), list[BaseProcess](), False
+        self.failed: dict[str, str] = {}
+
+    def work(self) -> None:
+        """Take runs and have a process compute them, until none is left."""
+        process: BaseProcess | None = None
+        while (run := self._next()) is not None:
+            if process is None or not process.is_alive():
+                channel, process = self._start()
+                if process is None:
+                    return
+            try:
+                channel.send((dump(run.config), run.folder))
+                self._follow(run, channel)
+            except (EOFError, OSError):
+                process.join()
+                if not self._stopped:
+                    self._fail(run, f"its process ended with status {process.exitcode}; give the command again")
+            if run not in self._waiting:
+                self._board.end(run.name, run.results())
+
+    def stop(self) -> None:
+        """Have the runs saved after their rounds, and end the processes; a Ctrl-C meanwhile ends them at once."""
+        with self._lock:
+            self._stopped = True
+        try:
+            for process in self._processes:
+                if process.is_alive() and process.pid:
+                    os.kill(process.pid, signal.SIGINT)
+            for process in self._processes:
+                process.join()
+        except KeyboardInterrupt:
+            for process in self._processes:
+                process.terminate()
+            raise
+
+    def _start(self) -> tuple[Connection, BaseProcess | None]:
+        # Not a fork of this process, which has threads, but of one that has only imported what a run needs.
+        context: Any = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
+        multiprocessing.set_forkserver_preload(["cfl.run.runner"])
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs, *self._data))
+        with self._lock:
+            if self._stopped:
+                return ours, None
+            process.start()
+            self._processes.append(process)
+        theirs.close()
+        return ours, process
+
+    def _next(self) -> Run | None:
+        """The first run that nobody is at; None where no run is left."""
+        while True:
+            with self._lock:
+                for run in list(self._waiting):
+                    if (metrics := run.results()) is not None:  # another process has finished it
+                        self._waiting.remove(run)
+                        self._board.end(run.name, metrics)
+                    elif not RunFolder.busy(run.folder):
+                        self._waiting.remove(run)
+                        return run
+                if self._stopped or not self._waiting:
+                    return None
+            time.sleep(_LOOK)
+
+    def _follow(self, run: Run, channel: Connection) -> None:
+        """Read what the run's process says, to the end of the run."""
+        while (message := channel.recv())[0] != "end":
+            kind, value = message
+            if kind == "round":
+                self._board.round(run.name, *value)
+            elif kind == "task":
+                self._board.say(f"{run.name}: {value}")
+            elif kind == "warn":
+                self._board.warn(f"warning: {run.name}: {value}")
+            elif kind == "busy":
+                self._waiting.append(run)
+            else:
+                self._fail(run, value)
+
+    def _fail(self, run: Run, reason: str) -> None:
+        self.failed[run.name] = reason
+        self._board.warn(f"cfl-run: {run.name} failed: {reason}")
+
+
+class _Channel(NullSink):
+    """The sink of a run in a process: it tells the one that started it, and stops the run where that one is gone."""
+
+    def __init__(self, channel: Connection) -> None:
+        self._channel, self._alone = channel, False
+
+    def round(self, row: dict[str, Any]) -> None:
+        self.send("round", (row["rounds_done"], row["rounds_total"]))
+
+    def task(self, row: dict[str, Any]) -> None:
+        self.send("task", task_line(row))
+
+    def warn(self, text: str) -> None:
+        self.send("warn", text)
+
+    def send(self, kind: str, value: Any) -> None:
+        """Tell something to the process that started this one."""
+        try:
+            self._channel.send((kind, value))
+        except OSError:
+            if not self._alone:
+                self._alone = True
+                signal.raise_signal(signal.SIGINT)  # saved after the round, as with Ctrl-C; a second one would not wait
+
+
+def _serve(channel: Connection, data_root: Path | None, download: bool) -> None:  # pragma: no cover
+    """Compute the runs that come, one after another: what they import takes longer than some of them."""
+    from cfl.run.runner import run
+
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)  # Ctrl-C at the terminal goes to the process that started this one, which passes it on
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have the background jobs of scripts ignore it
+    sink = _Channel(channel)
+    with suppress(EOFError, KeyboardInterrupt):
+        while True:
+            config, folder = channel.recv()
+            try:
+                begun = _as_begun(config, folder)
+                run(begun, output=folder, resume=True, sink=sink, data_root=data_root, download=download)
+            except Busy:
+                sink.send("busy", None)
+            except CflError as error:
+                sink.send("failed", str(error))
+            except Exception:
+                sink.send("failed", traceback.format_exc())
+            sink.send("end", None)
+
+
+def _as_begun(config: dict[str, Any], folder: Path) -> RunConfig:
+    """The configuration with how the run was computed when it began, since only that continues it to the byte."""
+    path = folder / "config.yaml"
+    before = read_yaml(path) if path.exists() else {}
+    return load({**config, **{name: before[name] for name in HOW if name in before}})

@@ -1,0 +1,1 @@
+"""The methods: strategies, local regularizers, and the subspaces that some of them share."""

@@ -1,0 +1,113 @@
+"""FedSOL (Lee et al., CVPR 2024): the gradient of the local loss, taken where the proximal loss has been raised.
+
+A step (algorithm 1): g_p is the gradient of a proximal loss, e = rho Lambda g_p / |g_p| (eq. 6), and the optimiser gets
+the local loss's gradient at w + e, at the weights w. Lambda scales each weight by how far it is from the global model
+(eq. 7): the code divides |w - w_global| by its norm over a layer's outputs, the paper by that of the whole layer.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from cfl.contract.context import Ctx
+from cfl.contract.losses import divergence, masked_mean
+from cfl.contract.regularizer import GradFn, LocalRegularizer
+from cfl.core import plugins, tree
+from cfl.core.errors import ConfigError
+from cfl.core.options import option
+from cfl.core.tree import Tree
+from cfl.methods.regularizers.kl import global_logits
+from cfl.models.handle import Model
+
+_SMALL = 1e-12
+ROUNDING = 1e-6  # a shorter gradient is rounding: at the first local step the client is where the global model is
+
+
+def proximal_gradient(kind: str, temperature: float, params: Tree, names: frozenset[str], ctx: Ctx) -> Tree:
+    """Gradient of a proximal loss by the named leaves: "kl", KL(global || local), or "l2", |w - w_global|^2 / 2."""
+    at = {name: leaf for name, leaf in params.items() if name in names}
+    if kind == "l2":
+        return {name: leaf - ctx.shared["params"][name] for name, leaf in at.items()}
+    targets = global_logits(ctx)
+
+    def loss(at: Tree) -> Tensor:
+        logits = ctx.forward({**params, **at}, ctx.batch)
+        return masked_mean(divergence(targets, logits, temperature), ctx.batch.mask)
+
+    return torch.func.grad(loss)(at)
+
+
+@plugins.local.register("fedsol")
+@dataclass(frozen=True)
+class FedSOL(LocalRegularizer):
+    """Stabilised orthogonal learning: the local gradient where a proximal loss was raised (Lee et al., 2024)."""
+
+    source: ClassVar[str] = "Lee et al., CVPR 2024, Algorithm 1, eq. 5 to 7"
+
+    rho: float = option(1.5, "length of the perturbation", source="Table 5", at_least=0.0)
+    scope: str = option("head", "what is perturbed", source="section 4.3", choices=("head", "body", "full"))
+    scale: str = option(
+        "output_axis",
+        "scale of a weight in the perturbation: |w - w_global| over its norm across outputs (code), over that of the "
+        "layer (paper), or none (fixed perturbation)",
+        source="eq. 7",
+        choices=("output_axis", "layer", "none"),
+    )
+    proximal: str = option("kl", "proximal loss: kl, l2, or a regularizer whose terms it takes", source="Table 4")
+    temperature: float = option(3.0, "temperature of the divergence", source="official code", above=0.0)
+    first_step_guard: bool = option(True, "no perturbation by a gradient that is only rounding", source="ours")
+
+    @property
+    def borrows(self) -> str | None:
+        return None if self.proximal in ("kl", "l2") else self.proximal
+
+    def refuses(self, run: Mapping[str, Any]) -> str | None:
+        if self.borrows and self.scope == "head":
+            return f"the terms of '{self.borrows}' are of all layers (Table 4); set regularizer.fedsol.scope=full"
+        return None
+
+    def init_client(self, params: Tree, model: Model) -> Tree:
+        if self.scope != "full" and model.classifier is None:
+            raise ConfigError(
+                "'fedsol' finds no head: the model does not end in nn.Linear; set regularizer.fedsol.scope=full"
+            )
+        heads = {name for task in range(model.tasks) for name in model.head(task)}
+        if self.scope == "body" and all(name in heads for name in params if model.is_parameter(name)):
+            raise ConfigError("'fedsol' finds no body: the model is all head; set regularizer.fedsol.scope=full")
+        return {}
+
+    def around(self, grad_fn: GradFn) -> GradFn:
+        def perturbed(params: Tree, ctx: Ctx) -> Tree:
+            names = self._perturbed(params, ctx)
+            if not names:  # the method has frozen all of the scope
+                return grad_fn(params, ctx)
+            if ctx.correction is not None:
+                gradient = {name: leaf for name, leaf in ctx.correction(params).items() if name in names}
+            else:
+                gradient = proximal_gradient(self.proximal, self.temperature, params, names, ctx)
+            shift = self.perturbation(gradient, params, ctx.shared["params"])
+            return grad_fn({**params, **{name: params[name] + leaf for name, leaf in shift.items()}}, ctx)
+
+        return perturbed
+
+    def perturbation(self, gradient: Tree, params: Tree, center: Tree) -> Tree:
+        """rho Lambda g_p / |g_p| (eq. 6)."""
+        norm = tree.dot(gradient, gradient).sqrt()
+        length = self.rho / (norm + _SMALL)
+        if self.first_step_guard:
+            length = torch.where(norm < ROUNDING, 0.0, length)
+        return {name: length * self._scale(params[name] - center[name]) * leaf for name, leaf in gradient.items()}
+
+    def _scale(self, moved: Tensor) -> Tensor | float:
+        """Lambda (eq. 7) of a leaf that is `moved` away from the global model; where nothing moved, 0."""
+        if self.scale == "none":
+            return 1.0
+        axes = 0 if self.scale == "output_axis" else tuple(range(moved.dim()))
+        return moved.abs() / torch.linalg.vector_norm(moved, dim=axes, keepdim=True).clamp(min=_SMALL)
+
+    def _perturbed(self, params: Tree, ctx: Ctx) -> frozenset[str]:
+        head = frozenset(ctx.model.head(ctx.task)) if self.scope != "full" else frozenset(params)
+        return frozenset(params) - head if self.scope == "body" else head & frozenset(params)

@@ -1,0 +1,54 @@
+"""MOON (Li et al., 2021, eq. 3): features near those of the global model, away from those of the last local model.
+
+Local loss + mu CE([cos(z, z_global), cos(z, z_previous)] / tau, first), z being what enters the last layer. The paper
+puts a projection head before the last layer; a network of one's own can have one.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cfl.contract.context import Ctx
+from cfl.contract.losses import masked_mean
+from cfl.contract.regularizer import LocalRegularizer
+from cfl.core import plugins
+from cfl.core.errors import ConfigError
+from cfl.core.options import option
+from cfl.core.tree import Tree
+from cfl.models.handle import Model
+
+
+@plugins.local.register("moon")
+@dataclass(frozen=True)
+class Moon(LocalRegularizer):
+    """Model-contrastive learning of features (Li et al., 2021)."""
+
+    source: ClassVar[str] = "Li et al., CVPR 2021, eq. 3"
+    per_sample: ClassVar[bool] = True
+    lends: ClassVar[bool] = True
+
+    mu: float = option(0.1, "weight of the contrastive loss", source="FedSOL's code; the paper has 1 to 10", at_least=0)
+    tau: float = option(1.0, "temperature", source="FedSOL's code; the paper has 0.5", above=0.0)
+
+    def init_client(self, params: Tree, model: Model) -> Tree:
+        """The last local model; before the first participation the global one."""
+        if model.classifier is None:
+            raise ConfigError("'moon' compares what enters the last layer; end the model in nn.Linear")
+        return dict(params)
+
+    def penalty(self, params: Tree, logits: Tensor, ctx: Ctx) -> Tensor | float:
+        assert ctx.features is not None
+        with ctx.model.evaluation():
+            others = [
+                ctx.forward(at, ctx.batch, features=True).detach()
+                for at in (ctx.shared["params"], {**ctx.shared["params"], **ctx.state})
+            ]
+        near, far = (F.cosine_similarity(ctx.features, other, dim=1) / self.tau for other in others)
+        losses = torch.logaddexp(near, far) - near
+        return self.mu * masked_mean(losses, ctx.batch.mask)
+
+    def finish(self, params: Tree, ctx: Ctx, steps: int) -> tuple[Tree, Tree]:
+        return {}, {name: params.get(name, leaf) for name, leaf in ctx.state.items()}

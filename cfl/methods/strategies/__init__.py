@@ -1,0 +1,14 @@
+"""Strategies: the method of a run, one file each."""
+
+from cfl.methods.strategies.er import ER
+from cfl.methods.strategies.ewc import EWC
+from cfl.methods.strategies.fedavg import FedAvg
+from cfl.methods.strategies.fot import FOT
+from cfl.methods.strategies.glfc import GLFC
+from cfl.methods.strategies.gpm import GPM
+from cfl.methods.strategies.joint import Joint
+from cfl.methods.strategies.lwf import LwF
+from cfl.methods.strategies.rgo import RGO
+from cfl.methods.strategies.single_task import SingleTask
+
+__all__ = ["ER", "EWC", "FOT", "GLFC", "GPM", "RGO", "FedAvg", "Joint", "LwF", "SingleTask"]

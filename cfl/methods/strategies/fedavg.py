@@ -1,0 +1,6 @@
+"""FedAvg (McMahan et al., 2017, Algorithm 1): the base class `Strategy` as it stands, which every strategy extends."""
+
+from cfl.contract import Strategy
+from cfl.core import plugins
+
+FedAvg = plugins.strategies.register("fedavg")(Strategy)

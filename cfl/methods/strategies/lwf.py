@@ -1,0 +1,64 @@
+"""LwF+FL: learning without forgetting (Li and Hoiem, ECCV 2016), the teacher being the last task's global model.
+
+A client trains on  CE + lambda sum_{s < t} H(p_s, softmax(z_s / T)),  p_s = softmax(z*_s / T),
+where z_s are the outputs of head s for the *new* data, and z*_s those of the global model at the end of the last task;
+H is the cross-entropy, T = 2 (eq. 2; no factor T^2, as in the paper). With one head for all tasks the sum is one
+term. Batch normalisation takes the batch's statistics in both passes: the new data have none yet. Nothing is stored
+on clients; the teacher comes down in every round.
+
+The paper trains the old heads along with the rest; here they stay as they were unless `train_old_heads`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from cfl.contract.context import Ctx
+from cfl.contract.losses import masked_mean
+from cfl.contract.rounds import RoundInfo, Server, TreesByOwner
+from cfl.contract.strategy import Strategy
+from cfl.core import plugins, tree
+from cfl.core.options import option
+from cfl.core.tree import Tree
+from cfl.models.handle import Model
+
+
+@plugins.strategies.register("lwf")
+@dataclass(frozen=True)
+class LwF(Strategy):
+    """Learning without forgetting: old heads keep their outputs on the new data (Li and Hoiem, 2016)."""
+
+    source: ClassVar[str] = "Li and Hoiem, ECCV 2016, eq. 2"
+    per_sample: ClassVar[bool] = True
+
+    strength: float = option(1.0, "lambda, weight of the distillation", source="section 3", at_least=0.0)
+    temperature: float = option(2.0, "T", source="section 3", above=0.0)
+    train_old_heads: bool = option(False, "let the distillation train the old heads", source="paper: yes")
+
+    def begin_task(self, server: Server, task: int, model: Model) -> Server:
+        return {**server, "teacher": tree.select(server["params"], model.trainable(task - 1, tuple(range(task))))}
+
+    def heads(self, task: int, tasks: int) -> tuple[int, ...]:
+        return tuple(range(task + 1))
+
+    def frozen(self, task: int, model: Model) -> frozenset[str]:
+        return frozenset() if self.train_old_heads else super().frozen(task, model)
+
+    def broadcast(self, server: Server, info: RoundInfo) -> TreesByOwner:
+        down = super().broadcast(server, info)
+        if info.task and info.phase.train:
+            moving = set(info.names) - info.frozen  # heads that do not train are in "params" as the teacher has them
+            down["teacher"] = {name: leaf for name, leaf in server["teacher"].items() if name in moving}
+        return down
+
+    def penalty(self, params: Tree, logits: Tensor, ctx: Ctx) -> Tensor | float:
+        if ctx.task == 0:
+            return 0.0
+        old = tuple(range(ctx.task))
+        targets = ctx.forward(ctx.shared["teacher"], ctx.batch, old, dropout=False).detach() / self.temperature
+        outputs = ctx.forward(params, ctx.batch, old) / self.temperature
+        entropies = -(targets.softmax(dim=2) * outputs.log_softmax(dim=2)).sum(dim=(1, 2))  # eq. 2
+        return self.strength * masked_mean(entropies, ctx.batch.mask)

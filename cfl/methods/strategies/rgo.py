@@ -1,0 +1,136 @@
+"""RGO+FL: recursive gradient optimisation at some of the clients (Liu and Liu, ICLR 2022; FOT, appendix F.2).
+
+A layer has a positive definite matrix P (d, d) on the side of its inputs, and one for its bias, I at first. Gradients
+are multiplied by it, with the trace brought to the dimension: g_W <- d / tr P  g_W P. After each task, over one epoch
+of mini-batches (z: logits, a: softmax over the task's classes):
+    q = sum_b z_{b,y} sqrt(a_y - a_y^2) (the root a constant),   v = mean over output units of dq/dW,
+    k = P v,   P <- P - k k^T / (alpha + v^T k),
+which keeps P = (I + sum v v^T / alpha)^-1. In a federation each client has its own P, and a random share of those that
+hold the task's data updates and stores it; the others go on as they were.
+
+RGO's feature encoding (`encode`) permutes the outputs of each layer but the last by an order of each task's own. That
+is to permute the rows of the weight (of each group's, in a convolution of several), so clients get them in the task's
+order, and the server keeps them in that of the first task; P, on the side of the inputs, is not concerned. Biases are
+added after the permutation. FOT gives all methods one network, so it is off.
+
+Differences: alpha is 1 in the paper and 0.01 in the code; the code makes only (test set / batch) updates a task by a
+re-used variable, here it is one epoch. Weight decay and Adam act after the multiplication by P.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from cfl.contract.context import Ctx
+from cfl.contract.data import Batch, Client
+from cfl.contract.rounds import Phase, RoundInfo, Server, TreesByOwner
+from cfl.contract.strategy import Strategy, with_consolidation
+from cfl.core import plugins, rng, tree
+from cfl.core.options import option
+from cfl.core.tree import Tree
+from cfl.models.handle import Layer, Model
+
+
+@plugins.strategies.register("rgo")
+@dataclass(frozen=True)
+class RGO(Strategy):
+    """Recursive gradient optimisation at some clients: gradients shrink where earlier tasks curve (Liu, Liu, 2022)."""
+
+    source: ClassVar[str] = "Liu and Liu, ICLR 2022; FOT, appendix F.2"
+    hard_constraint: ClassVar[bool] = True
+
+    alpha: float = option(1.0, "how slowly P shrinks", source="paper: 1; code: 0.01", above=0.0)
+    share: float = option(0.4, "share of a task's owners that updates its P", source="FOT, F.2", above=0.0, at_most=1.0)
+    batch_size: int = option(16, "samples of each update of P", at_least=1)
+    encode: bool = option(False, "feature encoding: layers' outputs permuted for each task", source="paper: yes")
+
+    def plan(self, task: int, tasks: int, rounds: int) -> list[Phase]:
+        return with_consolidation(task, tasks, rounds)
+
+    def init_server(self, params: Tree, model: Model) -> Server:
+        inner = [layer for layer in model.layers if model.multi_head or layer.path != model.layers[-1].path]
+        tasks = range(1, model.tasks) if self.encode else ()
+        return {f"orders/{task}": {layer.weight: _order(layer, task, model.seed) for layer in inner} for task in tasks}
+
+    def broadcast(self, server: Server, info: RoundInfo) -> TreesByOwner:
+        down = super().broadcast(server, info)
+        return {**down, "params": arranged(down["params"], _orders(server, info.task))}
+
+    def absorb(self, server: Server, mean: TreesByOwner, info: RoundInfo, lr: float) -> Server:
+        if "strategy" in mean:
+            first = {name: order.argsort() for name, order in _orders(server, info.task).items()}
+            mean = {**mean, "strategy": arranged(mean["strategy"], first)}
+        return super().absorb(server, mean, info, lr)
+
+    def serve(self, server: Server, task: int) -> Tree:
+        return arranged(server["params"], _orders(server, task))
+
+    def adjust(self, grads: Tree, params: Tree, ctx: Ctx) -> Tree:
+        new = dict(grads)
+        for layer in ctx.model.layers:
+            for name in (layer.weight, layer.bias):
+                p = ctx.state.get(matrix_name(name, layer))
+                if name in grads and p is not None:
+                    scaled = len(p) / p.trace() * (rows(new[name], layer) @ p)  # (n, d) @ (d, d)
+                    new[name] = layer.put(new[name], scaled)
+        return new
+
+    def work(
+        self, params: Tree, client: Client, shared: TreesByOwner, state: Tree, info: RoundInfo
+    ) -> tuple[Tree, Tree]:
+        """Update the client's P, if it is among those drawn for the task. Nothing goes up."""
+        count = max(1, round(self.share * len(info.clients)))
+        drawn = rng.numpy_generator(rng.key(info.key, "update")).choice(info.clients, count, replace=False)
+        if client.id not in drawn:
+            return {}, state
+        pairs = [(name, layer) for layer in info.model.layers for name in (layer.weight, layer.bias) if name]
+        sizes = {matrix_name(name, layer): rows(params[name], layer).shape[1] for name, layer in pairs}
+        new = {name: state.get(name, torch.eye(size)).double().to(client.device) for name, size in sizes.items()}
+        source = rng.generator(rng.key(info.key, "order", client.id))
+        order = torch.randperm(len(client), generator=source).to(client.device)
+        weights = tree.select(params, dict.fromkeys(name for name, _ in pairs))
+
+        def q(at: Tree, batch: Batch) -> Tensor:
+            z = info.model.logits({**params, **at}, batch.x, info.task)
+            a = z.softmax(dim=1).detach()
+            at_label = (a - a.square()).sqrt().gather(1, batch.y[:, None])
+            return (z.gather(1, batch.y[:, None]) * at_label).sum()
+
+        for batch in client.batches(self.batch_size, order):
+            grads = torch.func.grad(q)(weights, batch)
+            for name, layer in pairs:
+                v, p = rows(grads[name], layer).mean(dim=0).double(), new[matrix_name(name, layer)]
+                k = p @ v
+                new[matrix_name(name, layer)] = p - torch.outer(k, k) / (self.alpha + v @ k)
+        return {}, {name: leaf.to(params[pairs[0][0]]) for name, leaf in new.items()}
+
+
+def _order(layer: Layer, task: int, seed: int) -> Tensor:
+    """The task's order of a layer's outputs, each group's by itself."""
+    source = rng.generator(rng.key(seed, "encoding", task, layer.path))
+    own = len(layer.module.weight) // layer.groups
+    return torch.cat([torch.randperm(own, generator=source) + group * own for group in range(layer.groups)])
+
+
+def _orders(server: Server, task: int) -> Tree:
+    return server.get(f"orders/{task}", {})
+
+
+def arranged(leaves: Tree, orders: Tree) -> Tree:
+    """Leaves with their rows in these orders."""
+    return {name: leaf[orders[name]] if name in orders else leaf for name, leaf in leaves.items()}
+
+
+def matrix_name(name: str | None, layer: Layer) -> str:
+    """The name in a client's state of the matrix for a layer's weight or bias."""
+    return f"{'weight' if name == layer.weight else 'bias'}/{layer.name}"
+
+
+def rows(leaf: Tensor, layer: Layer) -> Tensor:
+    """A group's weight as (outputs, d), or its bias as (1, outputs): each row is what P multiplies."""
+    own = leaf[layer.rows]
+    return own.flatten(1) if leaf.dim() > 1 else own[None]

@@ -1,0 +1,39 @@
+"""Single task: a model of its own for each task, learned by FedAvg from the same initial weights (FOT, Table 11).
+
+Nothing is shared between tasks, so nothing is forgotten, and nothing transferred: forgetting is not defined. The model
+stays in the server's state when its task is done; the server stores as many models as there are tasks.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from cfl.contract.rounds import RoundInfo, Server, TreesByOwner
+from cfl.contract.strategy import Strategy
+from cfl.core import plugins
+from cfl.core.tree import Tree
+from cfl.models.handle import Model
+
+
+@plugins.strategies.register("single_task")
+@dataclass(frozen=True)
+class SingleTask(Strategy):
+    """A separate model for each task, trained by FedAvg in the task's own rounds."""
+
+    source: ClassVar[str] = "FOT, Table 11"
+    per_sample: ClassVar[bool] = True
+    sequential: ClassVar[bool] = False
+
+    def init_server(self, params: Tree, model: Model) -> Server:
+        return {"initial": dict(params), "models": {}}
+
+    def begin_task(self, server: Server, task: int, model: Model) -> Server:
+        return {**server, "params": dict(server["initial"])}
+
+    def absorb(self, server: Server, mean: TreesByOwner, info: RoundInfo, lr: float) -> Server:
+        new = super().absorb(server, mean, info, lr)
+        own = {f"{info.task}/{name}": new["params"][name] for name in info.names}
+        return {**new, "models": {**server["models"], **own}}
+
+    def serve(self, server: Server, task: int) -> Tree:
+        own = {name.partition("/")[2]: leaf for name, leaf in server["models"].items() if name.startswith(f"{task}/")}
+        return {**server["params" if own else "initial"], **own}  # where all rounds were aborted there is none

@@ -1,0 +1,1 @@
+"""A run from its schedule to its files."""

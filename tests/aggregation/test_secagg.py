@@ -1,0 +1,518 @@
+"""Secure aggregation: exact sums under drop-outs, uniform masks, tampering, thresholds, bytes, the graph's bounds."""
+
+import math
+from collections import Counter
+from fractions import Fraction
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+import scipy.stats
+from Crypto.Cipher import AES
+from Crypto.Hash import SHA256
+from Crypto.Protocol.KDF import HKDF
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cfl.aggregation import secagg
+from cfl.aggregation.secagg import MASK, SELF, Client, SecureSum, degree, graph
+from cfl.contract.rounds import STAGES
+from cfl.core.errors import RoundAborted
+
+stages = st.sampled_from(STAGES)
+
+
+def _vectors(ids, size=7, bits=64, seed=0):
+    draw = np.random.default_rng(seed)
+    return {i: draw.integers(0, 2**bits, size, dtype=f"u{bits // 8}") for i in ids}
+
+
+def _round(ids, dropped=None, *, bits=64, threshold=0.5, neighbours=10**6, masked=True, key=1):
+    return SecureSum(
+        ids,
+        bits=bits,
+        threshold=threshold,
+        neighbours=neighbours,
+        dropped=dropped or {},
+        drop_rate=0.1,
+        key=key,
+        masked=masked,
+    )
+
+
+def _sum(secure, vectors):
+    """The round's sum and None, or None and why it was aborted."""
+    try:
+        secure.setup()
+        for i in secure.uploading:
+            secure.add(i, vectors[i])
+        return secure.close().tolist(), None
+    except RoundAborted as error:
+        return None, str(error)
+
+
+def _plain(ids, vectors, bits=64):
+    return [sum(column) % 2**bits for column in zip(*(vectors[i].tolist() for i in ids), strict=True)]
+
+
+def _fewest(threshold, clients):
+    return max(2, math.ceil(Fraction(str(threshold)) * clients))
+
+
+def _survivors(links, dropped, threshold):
+    """Who is in the sum, or None where the round must be aborted: the protocol's rules once more, on sets."""
+    t = _fewest(threshold, 1 + max(map(len, links.values())))
+    here = set(links)
+    stays = {}
+    for stage in STAGES:
+        here = stays[stage] = {i for i in here if dropped.get(i) != stage}
+        if len(here) < _fewest(threshold, len(links)):
+            return None
+        owners = stays["keys"] if stage == "keys" else stays["shares"]
+        if stage in ("upload", "unmask"):  # who uploaded, and who left a mask in an upload
+            owners = {i for i in owners if {i, *links[i]} & stays["upload"]}
+        if any(len({i, *links[i]} & here) < t for i in owners):
+            return None
+    return sorted(stays["upload"])
+
+
+# --- sums ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+@settings(max_examples=30, deadline=None)
+def test_any_drop_outs_that_leave_enough_clients_give_the_exact_sum(data):
+    # the complete graph: every client holds a share of every secret, so that enough clients are enough holders
+    ids = data.draw(st.lists(st.integers(0, 10**6), min_size=3, max_size=12, unique=True))
+    threshold = data.draw(st.sampled_from([0.1, 0.5, 0.7]))
+    bits = data.draw(st.sampled_from([16, 32, 64]))
+    most = len(ids) - _fewest(threshold, len(ids))
+    dropped = data.draw(st.dictionaries(st.sampled_from(ids), stages, max_size=most))
+    vectors = _vectors(ids, data.draw(st.integers(0, 9)), bits)
+    before = {i: vector.copy() for i, vector in vectors.items()}
+    left = sorted(i for i in ids if dropped.get(i) in (None, "unmask"))
+    for masked in (True, False):
+        secure = _round(ids, dropped, bits=bits, threshold=threshold, masked=masked)
+        assert _sum(secure, vectors) == (_plain(left, vectors, bits), None)
+        assert list(secure.uploading) == left
+    assert all((vectors[i] == before[i]).all() for i in ids)
+
+
+@given(st.data())
+@settings(max_examples=25, deadline=None)
+def test_on_a_sparse_graph_a_round_ends_as_the_rules_say(data):
+    count = data.draw(st.integers(3, 200))
+    ids, k = range(5, 5 + count), data.draw(st.integers(2, 8))
+    threshold = data.draw(st.sampled_from([0.3, 0.5]))
+    dropped = data.draw(st.dictionaries(st.sampled_from(ids), stages, max_size=max(1, count // 8)))
+    vectors = _vectors(ids)
+    rounds = [_round(ids, dropped, threshold=threshold, neighbours=k, masked=masked) for masked in (True, False)]
+    (total, why), plain = (_sum(secure, vectors) for secure in rounds)
+    assert plain == (total, why)
+    assert rounds[0].bytes_up == rounds[1].bytes_up and rounds[0].bytes_down == rounds[1].bytes_down
+    survivors = _survivors(rounds[0].graph, dropped, threshold)
+    assert total == (None if survivors is None else _plain(survivors, vectors))
+
+
+def test_a_drop_out_whose_neighbours_all_drop_out_leaves_the_sum_exact():
+    ids, vectors, sums = range(12), _vectors(range(12)), 0
+    for key in range(30):
+        lone, other = np.random.default_rng(key).permutation(12)[:2].tolist()
+        dropped = dict.fromkeys((lone, *graph(ids, 3, key)[lone], other), "upload")
+        masked, bare = (_round(ids, dropped, neighbours=3, masked=masked, key=key) for masked in (True, False))
+        total, why = _sum(masked, vectors)
+        assert (total, why) == _sum(bare, vectors)
+        survivors = _survivors(masked.graph, dropped, 0.5)
+        assert total == (None if survivors is None else _plain(survivors, vectors))
+        sums += total is not None
+    assert sums
+
+
+def test_a_vector_longer_than_a_chunk_of_the_mask():
+    size = secagg.CHUNK + 3  # two whole chunks of 2-byte entries and a short one
+    vectors = _vectors(range(4), size, bits=16)
+    assert _sum(_round(range(4), {3: "upload"}, bits=16), vectors) == (_plain(range(3), vectors, 16), None)
+
+
+def test_the_number_of_neighbours_comes_from_the_bounds():
+    secure = _round(range(64), {3: "upload"}, neighbours=None, masked=False)
+    assert {len(near) for near in secure.graph.values()} == {degree(64, threshold=0.5, dropped=0.1)}
+
+
+# --- secrecy ---------------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """A client that notes every message: (method, arguments, answer)."""
+
+    def __init__(self, *arguments):
+        self.client, self.log = Client(*arguments), []
+
+    def __getattr__(self, name):
+        def method(*arguments):
+            answer = getattr(self.client, name)(*arguments)
+            self.log.append((name, arguments, answer))
+            return answer
+
+        return method
+
+    def uploaded(self):
+        return next(answer for name, _, answer in self.log if name == "mask")
+
+
+def _recorded(monkeypatch, ids, dropped=None, **kwargs):
+    """The clients of a whole round, each with its messages, and the round."""
+    monkeypatch.setattr(secagg, "Client", Recorder)
+    secure = _round(ids, dropped, **kwargs)
+    total, why = _sum(secure, _vectors(ids, 10_000))
+    assert why is None
+    return secure._clients, secure
+
+
+def test_a_lone_upload_is_uniform(monkeypatch):
+    clients, _ = _recorded(monkeypatch, range(4))
+    for i, vector in _vectors(range(4), 10_000).items():
+        upload = clients[i].uploaded()
+        counts = np.bincount(upload.view(np.uint8), minlength=256)
+        assert scipy.stats.chisquare(counts).pvalue > 1e-6  # one false alarm in 250,000 runs of this test
+        # 1e4 independent entries: standard deviation 0.01
+        assert abs(np.corrcoef(upload.astype(float), vector.astype(float))[0, 1]) < 0.05
+
+
+def test_no_two_runs_and_no_two_clients_share_a_mask(monkeypatch):
+    vectors = _vectors(range(4), 10_000)
+    runs = [_recorded(monkeypatch, range(4), key=1) for _ in range(2)]
+    assert runs[0][1].graph == runs[1][1].graph
+    masks = [clients[i].uploaded() - vectors[i] for clients, _ in runs for i in range(4)]
+    # 28 pairs x 1e4 entries of 64 bits: a chance of 2e-14 that any two agree
+    assert not any((a == b).any() for a, b in combinations(masks, 2))
+
+
+def _derive(secret, purpose, size=16):
+    return HKDF(secret, size, b"", SHA256, context=purpose)
+
+
+def _stream(key, size):
+    return np.frombuffer(AES.new(key, AES.MODE_CTR, nonce=b"", initial_value=0).encrypt(bytes(8 * size)), np.uint64)
+
+
+def test_masks_by_the_formula(monkeypatch):
+    # Another library's HKDF and AES, from the clients' private keys: y_i - x_i = PRG(b_i) +- PRG(s_ij).
+    clients, secure = _recorded(monkeypatch, range(4), {3: "upload"})
+    vectors, size = _vectors(range(4), 10_000), 10_000
+
+    def pair(i, j):
+        other = X25519PublicKey.from_public_bytes(secure._keys[j][32:])
+        return _stream(_derive(clients[i].client._mask_key.exchange(other), b"mask"), size)
+
+    for i, j in combinations(range(4), 2):
+        assert (pair(i, j) == pair(j, i)).all()
+    for i in range(3):
+        mask = _stream(_derive(clients[i].client._seeds[SELF], b"self-mask"), size)
+        for j in range(4):
+            if j != i:
+                mask = mask + pair(i, j) if i < j else mask - pair(i, j)
+        assert (clients[i].uploaded() - vectors[i] == mask).all()
+
+
+def test_a_seed_takes_the_threshold_of_shares():
+    # t = 3 of 5: any three shares give the seed, and any two fit every seed (Shamir, 1979), so give another one.
+    client = Client(1, 3)
+    others = {i: Client(i, 3) for i in (0, 2, 3, 4)}
+    keys = {i: other.advertise() for i, other in others.items()}
+    _, sealed = client.share(keys)
+    held = {1: client._held[1]}
+    for i, other in others.items():
+        other.share({1: client.advertise()} | {j: key for j, key in keys.items() if j != i})
+        other.receive({1: sealed[i]})
+        held[i] = other._held[1]
+    for kind, place in secagg.PLACES.items():
+        shares = [(holder + 1, parts[place]) for holder, parts in sorted(held.items())]
+        combine = secagg.Shamir.combine
+        assert {combine(list(some)) for some in combinations(shares, 3)} == {client._seeds[kind]}
+        assert client._seeds[kind] not in {combine(list(some)) for some in combinations(shares, 2)}
+
+
+# --- refusals and tampering ------------------------------------------------------------------------------------------
+
+
+def _pair():
+    a, b = Client(1, 2), Client(2, 2)
+    letters = a.share({2: b.advertise()})[1], b.share({1: a.advertise()})[1]
+    b.receive({1: letters[0][2]})
+    a.receive({2: letters[1][1]})
+    return a, b
+
+
+@pytest.mark.parametrize("kinds", [(SELF, MASK), (MASK, SELF)])
+def test_a_client_reveals_one_secret_of_another_and_not_both(kinds):
+    a, _ = _pair()
+    assert a.reveal({2: kinds[0]}) == a.reveal({2: kinds[0]})
+    with pytest.raises(RoundAborted, match="client 1 refuses to reveal both secrets of client 2"):
+        a.reveal({2: kinds[1]})
+
+
+def test_a_client_keeps_its_own_mask_key():
+    a, _ = _pair()
+    with pytest.raises(RoundAborted, match="client 1 refuses"):
+        a.reveal({1: MASK})
+
+
+def test_a_client_masks_once():
+    a, _ = _pair()
+    a.mask(np.zeros(3, np.uint32))
+    with pytest.raises(RoundAborted, match="client 1 refuses to mask a second vector"):
+        a.mask(np.zeros(3, np.uint32))
+
+
+def _flipped(data, place=-1):
+    data = bytearray(data)
+    data[place] ^= 1
+    return bytes(data)
+
+
+def _tamper(monkeypatch, name, client, change_arguments=lambda x: x, change_answer=lambda x: x):
+    """Change what one client is told, or what it answers, on the way."""
+    method = getattr(Client, name)
+
+    def changed(self, message):
+        if self.id != client:
+            return method(self, message)
+        return change_answer(method(self, change_arguments(message)))
+
+    monkeypatch.setattr(Client, name, changed)
+
+
+@pytest.mark.parametrize("change", [_flipped, lambda text: _flipped(text, 0), lambda text: text[:-1], lambda text: b""])
+def test_a_changed_ciphertext_is_seen(monkeypatch, change):
+    _tamper(monkeypatch, "share", 1, change_answer=lambda sent: (sent[0], sent[1] | {2: change(sent[1][2])}))
+    total, why = _sum(_round(range(5)), _vectors(range(5)))
+    assert total is None and why.startswith("client 2 cannot open the shares of client 1")
+
+
+def test_a_ciphertext_for_another_is_seen(monkeypatch):
+    _tamper(monkeypatch, "receive", 2, lambda sealed: sealed | {1: sealed[3], 3: sealed[1]})
+    _, why = _sum(_round(range(5)), _vectors(range(5)))
+    assert why.startswith("client 2 cannot open the shares of client 1")
+
+
+@pytest.mark.parametrize("half", ["cipher", "mask"])
+def test_a_swapped_public_key_is_seen(monkeypatch, half):
+    false = Client(1, 3).advertise()
+
+    def swap(keys):
+        return keys | {1: false[:32] + keys[1][32:] if half == "cipher" else keys[1][:32] + false[32:]}
+
+    _tamper(monkeypatch, "share", 2, swap)  # client 2 gets another key of client 1 than client 1 advertised
+    _, why = _sum(_round(range(5)), _vectors(range(5)))
+    assert why.startswith("client 1 cannot open the shares of client 2")  # the first of the two that looks
+
+
+@pytest.mark.parametrize(("owner", "kind"), [(2, SELF), (4, MASK)])
+def test_a_false_share_is_seen(monkeypatch, owner, kind):
+    _tamper(monkeypatch, "reveal", 0, change_answer=lambda told: told | {owner: _flipped(told[owner])})
+    _, why = _sum(_round(range(5), {4: "upload"}), _vectors(range(5)))
+    assert why == f"the revealed shares of client {owner}'s {kind} seed do not rebuild it"
+
+
+# --- thresholds ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+def test_too_few_clients_end_the_round_at_once(stage, masked):
+    # 4 of 8 are enough at threshold 0.5; 3 are not.
+    vectors = _vectors(range(8))
+    enough = _round(range(8), dict.fromkeys(range(4), stage), masked=masked)
+    assert _sum(enough, vectors) == (_plain(range(8) if stage == "unmask" else range(4, 8), vectors), None)
+    secure = _round(range(8), dict.fromkeys(range(5), stage), masked=masked)
+    _, why = _sum(secure, vectors)
+    assert why.startswith(f"3 of 8 clients are left after stage {stage}, 4 are needed")
+    # what was on its way before the abort is counted: 3 x 64 bytes of keys at the very least
+    assert secure.bytes_up == 3 * 64 if stage == "keys" else secure.bytes_up > 8 * 64
+    assert (secure.bytes_down == 0) == (stage == "keys")
+
+
+def test_a_client_that_never_adds_has_dropped_out():
+    vectors = _vectors(range(6))
+    secure = _round(range(6))
+    secure.setup()
+    for i in (4, 1, 2):
+        secure.add(i, vectors[i])
+    assert secure.close().tolist() == _plain([1, 2, 4], vectors)
+    secure = _round(range(6))
+    secure.setup()
+    for i in (4, 1):
+        secure.add(i, vectors[i])
+    with pytest.raises(RoundAborted, match="2 of 6 clients are left after stage upload, 3 are needed"):
+        secure.close()
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_client_without_its_share_holders_ends_the_round(masked):
+    # A ring: three holders a secret, two needed. Both neighbours of client 5 are gone, the other six of nine are there.
+    near = _round(range(9), neighbours=2).graph[5]
+    secure = _round(range(9), dict.fromkeys(near, "unmask"), neighbours=2, masked=masked)
+    _, why = _sum(secure, _vectors(range(9)))
+    assert why.startswith("client 5 has 1 of 3 share holders left after stage unmask, 2 are needed")
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_sum_of_one_is_refused(count):
+    _, why = _sum(_round(range(count)), _vectors(range(count)))
+    assert why.startswith(f"{count} of {count} clients are left after stage keys, 2 are needed")
+
+
+def test_a_threshold_is_a_fraction_and_not_its_nearest_float():
+    assert math.ceil(0.55 * 100) == 56
+    for percent, n in product(range(1, 101), range(1, 201)):
+        assert secagg.needed(percent / 100, n) == max(2, -(-percent * n // 100))
+
+
+@pytest.mark.parametrize("threshold", [0.02, 0.3, 0.5, 0.55, 0.9])
+def test_of_the_quorum_all_but_a_tenth_of_the_clients_are_honest(threshold):
+    """At least one is: where all that are left may work with the server, there is nobody to protect."""
+    for n in range(2, 60):
+        colluding = math.ceil(Fraction(n, 10))
+        secure = _round(range(n), threshold=threshold, neighbours=4, masked=False)
+        assert secure.honest == max(1, _fewest(threshold, n) - colluding), n
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_vector_that_does_not_fit_is_refused(masked):
+    secure = _round(range(4), {3: "upload"}, bits=32, masked=masked)
+    secure.setup()
+    secure.add(0, np.zeros(5, np.uint32))
+    with pytest.raises(ValueError, match=r"client 1 adds uint32 \(6,\), not uint32 \(5,\)"):
+        secure.add(1, np.zeros(6, np.uint32))
+    with pytest.raises(ValueError, match=r"client 1 adds int64 \(5,\), not uint32"):
+        secure.add(1, np.zeros(5, np.int64))
+    for i in (0, 3):
+        with pytest.raises(ValueError, match=f"client {i} is not to upload"):
+            secure.add(i, np.zeros(5, np.uint32))
+    secure.add(1, np.ones(5, np.uint32))  # what was refused has left no trace
+    assert secure.close().tolist() == [1] * 5
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def _size(message):
+    """Bytes on the wire: an id takes 4, the kind of a secret 1."""
+    if isinstance(message, dict):
+        return sum(4 + _size(part) for part in message.values())
+    if isinstance(message, tuple):
+        return sum(map(_size, message))
+    if isinstance(message, np.ndarray):
+        return message.nbytes
+    return 1 if isinstance(message, str) else len(message or b"")
+
+
+@pytest.mark.parametrize(
+    ("stage", "undelivered"),  # sent to client 1, which was gone: six neighbours' keys; seven kinds of secrets
+    [(None, 0), ("keys", 0), ("upload", 0), ("shares", 6 * (4 + 64)), ("unmask", 7 * (4 + 1))],
+)
+def test_counted_bytes_are_those_of_the_messages(monkeypatch, stage, undelivered):
+    dropped = {1: stage} if stage else {}
+    clients, secure = _recorded(monkeypatch, range(15), dropped, neighbours=6, threshold=0.3)
+    log = [entry for client in clients.values() for entry in client.log]
+    names = Counter(name for name, *_ in log)
+    assert set(names) == {"advertise", "share", "receive", "mask", "reveal"}
+    assert secure.bytes_up == sum(_size(answer) for _, _, answer in log)
+    down = sum(_size(arguments) for name, arguments, _ in log if name != "mask")  # the vector is the client's own
+    assert secure.bytes_down == down + undelivered
+
+
+# --- the graph -------------------------------------------------------------------------------------------------------
+
+
+def _connected(links, kept):
+    """Whether the clients `kept` are connected among themselves."""
+    kept = set(kept)
+    reached, waiting = set(), [next(iter(kept))]
+    while waiting:
+        i = waiting.pop()
+        if i not in reached:
+            reached.add(i)
+            waiting += kept.intersection(links[i]) - reached
+    return reached == kept
+
+
+@given(st.integers(2, 80), st.integers(1, 90), st.integers(0, 2**62))
+@settings(max_examples=60, deadline=None)
+def test_the_graph_is_regular_symmetric_and_connected(n, k, key):
+    ids = [3 * i + 1 for i in range(n)]
+    links = graph(ids, k, key)
+    expected = min(max(2, k) + (n * k * (k > 1)) % 2, n - 1)  # one more where both are odd: no such graph
+    assert sorted(links) == ids and all(len(set(near)) == len(near) == expected for near in links.values())
+    assert all(list(near) == sorted(near) and i not in near for i, near in links.items())
+    assert all(i in links[j] for i, near in links.items() for j in near)
+    assert _connected(links, ids)
+    assert graph(ids[::-1], k, key) == links  # the order of the ids is nobody's choice
+
+
+def test_neighbours_are_drawn_anew_for_each_key():
+    # Each of 19 others is a neighbour with probability 4 / 19: 2000 graphs, within 5 standard deviations.
+    count, p = 2000, 4 / 19
+    seen = Counter(j for key in range(count) for j in graph(range(20), 4, key)[7])
+    assert all(abs(seen[j] - count * p) < 5 * math.sqrt(count * p * (1 - p)) for j in range(20) if j != 7)
+
+
+@pytest.mark.parametrize(("n", "k", "gone"), [(18, 4, 4), (20, 4, 4), (16, 6, 6)])
+def test_a_graph_is_cut_no_more_often_than_the_bound_says(n, k, gone):
+    # Every way to lose `gone` clients; the bound of `degree` is n (gone / n)^(k // 2).
+    links = graph(range(n), k, 0)
+    ways = list(combinations(range(n), gone))
+    cut = sum(not _connected(links, set(range(n)).difference(lost)) for lost in ways)
+    assert 0 < cut / len(ways) <= n * (gone / n) ** (k // 2) < 1
+
+
+def _above(most, population, marked, draws):
+    """P(more than `most` of the draws without replacement are marked), exactly."""
+    ways = sum(math.comb(marked, x) * math.comb(population - marked, draws - x) for x in range(most + 1, draws + 1))
+    return Fraction(ways, math.comb(population, draws))
+
+
+def _fits(n, k, threshold, dropped, corrupt):
+    """Whether k neighbours keep both promises of `degree`, in exact fractions, by the kind of client."""
+    t = _fewest(threshold, k + 1)
+    lost, bad = (math.ceil(Fraction(str(share)) * n) for share in (dropped, corrupt))
+    corrupted = _above(t - 1, n - 1, bad, k)  # t or more corrupt neighbours of an honest client
+    cut = (Fraction(str(dropped)) + Fraction(str(corrupt))) ** (k // 2)
+    stayed = _above(k + 1 - t, n - 1, lost, k)  # it and its neighbours, fewer than t of whom stayed
+    left = _above(k - t, n - 1, max(0, lost - 1), k)  # it left, and fewer than t of its neighbours stayed
+    return n * (corrupted + cut) <= Fraction(1, 2**40) and n * max(stayed, left) <= Fraction(1, 2**20)
+
+
+@pytest.mark.parametrize(
+    ("n", "threshold", "dropped", "corrupt"),
+    [
+        (64, 0.5, 0.1, 0.1),  # the cut decides
+        (101, 0.6, 0.0, 0.1),  # no odd number of neighbours
+        (300, 0.4, 0.0, 0.15),  # the corrupt decide
+        (1000, 0.5, 0.2, 0.05),  # the drop-outs decide
+        (200, 0.3, 0.3, 0.05),
+    ],
+)
+def test_degree_is_the_fewest_that_fits(n, threshold, dropped, corrupt):
+    k = degree(n, threshold=threshold, dropped=dropped, corrupt=corrupt)
+    regular = [fewer for fewer in range(2, k) if fewer * n % 2 == 0]
+    assert k < n - 1 and _fits(n, k, threshold, dropped, corrupt)
+    assert not any(_fits(n, fewer, threshold, dropped, corrupt) for fewer in regular)
+
+
+def test_degree_grows_as_the_logarithm():
+    degrees = [degree(4**power, threshold=0.5) for power in range(4, 8)]
+    assert degrees == sorted(degrees) and degrees[2] < 2 * degrees[0]
+    assert degrees[3] < 2 * degrees[0]  # 64 times as many clients
+
+
+@pytest.mark.parametrize("n", [2, 3, 8, 30])
+def test_few_clients_get_the_complete_graph(n):
+    assert degree(n, threshold=0.5) == n - 1
+    assert not any(_fits(n, k, 0.5, 0.1, 0.1) for k in range(2, n - 1))
+
+
+def test_a_threshold_that_drop_outs_break_gets_the_complete_graph():
+    assert degree(100, threshold=0.95, dropped=0.1) == 99

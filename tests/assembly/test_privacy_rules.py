@@ -1,0 +1,523 @@
+"""What protection excludes is refused when a configuration is read, with the reason; and what can be protected runs."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+from torch import nn
+
+import cfl
+from cfl.aggregation.quantize import FixedPoint
+from cfl.aggregation.scope import releases
+from cfl.assembly.methods import check_model
+from cfl.assembly.privacy_rules import check_schedule
+from cfl.assembly.resolve import dump, load, resolve
+from cfl.contract.rounds import Phase
+from cfl.contract.strategy import Strategy
+from cfl.core import plugins
+from cfl.core.errors import ConfigError
+from cfl.methods.regularizers import FedProx, LocalRegularizer
+from cfl.methods.strategies import FOT
+from cfl.models import sample
+from cfl.report.described import PROTECTIONS, refused
+from tests import toy
+
+UNIFORM, NOISE, TARGET = "agg.weights=uniform", "dp.noise_multiplier=1.0", "dp.target_epsilon=2.0"
+CLIENT = ["dp.level=client", NOISE, UNIFORM, "sampling=poisson"]
+EXAMPLE = ["dp.level=example", NOISE, UNIFORM]
+WORK = [*CLIENT, "dp.protect=work"]
+SUMS = ["strategy.sketch=gram", "strategy.project_at=server"]
+
+
+def read(*overrides, method="fedavg", local=()):
+    """A configuration of 20 clients, 10 a round."""
+    return resolve("permuted-digits", method=method, regularizers=local, overrides=[*overrides, "public.name=mnist"])
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    # weights and sampling, which the accountants take for granted
+    "weights by samples": (
+        ["dp.level=client", NOISE, "sampling=poisson"],
+        r"agg\.weights=samples gives sums no fixed divisor.*set agg\.weights=uniform",
+    ),
+    "weights by samples, example": (["dp.level=example", NOISE], r"set agg\.weights=uniform"),
+    "a part of the clients, of fixed size": (
+        ["dp.level=client", NOISE, UNIFORM],
+        r"sampling=fixed has no bound.*set sampling=poisson, or dp\.amplify=false",
+    ),
+    "a draw that a server knows, of fixed size": (
+        ["dp.level=client", NOISE, UNIFORM, "secagg=full"],
+        r"^with secagg=full the server is not trusted, and it knows who takes part.*; set dp\.amplify=false$",
+    ),
+    "a draw that a server knows": (
+        [*CLIENT, "secagg=sum"],
+        r"^with secagg=sum the server is not trusted.*, so that no sampling amplifies; set dp\.amplify=false$",
+    ),
+    # the budget
+    "no budget": (["dp.level=client"], r"dp\.level=client needs dp\.target_epsilon or dp\.noise_multiplier"),
+    "no budget, example": (["dp.level=example"], r"dp\.level=example needs dp\.target_epsilon or dp\.noise_multip"),
+    "two budgets": ([*CLIENT, TARGET], r"dp\.level=client takes only one of dp\.target_epsilon and dp\.noise_multip"),
+    "two budgets, example": ([*EXAMPLE, TARGET], r"dp\.level=example takes only one of dp\.target_epsilon and dp\.no"),
+    "two budgets alone": (
+        [NOISE, TARGET, UNIFORM, "sampling=poisson"],
+        r"dp\.level=client takes only one of dp\.target_epsilon and dp\.noise_multiplier",
+    ),
+    "a budget for nobody": (["dp.level=none", TARGET], r"dp\.target_epsilon is set, but dp\.level is none; set dp"),
+    "noise for nobody": (["dp.level=none", NOISE], r"dp\.noise_multiplier is set, but dp\.level is none"),
+    # secure sums
+    "a cohort of one": (["secagg=full", "cohort=1"], r"a secure sum of one client is its upload: secagg=full"),
+    "a cohort of one, unmasked": (["secagg=sum", "cohort=1"], r"secagg=sum needs a cohort of 2 or more"),
+    "a population of one": (["secagg=full", "partition.clients=1"], "a secure sum of one client is its upload"),
+    # 16 bits less the sign, 12 behind the point, and log2(20) = 4.3 for the sum: 1.3 too many
+    "no room for the sum": (
+        ["secagg=full", "secure.bits=16", "secure.fraction_bits=12"],
+        r"secure\.fraction_bits=12 leaves no room in secure\.bits=16 for sums of 20 clients; lower it by 2 or more",
+    ),
+    "uploads of work where there are none": (WORK, r"dp\.protect=work protects nothing: 'fedavg' sends updates only"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_protected_is_refused_with_the_reason(case):
+    overrides, message = REFUSED[case]
+    with pytest.raises(ConfigError, match=message) as caught:
+        read(*overrides)
+    assert "\n" not in str(caught.value)
+
+
+METHODS_REFUSED = {
+    "uploads one by one, hidden": ("fedavg", ["fedet"], ["secagg=full"], "'fedet' shows what each client sends"),
+    "uploads one by one, summed": ("fedavg", ["fedet"], ["secagg=sum"], "'fedet' shows .* set secagg=none"),
+    "uploads one by one, samples": (
+        "fedavg",
+        ["fedet"],
+        EXAMPLE,
+        "'fedet' shows .* dp.level=example protects sums only",
+    ),
+    "uploads one by one beside sketches": (
+        "fot",
+        ["fedet"],
+        [*EXAMPLE, *SUMS, "dp.protect=work"],
+        "'fedet' shows .* dp.level=example protects sums only",
+    ),
+    "a count of steps, which tells that of samples": ("fedavg", ["fednova"], EXAMPLE, "'fednova' uses samples beyond"),
+    "a count of steps in the clip": ("fedavg", ["fednova"], CLIENT, "'fednova' .* clips and blurs its count of steps"),
+    "a count of clients in the clip": ("fedavg", ["feddf"], CLIENT, "'feddf' .* clips and blurs its count of clients"),
+    "the same of its relative": ("fedavg", ["fedproj"], CLIENT, "'fedproj' .* clips and blurs its count of clients"),
+    "samples together": ("fedavg", ["fedrcl"], EXAMPLE, "'fedrcl' uses samples beyond .* set dp.level=client"),
+    "samples in memory": ("er", [], EXAMPLE, "'er' uses samples beyond the gradients"),
+    "importances of what has no work uploads": ("ewc", [], WORK, "'ewc' sends updates only; set dp.protect=all"),
+    "stored bases": ("gpm", [], WORK, "'gpm' sends updates only"),
+    "ratios of norms": ("fot", [], [*CLIENT, "strategy.criterion=norm_ratio"], "ratios of norms, which have no bound"),
+    "ratios of norms as printed": ("fot", [], [*CLIENT, "strategy.criterion=eq12"], "set it to energy"),
+    "ratios, one by one": ("fot", [], [*EXAMPLE, *SUMS[:1], "strategy.criterion=norm_ratio"], "set it to energy"),
+    "sketches of samples": ("fot", [], EXAMPLE, "set strategy.sketch=gram, strategy.project_at=server"),
+    "Gaussian sketches of samples": ("fot", [], [*EXAMPLE, SUMS[1]], "only sums over samples bound each one's part"),
+    "energies of samples": ("fot", [], [*EXAMPLE, SUMS[0]], "only sums over samples bound each one's part"),
+    "ratios, work alone": ("fot", [], [*WORK, "strategy.criterion=norm_ratio"], "set it to energy"),
+}
+
+
+@pytest.mark.parametrize("case", METHODS_REFUSED)
+def test_methods_that_cannot_be_protected_are_refused_with_the_reason(case):
+    method, local, overrides, message = METHODS_REFUSED[case]
+    with pytest.raises(ConfigError, match=message):
+        read(*overrides, method=method, local=local)
+
+
+def test_faults_are_reported_together():
+    with pytest.raises(ConfigError) as caught:
+        read("secagg=full", "secure.bits=16", "cohort=1", "dp.level=client")
+    text = str(caught.value)
+    for part in (
+        "a secure sum of one client",
+        "leaves no room",
+        "needs dp.target_epsilon or dp.noise_multiplier",
+        "agg.weights",
+        "no sampling amplifies",
+    ):
+        assert part in text
+    assert text.count("; ") >= 4 and "\n" not in text
+
+
+def test_a_file_is_checked_like_overrides():
+    data = dump(read(*CLIENT))
+    assert load(data).dp.level == "client"
+    with pytest.raises(ConfigError, match=r"set agg\.weights=uniform"):
+        load({**data, "agg": {"weights": "samples"}})
+    with pytest.raises(ConfigError, match="is set, but dp.level is none"):
+        load({**data, "dp": {**data["dp"], "level": "none"}})
+
+
+# --- what is taken --------------------------------------------------------------------------------------------------
+
+TAKEN = {
+    "client": ("fedavg", CLIENT),
+    "a part of the clients, of fixed size, in full": (
+        "fedavg",
+        ["dp.level=client", NOISE, UNIFORM, "dp.amplify=false"],
+    ),
+    "a draw that a server knows, in full": (
+        "fedavg",
+        ["dp.level=client", NOISE, UNIFORM, "secagg=full", "dp.amplify=false"],
+    ),
+    "all clients, hidden": ("fedavg", [*CLIENT, "secagg=full", "cohort=20"]),
+    "a draw that a server knows, single samples": ("fedavg", [*EXAMPLE, "secagg=full"]),
+    "all clients in a draw of fixed size": ("fedavg", ["dp.level=client", NOISE, UNIFORM, "cohort=20"]),
+    "more asked for than there are": ("fedavg", ["dp.level=client", NOISE, UNIFORM, "cohort=99"]),
+    "sketches of all, updates as they are": ("fot", ["dp.level=client", NOISE, "dp.protect=work"]),
+    "a draw of fixed size, single samples": ("fedavg", EXAMPLE),
+    "samples in Gram matrices": ("fot", [*EXAMPLE, *SUMS]),
+    "a cohort of two": ("fedavg", ["secagg=full", "cohort=2"]),
+    # 16 - 1 - 10 - log2(20) = 0.68
+    "just room for the sum": ("fedavg", ["secagg=full", "secure.bits=16", "secure.fraction_bits=10"]),
+    "ratios of norms without privacy": ("fot", ["strategy.criterion=norm_ratio", "secagg=full"]),
+}
+
+
+@pytest.mark.parametrize("case", TAKEN)
+def test_what_can_be_protected_is_taken(case):
+    method, overrides = TAKEN[case]
+    config = read(*overrides, method=method)
+    assert (config.secagg, config.dp.level) != ("none", "none")
+    assert load(dump(config)) == config
+
+
+def test_sketches_that_a_sample_of_the_clients_sends_need_its_sampling_to_be_poisson():
+    options = ["dp.level=client", NOISE, "dp.protect=work", "strategy.participants=sampled"]
+    with pytest.raises(ConfigError, match="sampling=fixed has no bound"):
+        read(*options, method="fot")
+    assert read(*options, "sampling=poisson", method="fot").sampling == "poisson"
+
+
+# --- the schedule ---------------------------------------------------------------------------------------------------
+
+DRAWN, ALL = Phase("train"), Phase("all", cohort="available")
+SKETCHES = Phase("sketches", cohort="available", train=False, work=True)
+SOME = replace(SKETCHES, cohort="sampled")  # of the clients
+PRIVATE = ["dp.level=client", NOISE, "dp.protect=work"]  # FOT's own sketches are of all clients: reading takes this
+
+
+@pytest.mark.parametrize(
+    ("overrides", "phases", "message"),
+    [
+        (PRIVATE, [SKETCHES, SOME], "^sampling=fixed has no bound"),
+        ([*PRIVATE, "secagg=sum"], [SKETCHES, SOME], "^with secagg=sum the server is not trusted"),
+        ([*PRIVATE, "secagg=full", "sampling=poisson"], [SOME], "^with secagg=full the server is not trusted"),
+        ([*PRIVATE, "sampling=poisson"], [SKETCHES, SOME], None),
+        ([*PRIVATE, "secagg=full", "dp.amplify=false"], [SKETCHES, SOME], None),
+        ([*PRIVATE, "cohort=20"], [SKETCHES, SOME], None),
+        (PRIVATE, [DRAWN, SKETCHES], None),  # the updates of a draw go up as they are
+        (PRIVATE, [SKETCHES, replace(SOME, diagnostic=True), replace(SOME, stores=True)], None),
+        ([*EXAMPLE, *SUMS, "secagg=full"], [DRAWN, SOME], None),
+        ([], [DRAWN, SOME], None),
+    ],
+    ids=str,
+)
+def test_a_draw_that_the_accountants_do_not_cover_is_refused_in_any_task(overrides, phases, message):
+    config = read(*overrides, method="fot")
+    if message is None:
+        check_schedule(phases, {}, config)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            check_schedule(phases, {}, config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "phases", "owners", "fault"),
+    [
+        (["cohort=64", "secure.quorum=0.1"], [DRAWN], 64, "0.1 lets 7 of 64 clients"),  # 6.4 rounded up, twice
+        (["cohort=64", "secure.quorum=0.11"], [DRAWN], 64, None),  # 7.04 rounded up is one more than 7
+        (["cohort=10", "secure.quorum=0.1"], [DRAWN], 64, None),  # never fewer than two, and one accomplice
+        (["cohort=10", "secure.quorum=0.1"], [DRAWN, ALL], 64, "0.1 lets 7 of 64 clients"),
+        (["cohort=10", "secure.quorum=0.1"], [DRAWN, replace(ALL, stores=True)], 64, None),
+        (["cohort=64", "secure.quorum=0.1"], [DRAWN], 10, None),  # no more hold data
+        (["cohort=64", "secure.quorum=0.15"], [DRAWN], 64, None),  # 9.6 rounded up
+        (["cohort=64", "secure.quorum=0.15", "sampling=poisson"], [DRAWN], 64, "0.15 lets 2 of 11 clients"),
+        (["cohort=64", "sampling=poisson"], [DRAWN, ALL], 64, None),
+    ],
+    ids=str,
+)
+def test_a_quorum_that_accomplices_reach_by_themselves_is_refused(overrides, phases, owners, fault):
+    config = toy.config("secagg=sum", "partition.clients=64", *overrides, method="fedavg")
+    if fault is None:
+        check_schedule(phases, {0: owners}, config)
+    else:
+        with pytest.raises(ConfigError, match=f"^secure.quorum={fault} open a sum, and as many may work with"):
+            check_schedule(phases, {0: owners}, config)
+
+
+def test_updates_are_released_where_all_is_protected():
+    phases = [DRAWN, ALL, SKETCHES, SOME, replace(SOME, diagnostic=True), replace(ALL, stores=True)]
+    assert releases(phases, read(*CLIENT)) == releases(phases, read(*EXAMPLE)) == phases[:4]
+    assert releases(phases, read(*WORK, method="fot")) == [SKETCHES, SOME]
+
+
+@pytest.mark.filterwarnings("ignore:the noise hides all")
+def test_a_strategy_that_draws_in_later_tasks_only_is_refused_before_anything_runs():
+    config = toy.config(*PRIVATE, "dp.accountant=rdp", "rounds=1", method="fot")
+    seen = toy.Rows()
+    with pytest.raises(ConfigError, match="sampling=fixed has no bound"):
+        cfl.run(config, stream=toy.stream(), strategy=Late(), sink=seen)
+    assert not seen.rows
+    full = config.model_copy(update={"dp": config.dp.model_copy(update={"amplify": False})})
+    assert cfl.run(full, stream=toy.stream(), strategy=Late()).metrics["epsilon"] > 0
+
+
+@pytest.mark.parametrize("secagg", ["full", "sum"])
+def test_a_task_that_one_client_holds_has_no_secure_sum(secagg):
+    protected = read(f"secagg={secagg}")
+    check_schedule([DRAWN], {0: 2, 1: 20}, protected)
+    check_schedule([DRAWN], {0: 20, 1: 1}, read())
+    with pytest.raises(ConfigError, match="is its upload, and only one holds data of task 1: raise partition.task_sh"):
+        check_schedule([DRAWN], {0: 20, 1: 1}, protected)
+
+    # a quarter of 4 clients is one, half of them are two
+    quarter, half = (
+        toy.config(f"secagg={secagg}", f"partition.task_share={share}", "tasks=1", "rounds=1", method="fedavg")
+        for share in (0.25, 0.5)
+    )
+    with pytest.raises(ConfigError, match="only one holds data of task 0"):
+        cfl.run(quarter, stream=toy.stream(1))
+    assert cfl.run(half, stream=toy.stream(1)).metrics["bytes_up"] > 0
+
+
+@pytest.mark.parametrize("budget", [NOISE, TARGET])
+def test_a_budget_alone_is_one_of_clients(budget):
+    assert read(budget, UNIFORM, "sampling=poisson").dp.level == "client"
+    assert read(budget, UNIFORM, "dp.level=example").dp.level == "example"
+    assert read().dp.level == "none"
+
+
+@pytest.mark.parametrize(
+    ("clients", "bits", "fraction"), [(20, 16, 10), (20, 16, 11), (16, 16, 11), (17, 16, 11), (2, 32, 30), (3, 32, 30)]
+)
+def test_room_is_what_the_integers_have(clients, bits, fraction):
+    options = ["secagg=sum", f"partition.clients={clients}", f"secure.bits={bits}", f"secure.fraction_bits={fraction}"]
+    room = 2 ** (bits - 1 - fraction) >= clients  # each client's share of the range is at least 1
+    if room:
+        assert read(*options).secure.fraction_bits == fraction
+        assert FixedPoint(bits, fraction, clients).largest >= 1 - 2.0**-fraction
+    else:
+        with pytest.raises(ConfigError, match="leaves no room"):
+            read(*options)
+
+
+# --- batch statistics -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("protection", [CLIENT, EXAMPLE], ids=["client", "example"])
+@pytest.mark.parametrize("name", plugins.models.names())
+def test_models_with_batch_statistics_are_refused_by_name(name, protection):
+    module = sample(name, {})
+    has = any(isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d) for layer in module.modules())
+    assert has == (name in ("resnet8", "resnet18_cifar"))
+    options = [*protection, f"model.name={name}"]
+    if has:
+        with pytest.raises(ConfigError, match=rf"BatchNorm layer 'norm' of model\.name={name}.*take a model without"):
+            resolve("cifar10", overrides=options)
+        assert resolve("cifar10", overrides=[*options, "model.norm=false"]).model.name == name
+        assert resolve("cifar10", overrides=[f"model.name={name}", "secagg=full"]).secagg == "full"
+    else:
+        assert resolve("cifar10", overrides=options).dp.level != "none"
+
+
+def with_norm(norm):
+    return nn.Sequential(nn.Linear(8, 6), norm, nn.ReLU(), nn.Linear(6, 2))
+
+
+@pytest.mark.parametrize("stats", ["per_task", "running", "batch"])
+@pytest.mark.parametrize("protection", [CLIENT, EXAMPLE], ids=["client", "example"])
+def test_modules_with_batch_statistics_are_refused_by_a_run(protection, stats):
+    config = toy.config(*protection, f"model.norm_stats={stats}", method="fedavg")
+    with pytest.raises(ConfigError, match="the BatchNorm layer '1'.*its statistics mix the samples of a batch"):
+        cfl.run(config, stream=toy.stream(), model=with_norm(nn.BatchNorm1d(6)))
+
+
+@pytest.mark.parametrize("stats", ["per_task", "running", "batch"])
+def test_batch_statistics_are_refused_for_single_samples_whatever_is_protected(stats):
+    """A layer's inputs then hang on the other samples of a batch, so that no sample's part in a sketch is bounded."""
+    norm = f"model.norm_stats={stats}"
+    config = toy.config(*EXAMPLE, *SUMS, "dp.protect=work", norm, method="fot")
+    with pytest.raises(ConfigError, match="dp.level=example cannot run with the BatchNorm layer '1'"):
+        cfl.run(config, stream=toy.stream(), model=with_norm(nn.BatchNorm1d(6)))
+    # a client is clipped as a whole
+    check_model(with_norm(nn.BatchNorm1d(6)), toy.config(*WORK, norm, method="fot"))
+
+
+def test_other_norms_and_updates_without_protection_are_taken():
+    norms = [nn.LayerNorm(6), nn.GroupNorm(2, 6)]
+    for config in (read(*CLIENT), read(*EXAMPLE)):
+        for norm in norms:
+            check_model(with_norm(norm), config)
+        for norm in (nn.BatchNorm1d(6), nn.BatchNorm2d(6), nn.SyncBatchNorm(6)):
+            with pytest.raises(ConfigError, match="BatchNorm layer '1'"):
+                check_model(with_norm(norm), config)
+    for config in (read(), read("secagg=full"), read(*WORK, method="fot")):
+        check_model(with_norm(nn.BatchNorm1d(6)), config)
+
+
+# --- single samples -------------------------------------------------------------------------------------------------
+
+SINGLE = {  # (can be protected at dp.level=example, why)
+    "er": (False, "stored samples join each batch: one is used in tasks that the budget does not count"),
+    "ewc": (False, "squared gradients of raw samples stay in the client's state and pull its later updates"),
+    "fedavg": (True, "a mean of single losses"),
+    "fot": (True, "a mean of single losses; Gram matrices are sums over samples, each bounded by the strategy itself"),
+    "glfc": (False, "stored samples, and weights by the classes of the whole batch"),
+    "gpm": (False, "bases of raw inputs stay in the client's state and cut its later updates"),
+    "joint": (False, "its loss weighs each sample by the number of those of its task in the batch"),
+    "lwf": (True, "a mean of single losses; the teacher is an earlier global model"),
+    "rgo": (False, "curvature from raw samples stays in the client's state and shapes its later updates"),
+    "single_task": (True, "a mean of single losses, by task"),
+    "fedasam": (False, "moves by the gradient of the batch before it takes the one that counts: two uses a step"),
+    "fedavgm": (True, "sums of protected updates"),
+    "feddf": (True, "logits of the trained model on public data: made of protected gradients alone"),
+    "feddyn": (True, "a term of the weights, and a state made of earlier protected updates"),
+    "fedet": (False, "shows each client's logits, and weighs them by its number of samples"),
+    "fednova": (False, "sends the number of its steps, which tells that of its samples"),
+    "fedntd": (True, "a mean of single divergences from the global model"),
+    "fedproj": (True, "projects the protected gradient, by public data"),
+    "fedprox": (True, "a term of the weights"),
+    "fedrcl": (False, "contrasts the samples of a batch with each other"),
+    "fedsam": (False, "moves by the gradient of the batch before it takes the one that counts: two uses a step"),
+    "fedsol": (False, "moves by a proximal gradient of the raw batch (proximal=kl), which nothing bounds"),
+    "kl": (True, "a mean of single divergences from the global model"),
+    "moon": (True, "contrasts each sample with itself at other models"),
+    "prox_projection": (False, "projects by a proximal gradient of the raw batch (proximal=kl), which nothing bounds"),
+    "scaffold": (True, "control variates made of protected updates"),
+}  # fmt: skip
+
+
+def own():
+    """Names of the methods and regularizers that come with the package, and their classes."""
+    items = {name: kind.get(name) for kind in (plugins.strategies, plugins.local) for name in kind.names()}
+    return {name: item for name, item in items.items() if item.__module__.startswith("cfl.")}
+
+
+def test_every_method_and_regularizer_is_classified():
+    assert set(SINGLE) == set(own())  # a new one: look at what samples do in it, and say why it is safe or not
+    assert all(why for _, why in SINGLE.values())
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_single_samples_are_protected_where_the_table_says_so(name):
+    safe, _ = SINGLE[name]
+    assert vars(own()[name]).get("per_sample", False) == safe
+    further = SUMS if name == "fot" else []
+    reason = refused(name, [*EXAMPLE, *further])
+    if safe:
+        assert reason is None
+    else:
+        assert f"'{name}' uses samples beyond the gradients that dp.level=example bounds" in reason
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_clients_and_sums_are_protected_but_for_those_that_need_more_than_a_sum(name):
+    client, summed = refused(name, CLIENT), refused(name, ["secagg=full"])
+    assert (client is not None) == (name in {"feddf", "fedet", "fedproj", "fednova"})
+    assert (summed is not None) == (name == "fedet")
+
+
+def test_refused_gives_the_reason_that_reading_gives():
+    with pytest.raises(ConfigError) as caught:
+        read("secagg=full", local=["fedet"])
+    assert refused("fedet", ["secagg=full"]) == str(caught.value)
+    for option, further in PROTECTIONS.items():  # each with all that it takes
+        assert refused("fedavg", [option, *further]) is None
+
+
+# --- a user's own classes -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Heir(Strategy):
+    """A subclass of a safe method that says nothing of itself."""
+
+
+@dataclass(frozen=True)
+class Examined(Strategy):
+    per_sample: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Late(FOT):
+    """Sketches all clients after the first task, and a draw of them after the second."""
+
+    def plan(self, task, tasks, rounds):
+        phases = super().plan(task, tasks, rounds)
+        return [replace(phase, cohort="sampled") if task and phase.work else phase for phase in phases]
+
+
+@dataclass(frozen=True)
+class NearHeir(FedProx):
+    pass
+
+
+@dataclass(frozen=True)
+class SketchHeir(FOT):
+    pass
+
+
+@dataclass(frozen=True)
+class Shows(LocalRegularizer):
+    per_sample: ClassVar[bool] = True
+    gathers: ClassVar = "stack"
+
+
+def run(*overrides, method="fedavg", **objects):
+    config = toy.config("tasks=1", "rounds=1", "dp.accountant=rdp", *overrides, method=method)
+    return cfl.run(config, stream=toy.stream(1), **objects).metrics
+
+
+def test_a_subclass_does_not_inherit_that_it_is_safe():
+    with pytest.raises(ConfigError, match="'fedavg' uses samples beyond"):
+        run(*EXAMPLE, strategy=Heir())
+    with pytest.raises(ConfigError, match="'near' uses samples beyond"):
+        run(*EXAMPLE, regularizers={"near": NearHeir()})
+    assert 0 < run(*EXAMPLE, strategy=Examined())["epsilon"] < math.inf
+    assert 0 < run(*CLIENT, strategy=Heir())["epsilon"] < math.inf  # clients are protected whatever it does
+
+
+def test_under_work_alone_regularizers_may_do_what_they_like_and_the_strategy_not():
+    options = [*EXAMPLE, *SUMS, "dp.protect=work"]
+    config = read(*options, method="fot", local=["fedrcl"])
+    assert config.dp.protect == "work"
+    with pytest.raises(ConfigError, match="'fot' uses samples beyond"):
+        run(*options, method="fot", strategy=SketchHeir(sketch="gram", project_at="server"))
+
+
+@pytest.mark.parametrize(
+    ("protection", "message"),
+    [
+        (["secagg=full"], "'shows' shows what each client sends, and secagg=full hides it"),
+        (["secagg=sum"], "secagg=sum hides it"),
+        (CLIENT, "'shows' shows what each client sends, and dp.level=client protects sums only"),
+        (EXAMPLE, "'shows' shows what each client sends, and dp.level=example protects sums only"),
+        (["secagg=full", *EXAMPLE], "'shows' shows what each client sends, and secagg=full hides it"),
+    ],
+    ids=["full", "sum", "client", "example", "full and example"],
+)
+def test_uploads_that_are_shown_one_by_one_are_refused(protection, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        run(*protection, regularizers={"shows": Shows()})
+    assert str(caught.value).count("shows what each client sends") == 1  # once is enough
+
+
+def test_faults_of_several_members_are_reported_together():
+    with pytest.raises(ConfigError) as caught:
+        run(*EXAMPLE, "secagg=full", regularizers={"near": NearHeir(), "shows": Shows()}, strategy=Heir())
+    for part in ("'shows' shows what each client sends", "'near' uses samples", "'fedavg' uses samples"):
+        assert part in str(caught.value)
+
+
+def test_bare_updates_of_the_same_round_undo_the_secrecy_of_a_draw():
+    """GPSE on the last training round, by the sampled clients: their updates go out without noise beside it."""
+    ride = [*WORK, "strategy.participants=sampled", "strategy.model=local"]
+    with pytest.raises(ConfigError, match=r"updates that dp\.protect=work leaves bare .*; set dp\.amplify=false"):
+        read(*ride, method="fot")
+    assert read(*ride, "dp.amplify=false", method="fot").dp.protect == "work"
+    assert read(*ride, "strategy.model=global", method="fot").dp.amplify  # a round of its own, and a draw of its own

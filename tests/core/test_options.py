@@ -1,0 +1,103 @@
+"""Hyper-parameters: what a dataclass accepts, and what the errors say."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from cfl.core import options
+from cfl.core.errors import ConfigError, unknown
+from cfl.core.options import option
+
+
+@dataclass(frozen=True)
+class Rule:
+    rho: float = option(2.0, "strength", source="eq. 11", at_least=0.0)
+    threshold: float = option(0.9, "kept energy", above=0.0, at_most=1.0)
+    size: int = option(3, "samples", at_least=1)
+    temperature: float | None = option(None, "softness, or none", above=0.0)
+    scope: Literal["head", "all"] = option("all", "where", choices=("head", "all"))
+    decay: bool = option(False, "whether to shrink")
+
+
+def test_defaults_and_given_values():
+    assert options.build(Rule, {}, "strategy") == Rule()
+    built = options.build(Rule, {"rho": 0.5, "scope": "head", "decay": True, "temperature": 2.5, "size": 7}, "strategy")
+    assert built == Rule(rho=0.5, size=7, temperature=2.5, scope="head", decay=True)
+
+
+def test_whole_numbers_become_floats_where_a_float_is_meant():
+    built = options.build(Rule, {"rho": 1, "temperature": 4}, "strategy")
+    assert type(built.rho) is float and type(built.temperature) is float
+    assert options.build(Rule, {"temperature": None}, "strategy").temperature is None
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rh": 1.0}, r"unknown option 'strategy\.rh'; did you mean 'strategy\.rho'\?"),
+        ({"treshold": 1.0}, r"did you mean 'strategy\.threshold'\?"),
+        ({"rho": -0.1}, r"strategy\.rho must be in \[0, inf\), not -0\.1"),
+        ({"rho": float("nan")}, r"strategy\.rho must be in \[0, inf\), not nan"),
+        ({"threshold": 0.0}, r"strategy\.threshold must be in \(0, 1\], not 0\.0"),
+        ({"threshold": 1.5}, r"strategy\.threshold must be in \(0, 1\], not 1\.5"),
+        ({"temperature": 0}, r"strategy\.temperature must be in \(0, inf\), not 0\.0"),
+        ({"size": 0}, r"strategy\.size must be in \[1, inf\), not 0"),
+        ({"size": 2.5}, r"strategy\.size must be int, not 2\.5"),
+        ({"size": True}, r"strategy\.size must be int, not True"),
+        ({"rho": True}, r"strategy\.rho must be float, not True"),
+        ({"rho": None}, r"strategy\.rho must be float, not None"),
+        ({"rho": "2"}, r"strategy\.rho must be float, not '2'"),
+        ({"decay": 1}, r"strategy\.decay must be bool, not 1"),
+        ({"temperature": "x"}, r"strategy\.temperature must be float or none, not 'x'"),
+        ({"scope": "heads"}, r"unknown value of strategy\.scope 'heads'; did you mean 'head'\?"),
+    ],
+)
+def test_errors_name_the_option_and_say_what_is_valid(values, message):
+    with pytest.raises(ConfigError, match=message):
+        options.build(Rule, values, "strategy")
+
+
+@pytest.mark.parametrize("values", [{"threshold": 1.0}, {"rho": 0.0}, {"size": 1}])
+def test_inclusive_bounds_are_valid(values):
+    built = options.build(Rule, values, "strategy")
+    assert {name: getattr(built, name) for name in values} == values
+
+
+def test_objects_are_checked_as_options_are() -> None:
+    options.check(Rule(), "strategy")
+    options.check(object(), "strategy")  # nothing to check
+    with pytest.raises(ConfigError, match=r"strategy\.rho must be in \[0, inf\), not -0\.1"):
+        options.check(Rule(rho=-0.1), "strategy")
+
+    class Bare(Rule):
+        beta: float = option(0.5, "of a class that is no dataclass")
+
+    with pytest.raises(ConfigError, match=r"Bare\.beta is an option, but .* add @dataclass\(frozen=True\)"):
+        options.check(Bare(), "strategy")
+
+
+def test_the_prefix_is_that_of_the_command_line():
+    with pytest.raises(ConfigError, match=r"regularizer\.fedsol\.rho"):
+        options.build(Rule, {"rho": -1.0}, "regularizer.fedsol")
+
+
+def test_describe_lists_options_in_field_order():
+    rows = options.describe(Rule)
+    assert [row["name"] for row in rows] == ["rho", "threshold", "size", "temperature", "scope", "decay"]
+    assert [row["range"] for row in rows] == ["[0, inf)", "(0, 1]", "[1, inf)", "(0, inf)", "head, all", ""]
+    assert (rows[0]["default"], rows[0]["help"], rows[0]["source"]) == (2.0, "strength", "eq. 11")
+
+
+def test_fields_that_are_no_options_are_not_described():
+    @dataclass(frozen=True)
+    class Mixed:
+        plain: int = 1
+        told: int = option(2, "told")
+
+    assert [row["name"] for row in options.describe(Mixed)] == ["told"]
+
+
+def test_unknown_without_a_near_name_lists_all():
+    assert str(unknown("method", "zzz", ["fot", "fedavg"])) == "unknown method 'zzz'; known: fedavg, fot"
+    assert str(unknown("method", "zzz", [])) == "unknown method 'zzz'; known: none"

@@ -1,0 +1,73 @@
+"""Shared memory: what is read is what was written, where it lies, and what does not fit says how much there is."""
+
+import numpy as np
+import pytest
+import torch
+
+from cfl.engines.shared_memory import Arena, ArenaFull, portable
+
+LEAVES = {
+    "float": torch.arange(6.0).view(2, 3),
+    "double, transposed": torch.arange(6.0).double().view(2, 3).T,
+    "half": torch.ones(5, dtype=torch.bfloat16),
+    "int": torch.tensor([-1, 2**62]),
+    "bool": torch.tensor([True, False, True]),
+    "scalar": torch.tensor(3.5),
+    "empty": torch.zeros(0, 4),
+    "one number, expanded": torch.tensor(2.0).expand(1000, 1000),
+    "every other": torch.arange(10)[::2],
+    "parameter": torch.nn.Parameter(torch.ones(2)),
+    "array": np.arange(5, dtype=np.uint64),
+    "array, 16 bits": np.arange(5, dtype=np.uint16),
+    "array, empty": np.zeros(0, dtype=np.uint64),
+}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_a_leaf_comes_back_with_type_and_shape(name):
+    arena, leaf = Arena(4096), LEAVES[name]
+    found = arena.read(arena.write([None, {"a": (leaf, 5, "text")}]))[1]["a"][0]
+    assert isinstance(found, np.ndarray) == isinstance(leaf, np.ndarray)
+    assert found.dtype == leaf.dtype and tuple(found.shape) == tuple(leaf.shape)
+    assert np.array_equal(found, leaf) if isinstance(leaf, np.ndarray) else torch.equal(found, leaf)
+
+
+def test_what_is_read_lies_in_the_arena():
+    arena = Arena(4096)
+    first = arena.read(arena.write(torch.ones(3)))
+    arena.write(torch.zeros(3))
+    assert first.tolist() == [0, 0, 0]
+
+
+def test_leaves_begin_at_multiples_of_64_bytes():
+    arena = Arena(4096)
+    one, two = arena.read(arena.write([torch.ones(3, dtype=torch.bool), torch.ones(2).double()]))
+    assert (two.data_ptr() - one.data_ptr()) == 64
+
+
+def test_what_does_not_fit_says_how_many_bytes_it_takes():
+    arena = Arena(4096)
+    with pytest.raises(ArenaFull) as caught:
+        arena.write([torch.ones(1, dtype=torch.bool), torch.zeros(4033, dtype=torch.bool)])
+    assert caught.value.bytes == 64 + 4033
+    assert Arena(caught.value.bytes).write([torch.ones(1, dtype=torch.bool), torch.zeros(4033, dtype=torch.bool)])
+    arena.write(torch.zeros(4096, dtype=torch.bool))  # to the last byte
+
+
+def test_what_the_reader_has_is_not_sent():
+    arena, known = Arena(0), object()
+    pickled = arena.write([known, 1], lambda value: ("known", 7) if value is known else None)
+    assert arena.read(pickled, {"known": {7: known}.__getitem__})[0] is known
+
+
+def test_an_error_is_passed_on_with_where_it_was_raised():
+    class Local(Exception):
+        pass
+
+    for error, kind, text in ((ValueError("a", 1), ValueError, "('a', 1)"), (Local("b"), RuntimeError, "Local: b")):
+        try:
+            raise error
+        except Exception as raised:
+            found = portable(raised)
+        assert type(found) is kind and str(found) == text
+        assert "test_an_error_is_passed_on" in found.__notes__[-1]

@@ -1,0 +1,327 @@
+"""Comparisons: which runs they need, processes side by side, kills, and two of them in one folder."""
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+import cfl
+from cfl.assembly.resolve import dump
+from cfl.core.errors import Busy, ConfigError
+from cfl.experiments import parallel as side_by_side
+from cfl.experiments.compare import HOW, alone, digest, finished, finished_in, plan
+from cfl.experiments.parallel import run_all
+from cfl.report import paired
+from cfl.run.run_folder import RunFolder
+
+FEW = ["tasks=2", "rounds=3", "model.hidden=[8]", "partition.clients=4"]
+OPTIONS = [text for one in FEW for text in ("--set", one)]
+
+
+def labels(*args, **also):
+    return [group.label for group in plan("permuted-digits", *args, Path("runs"), **also)]
+
+
+def test_a_plan_is_methods_by_settings_and_a_method_is_not_varied_in_what_it_lacks():
+    found = labels("fedavg,fot", "0", vary=["strategy.threshold=0.8,0.9", "partition.name=iid,shards"])
+    assert found == [
+        "fedavg, partition.name=iid",
+        "fedavg, partition.name=shards",
+        "fot, strategy.threshold=0.8, partition.name=iid",
+        "fot, strategy.threshold=0.8, partition.name=shards",
+        "fot, strategy.threshold=0.9, partition.name=iid",
+        "fot, strategy.threshold=0.9, partition.name=shards",
+    ]
+
+
+def test_an_unknown_benchmark_is_said_before_anything_runs():
+    with pytest.raises(ConfigError, match="did you mean 'permuted-digits'"):
+        plan("permuted-digit", "fedavg", "0", Path())
+
+
+def test_numbers_are_varied_as_set_reads_them():
+    groups = plan("permuted-digits", "fedavg", "0", Path(), vary=["local.lr=1e-3,0.5"])
+    assert [run.config.local.lr for group in groups for run in group.runs] == [0.001, 0.5]
+    with pytest.raises(ConfigError, match="--vary takes local.lr once"):
+        plan("permuted-digits", "fedavg", "0", Path(), vary=["local.lr=0.1", "local.lr=0.5"])
+    with pytest.raises(ConfigError, match="value of model.hidden is not valid YAML"):
+        plan("permuted-digits", "fedavg", "0", Path(), vary=["model.hidden=[8"])
+
+
+def test_a_group_is_paired_with_all_that_have_the_values_of_what_both_know():
+    vary = ["strategy.threshold=0.8,0.9", "local.lr=0.1,0.2"]
+    groups = plan("permuted-digits", "fedavg,fot", "0", Path(), vary=vary)
+
+    def pairs(method, other):
+        return {g.label: [o.label for o in g.counterparts(groups, other)] for g in groups if g.method == method}
+
+    fot = {lr: [f"fot, strategy.threshold={value}, local.lr={lr}" for value in (0.8, 0.9)] for lr in (0.1, 0.2)}
+    assert pairs("fot", "fedavg") == {label: [f"fedavg, local.lr={lr}"] for lr in fot for label in fot[lr]}
+    assert pairs("fedavg", "fot") == {f"fedavg, local.lr={lr}": fot[lr] for lr in fot}
+
+
+def test_no_difference_from_a_reference_that_is_varied_is_left_out(tmp_path):
+    groups = plan("permuted-digits", "fot,fedavg", "0..1", tmp_path, vary=["strategy.threshold=0.8,0.9"])
+    for number, group in enumerate(groups):  # thresholds 0.8 and 0.9, fedavg
+        for run in group.runs:
+            run.folder.mkdir()
+            seed = run.config.seed
+            (run.folder / "metrics.json").write_text(json.dumps({"seed": seed, "acc": number / 8, "fgt": 0.0}))
+    found = {label: row["acc"]["mean"] for label, row in paired.against(groups, "fot").items()}
+    # fedavg has 2/8, fot 0/8 and 1/8
+    assert found == {f"fedavg less fot, strategy.threshold={t}": gap for t, gap in ((0.8, 0.25), (0.9, 0.125))}
+
+
+def test_runs_have_names_of_their_own_and_folders_that_say_what_they_are():
+    runs = [run for g in plan("permuted-digits", "fot,fot+fedprox", "0..2", Path("x")) for run in g.runs]
+    assert len({run.folder for run in runs}) == len({run.name for run in runs}) == 6
+    assert runs[4].folder.name.startswith("fot+fedprox-seed1-") and runs[4].name == "fot+fedprox, seed 1"
+
+
+def test_the_hash_is_of_what_decides_the_result():
+    plain = digest(cfl.resolve("permuted-digits"))
+    how = {"engine": "pool", "block": 2, "workers": 3, "threads": 2, "device": "auto", "checkpoint_every": 7}
+    assert set(how) == set(HOW)
+    for name, value in how.items():
+        assert digest(cfl.resolve("permuted-digits", overrides=[f"{name}={value}"])) == plain
+    for text in ("seed=1", "local.lr=0.06", "method=fot", "eval_batch_size=7", "partition.name=shards"):
+        assert digest(cfl.resolve("permuted-digits", overrides=[text])) != plain
+
+
+def test_a_run_alone_has_the_hash_in_its_name_where_options_are_set():
+    def name(*overrides, method="fot", **layers):
+        return alone(cfl.resolve("permuted-digits", method=method, overrides=overrides, **layers))
+
+    assert name(seed=3) == name("engine=pool", "workers=2", seed=3) == "permuted-digits-fot-seed3"
+    names = {name("local.lr=0.2"), name("local.lr=0.3"), name("local.lr=0.2", method="fedavg"), name(scale="smoke")}
+    assert len(names) == 4 and all(re.fullmatch(r"permuted-digits-\w+-seed0-[0-9a-f]{10}", each) for each in names)
+
+
+@pytest.mark.parametrize(
+    ("vary", "named"),
+    [
+        ("strategy.threshold", "--vary takes key=value,value"),
+        ("local.lr=", "--vary takes key=value,value"),
+        ("engine=loop,pool", "--vary cannot take engine"),
+        ("local.lrr=1,2", "did you mean 'local.lr'"),
+        ("strategy.threshold=0.8,2", r"strategy.threshold must be in \(0, 1\], not 2"),
+    ],
+)
+def test_what_cannot_be_varied_is_said_before_anything_runs(vary, named):
+    with pytest.raises(ConfigError, match=named):
+        plan("permuted-digits", "fot", "0", Path(), vary=[vary])
+
+
+@pytest.mark.parametrize(
+    ("methods", "text", "message"),
+    [
+        ("fedavg,fot", "threshold=0.8", "unknown option 'threshold'; did you mean 'strategy.threshold'?"),
+        ("fedavg,fot", "treshold=0.8", "unknown option 'treshold'; did you mean 'strategy.threshold'?"),
+        ("fedavg,fot", "lr=0.8", "unknown option 'lr'; did you mean 'local.lr'?"),
+        ("fedavg,er", "strategy.min_rank=2", "no method named here has the option strategy.min_rank; 'fot' has"),
+        ("fedavg,fot", "strategy=3", "strategy is a group of options, not 3; set one of strategy.<option>"),
+    ],
+)
+def test_an_unknown_option_is_looked_for_in_all_methods(methods, text, message):
+    for layer in ("vary", "overrides"):
+        with pytest.raises(ConfigError) as caught:
+            plan("permuted-digits", methods, "0", Path(), **{layer: [text]})
+        assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("text", ["", '{"method": "fed', "[]"])
+def test_a_damaged_result_is_named_before_anything_runs(text, tmp_path):
+    ((first, second),) = (group.runs for group in plan("permuted-digits", "fedavg", "0..1", tmp_path))
+    second.folder.mkdir()
+    (second.folder / "metrics.json").write_text(text)
+    with pytest.raises(ConfigError, match=f"{second.folder.name}/metrics.json' is damaged; move its folder away"):
+        run_all([first, second], quiet=True)
+    assert not first.folder.exists()
+
+
+def test_a_stored_run_that_is_not_known_here_is_named(tmp_path):
+    for name, text in (("good", "benchmark: permuted-digits"), ("bad", "method: fott"), ("other", None)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.json").write_text("{}")
+        if text:
+            (tmp_path / name / "config.yaml").write_text(text)
+    assert list(finished(tmp_path / "good", tmp_path / "other").values()) == [tmp_path / "good"]
+    with pytest.raises(ConfigError, match=r"the run '.*bad' is of another version.*did you mean 'fot'"):
+        finished(tmp_path)
+
+
+def test_a_run_that_an_earlier_version_finished_is_found_in_the_folder(tmp_path):
+    """It has fewer options, so another hash in its name; runs that are not known here are left alone."""
+    old = dump(cfl.resolve("permuted-digits", method="fot", overrides=FEW))
+    missing = old["strategy"].pop("sketch"), old.pop("eval_local")
+    assert None not in missing
+    configs = {"fot-seed0-0123456789": old, "theirs-seed0-0123456789": {"method": "theirs"}}
+    configs["killed-seed0-0123456789"] = {**old, "seed": 1}
+    for name, config in configs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
+        (tmp_path / name / "metrics.json").write_text('{"acc": 0.5}')
+    (tmp_path / "killed-seed0-0123456789" / "metrics.json").unlink()
+    for folder in (tmp_path, tmp_path / "not there yet"):
+        ((first, second),) = (g.runs for g in plan("permuted-digits", "fot", "0..1", folder, overrides=FEW))
+        own = folder / f"fot-seed0-{digest(first.config)}"
+        assert first.folder == (tmp_path / "fot-seed0-0123456789" if folder == tmp_path else own) != second.folder
+        assert second.folder == folder / f"fot-seed1-{digest(second.config)}"
+    assert list(finished_in(tmp_path).values()) == [tmp_path / "fot-seed0-0123456789"]
+
+
+def test_the_hash_of_a_run_is_of_its_options_wherever_it_is_stored(tmp_path):
+    (run,) = plan("permuted-digits", "fedavg", "0", tmp_path)[0].runs
+    assert replace(run, folder=tmp_path / "mine-0").digest == run.digest == digest(run.config)
+
+
+def test_a_run_whose_seconds_were_not_stored_is_finished(tmp_path):
+    (run,) = plan("permuted-digits", "fedavg", "0", tmp_path)[0].runs
+    run.folder.mkdir()
+    (run.folder / "metrics.json").write_text('{"acc": 0.5}')
+    assert run.results() == {"acc": 0.5, "timing": {}}
+    (run.folder / "timing.json").write_text('{"clients": {"train": 1, "gpse": 2}, "server": {"train": 4}}')
+    assert (run.results()["client_seconds"], run.results()["server_seconds"]) == (3, 4)
+
+
+def test_paired_differences_are_those_of_a_paired_t_test():
+    ours, theirs = np.array([0.8, 0.9, 0.7, 0.85]), np.array([0.7, 0.85, 0.72, 0.7])
+    runs = [[{"seed": seed, "acc": one, "fgt": None} for seed, one in enumerate(each)] for each in (ours, theirs)]
+    runs[1].append({"seed": 9, "acc": 0.1, "fgt": None})  # no run of ours has this seed
+    found = paired.differences(runs[0], runs[1][::-1])
+    reference = stats.ttest_rel(ours, theirs)
+    low, high = reference.confidence_interval(0.95)
+    expected = {"mean": (ours - theirs).mean(), "low": low, "high": high, "p": reference.pvalue}
+    assert found["acc"] == pytest.approx(expected) and found["seeds"] == [0, 1, 2, 3]
+    assert np.isnan(list(found["fgt"].values())).all()
+    assert paired.differences(runs[0][:1], runs[1]) is None
+    same = paired.differences(runs[0], [{**run, "acc": run["acc"] + 0.25} for run in runs[0]])["acc"]
+    assert same["mean"] == pytest.approx(-0.25) and same["p"] == pytest.approx(0, abs=1e-12)
+
+
+def test_a_folder_is_one_process_s_at_a_time(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    assert RunFolder.busy(tmp_path / "run") and not RunFolder.busy(tmp_path)
+    with pytest.raises(Busy, match="another process is at"):
+        RunFolder(tmp_path / "run", resume=True)
+    folder.close()
+    assert not RunFolder.busy(tmp_path / "run")
+    RunFolder(tmp_path / "run", resume=True).close()
+
+
+def command(folder):
+    return [
+        *(sys.executable, "-c", "from cfl.cli import main; main()", "compare", "permuted-digits", *OPTIONS),
+        *("--methods", "fedavg,fot", "--seeds", "0..1", "--no-plot", "--output", str(folder)),
+    ]
+
+
+def results(folder):
+    """Run to accuracy matrix, for a folder whose runs are whole: a line of rounds.jsonl for each round."""
+    found = {}
+    for path in sorted(folder.glob("*-seed*")):
+        lines = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
+        trained = [(line["task"], line["round"]) for line in lines if line["phase"] == "train"]
+        assert trained == [(task, number) for task in range(2) for number in range(3)]
+        found[path.name] = json.loads((path / "metrics.json").read_text())["accuracy_matrix"]
+    return found
+
+
+@pytest.mark.slow
+def test_killed_or_twice_at_once_a_comparison_ends_as_one_that_was_not(tmp_path):
+    groups = plan("permuted-digits", "fedavg,fot", "0..1", tmp_path / "whole", overrides=FEW)
+    assert run_all([run for group in groups for run in group.runs], jobs=1, quiet=True) == {}
+    whole = results(tmp_path / "whole")
+    assert len(whole) == 4
+
+    folder = tmp_path / "killed"
+    process = subprocess.Popen(command(folder), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    while not list(folder.glob("*/rounds.jsonl")):  # in the middle of its first runs
+        assert process.poll() is None, process.stderr.read().decode()
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (folder / "compare.json").exists()
+
+    two = [subprocess.Popen([*command(folder), "--quiet"], stdout=subprocess.PIPE) for _ in range(2)]
+    tables = [one.communicate()[0].decode() for one in two]
+    assert [one.returncode for one in two] == [0, 0]
+    assert tables[0] == tables[1] and "fot" in tables[0]
+    assert results(folder) == whole
+    assert list(json.loads((folder / "compare.json").read_text())["methods"]) == ["fedavg", "fot"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ignored", [False, True], ids=["at a prompt", "in the background of a script"])
+def test_runs_end_with_the_comparison_that_started_them(tmp_path, ignored):
+    handler = signal.SIG_IGN if ignored else signal.default_int_handler
+    call = [*command(tmp_path), "--set", "rounds=5000", "--set", "checkpoint_every=5000", "--jobs", "1"]
+    process = subprocess.Popen(
+        call, stdout=subprocess.DEVNULL, preexec_fn=lambda: signal.signal(signal.SIGINT, handler)
+    )
+    while not (begun := [path.parent for path in tmp_path.glob("*/rounds.jsonl")]):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    for _ in range(600):
+        if not RunFolder.busy(begun[0]):
+            break
+        time.sleep(0.1)
+    assert not RunFolder.busy(begun[0]) and not (begun[0] / "metrics.json").exists()
+    assert list((begun[0] / "checkpoints").glob("*.safetensors"))  # saved after its round
+
+
+def test_a_run_whose_starter_is_gone_is_interrupted_once(monkeypatch):
+    """A second interrupt, at the line of the task, would come before the round is saved."""
+    ours, theirs = multiprocessing.Pipe()
+    ours.close()
+    sent = []
+    monkeypatch.setattr(signal, "raise_signal", sent.append)
+    sink = side_by_side._Channel(theirs)
+    for _ in range(2):
+        sink.warn("text")
+    assert sent == [signal.SIGINT]
+
+
+def test_ctrl_c_says_that_nothing_is_lost(tmp_path, monkeypatch, capsys):
+    def interrupted(crew):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(side_by_side._Crew, "work", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_all(plan("permuted-digits", "fedavg", "0", tmp_path)[0].runs, quiet=True)
+    assert "runs are saved after their rounds; give the same command again" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_or_dies_leaves_the_others_alone(tmp_path):
+    groups = plan("permuted-digits", "fedavg", "0..2", tmp_path, overrides=[*FEW, "rounds=200"])
+    first, second, third = groups[0].runs
+    first.folder.mkdir()
+    (first.folder / "config.yaml").write_text("engine: [")
+    short = replace(third, config=cfl.resolve("permuted-digits", overrides=FEW, seed=2))
+
+    def kill() -> None:
+        while not (second.folder / "rounds.jsonl").exists():
+            time.sleep(0.02)
+        for process in multiprocessing.active_children():
+            process.kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    failed = run_all([first, second, short], jobs=1, quiet=True)
+    killer.join()
+    assert list(failed) == [first.name, second.name]
+    assert "not valid YAML" in failed[first.name] and "ended with status -9" in failed[second.name]
+    assert first.results() is None and second.results() is None and short.results()["method"] == "fedavg"

@@ -1,0 +1,196 @@
+"""SCAFFOLD: a gradient by hand, mean gradients exactly, whole runs against the algorithm written down, a kill."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import cfl
+from cfl.contract.composed import ComposedMethod, own_state
+from cfl.contract.data import EMPTY, Batch
+from cfl.contract.strategy import Strategy
+from cfl.core import optim
+from cfl.engines.step import LocalStep
+from cfl.methods.regularizers import Scaffold
+from cfl.models.handle import Model
+from cfl.run.session import Session
+from cfl.run.sinks import NullSink
+from tests import toy
+
+
+def test_adjusted_gradient_by_hand():
+    shared = {"params": {"w": torch.tensor([0.0, 0.0])}}
+    ctx = toy.context(shared, {"w": torch.tensor([1.0, -2.0])}, None, sent={"w": torch.tensor([0.5, 4.0])})
+    grads = Scaffold().adjust({"w": torch.tensor([3.0, 3.0])}, shared["params"], ctx)
+    assert grads["w"].tolist() == [2.5, 9.0]  # 3 - 1 + 0.5 and 3 + 2 + 4
+
+
+def test_control_variates_by_hand():
+    # without momentum, lr 0.1, 2 steps: (w_g - w_i) / (2 * 0.1) = 0.6 / 0.2 = 3; c_i <- 1 - 0.5 + 3
+    ctx = toy.context(
+        {"params": {"w": torch.tensor(1.0)}}, {"w": torch.tensor(1.0)}, None, sent={"w": torch.tensor(0.5)}
+    )
+    upload, state = Scaffold().finish({"w": torch.tensor(0.4)}, ctx, 2)
+    assert state["w"].item() == pytest.approx(3.5) and upload["w"].item() == pytest.approx(2.5)
+
+
+class Linear(Strategy):
+    """Loss <g, outputs>: its gradient is the same at every place."""
+
+    def loss(self, logits, ctx):
+        return (logits @ torch.tensor([2.0, -3.0], dtype=logits.dtype)).mean()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_a_constant_gradient_is_what_a_client_remembers(steps, momentum):
+    model = Model(toy.net(nn.Linear(1, 2)), (1,), [2], multi_head=False)
+    step = LocalStep(
+        model, 0, frozenset(), ComposedMethod({"strategy": Linear(), "scaffold": Scaffold()}), optim.sgd(momentum)
+    )
+    ones = torch.ones(3, 1, dtype=torch.float64)
+    batch = Batch(ones, torch.zeros(3, dtype=torch.int64), ones[:, 0], torch.arange(3))
+    gradient = {"0.weight": torch.tensor([[2.0], [-3.0]]).double(), "0.bias": torch.tensor([2.0, -3.0]).double()}
+    state = step.composed.client_state(None, model.params, model)
+    for sent in (0.0, 0.7):  # from c = c_i = 0, and again from c_i = g with another c
+        c = {name: torch.full_like(leaf, sent) for name, leaf in model.params.items()}
+        shared, local = {"params": model.params, "local/scaffold": c}, step.start(model.params)
+        for index in range(steps):
+            local, _ = step(local, batch, shared, state, 0.1, index, 0)
+        _, state = step.composed.finish(local.params, step.context(shared, state, steps, 0, lr=0.1), steps)
+        for name, leaf in gradient.items():
+            assert torch.allclose(state[f"scaffold/{name}"], leaf, atol=1e-12, rtol=0), name
+
+
+LR, EPOCHS = 0.2, 3
+
+
+def session(*overrides, regularizers=None, clients=4, model=None):
+    """A run whose clients take whole-batch steps: 12 samples each, which are also the batch."""
+    options = ("tasks=1", "rounds=6", "cohort=2", f"local.lr={LR}", f"local.epochs={EPOCHS}", "local.batch_size=12")
+    config = toy.config(*options, f"partition.clients={clients}", "seed=2", *overrides, method="fedavg")
+    members = {"strategy": Strategy(), **({"scaffold": Scaffold()} if regularizers is None else regularizers)}
+    return Session(config, toy.stream(tasks=1), members, model or toy.mlp(8, 5, 2), None, NullSink())
+
+
+def gradients(model, params, client):
+    """Of the mean cross-entropy over a client's samples, by autograd."""
+    leaves = {name: leaf.detach().clone().requires_grad_() for name, leaf in params.items()}
+    samples, rows = client.shares[0]
+    x, y = samples.gather(rows)
+    grads = torch.autograd.grad(F.cross_entropy(model.logits(leaves, x, 0), y), list(leaves.values()))
+    return dict(zip(leaves, grads, strict=True))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_rounds_with_part_of_the_clients_are_the_papers_algorithm(momentum):
+    run = session(f"local.momentum={momentum}")
+    names, absent = list(run.model.params), set(range(4))
+    w = {name: leaf.clone() for name, leaf in run.model.params.items()}
+    c = {name: torch.zeros_like(leaf) for name, leaf in w.items()}
+    own = {client: dict(c) for client in range(4)}
+    # how far equal gradients of size 1 go in units of lr, by heavy-ball momentum: 1, then 1 + (1 + m), ...
+    length = sum(sum(momentum**i for i in range(step + 1)) for step in range(EPOCHS))
+    for position in range(6):
+        clients = run.prepare(position).clients
+        absent -= {client.id for client in clients}
+        ends = {}
+        for client in clients:
+            local, velocity = dict(w), {name: torch.zeros_like(leaf) for name, leaf in w.items()}
+            for _ in range(EPOCHS):
+                g = gradients(run.model, local, client)
+                for name in names:
+                    velocity[name] = momentum * velocity[name] + g[name] - own[client.id][name] + c[name]
+                    local[name] = local[name] - LR * velocity[name]
+            ends[client.id] = local
+        for id, local in ends.items():
+            own[id] = {name: own[id][name] - c[name] + (w[name] - local[name]) / (length * LR) for name in names}
+        w = {name: sum(local[name] for local in ends.values()) / 2 for name in names}
+        c = {name: sum(own[id][name] for id in own) / 4 for name in names}  # those who were not yet there count as 0
+        run.round(position)
+        for name in names:
+            assert torch.allclose(run.state.server["params"][name], w[name], atol=1e-10, rtol=0)
+            assert torch.allclose(run.state.server["local/scaffold"][name], c[name], atol=1e-10, rtol=0)
+        if position == 0:
+            assert len(absent) == 2 and any(leaf.abs().max() > 0.01 for leaf in c.values())
+    assert not absent
+
+
+def test_the_servers_variate_is_the_mean_of_all_clients():
+    run = session("rounds=8", "local.momentum=0.9", "local.batch_size=5", "cohort=3", "partition.clients=6")
+    for position in range(8):
+        run.round(position)
+        for name, leaf in run.state.server["local/scaffold"].items():
+            mine = [own_state(state, "scaffold")[name] for state in run.state.clients.values()]
+            assert torch.allclose(leaf, sum(mine) / 6, atol=1e-12, rtol=0)  # clients without a state count as 0
+    assert len(run.state.clients) > 3
+
+
+def test_alone_a_client_is_as_under_fedavg():
+    # c is c_i then: what is added is taken away again
+    options = ("cohort=1", "local.batch_size=5", "local.momentum=0.9")
+    ends = []
+    for regularizers in (None, {}):
+        run = session(*options, regularizers=regularizers, clients=1)
+        for position in range(6):
+            run.round(position)
+        ends.append(run.state.server["params"])
+    assert all(torch.allclose(ends[0][name], leaf, atol=1e-12, rtol=0) for name, leaf in ends[1].items())
+
+
+def test_the_drift_of_unlike_clients_vanishes():
+    """With all clients in every round the fixed point is the optimum of the mean loss; that of FedAvg is not."""
+    slopes, options = {}, ("rounds=60", "cohort=4", "partition.name=shards", "partition.shards=1", "local.epochs=4")
+    for name, regularizers in (("scaffold", None), ("fedavg", {})):
+        logistic = toy.net(nn.Linear(8, 2))
+        more = ("local.lr=0.5", "local.weight_decay=0.1")
+        run = session(*options, *more, regularizers=regularizers, model=logistic)
+        for position in range(60):
+            run.round(position)
+        params = run.state.server["params"]
+        grads = [gradients(run.model, params, client) for client in run.prepare(0).clients]
+        full = {name: sum(g[name] for g in grads) / 4 + 0.1 * params[name] for name in params}  # decay: 0.05 |w|^2
+        slopes[name] = math.sqrt(sum(leaf.square().sum().item() for leaf in full.values()))
+    assert slopes["scaffold"] < 1e-6 and slopes["fedavg"] > 1e-2
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing in the package may catch it."""
+
+
+def test_killed_in_the_middle_of_a_task_it_goes_on_with_the_same_bits(tmp_path):
+    config = toy.config("rounds=4", "cohort=2", "local.momentum=0.9", method="fot+scaffold")
+
+    class Kill(NullSink):
+        def round(self, row):
+            if (row["task"], row["phase"], row["round"]) == (1, "train", 1):
+                raise Killed
+
+    whole = cfl.run(config, stream=toy.stream(), output=tmp_path / "whole")
+    with pytest.raises(Killed):
+        cfl.run(config, stream=toy.stream(), output=tmp_path / "killed", sink=Kill())
+    resumed = cfl.run(config, stream=toy.stream(), output=tmp_path / "killed", resume=True)
+    assert all(torch.equal(resumed.params[name], leaf) for name, leaf in whole.params.items())
+    without = [{**run.metrics, "seconds": None} for run in (resumed, whole)]
+    assert without[0] == without[1]
+
+
+def test_a_borrowed_variate_is_the_mean_gradient():
+    """Where FedSOL takes c - c_i out of the update, the drift is lr times the sum of the gradients themselves."""
+    model = Model(toy.net(nn.Linear(2, 2)), (2,), [2], multi_head=False)
+    names = list(model.params)
+    state = {name: toy.random(*model.params[name].shape, seed=1) for name in names}
+    sent = {name: toy.random(*model.params[name].shape, seed=2) for name in names}
+    gradient = {name: toy.random(*model.params[name].shape, seed=3) for name in names}
+    trained = {name: model.params[name] - 0.1 * 5 * gradient[name] for name in names}  # five equal steps, lr 0.1
+    ctx = toy.context({"params": model.params}, state, EMPTY, model, sent=sent, lr=0.1)
+    for lent, expected in (
+        (True, gradient),
+        (False, {name: state[name] - sent[name] + gradient[name] for name in names}),
+    ):
+        upload, after = Scaffold().finish(trained, ctx._replace(lent=lent), 5)
+        for name in names:
+            assert torch.allclose(after[name], expected[name], atol=1e-12)
+            assert torch.allclose(upload[name], expected[name] - state[name], atol=1e-12)

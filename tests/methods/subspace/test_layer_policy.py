@@ -1,0 +1,97 @@
+"""What is projected, frozen and fine-tuned after the first task, by kinds of layers."""
+
+import pytest
+from torch import nn
+
+import cfl
+from cfl.methods.strategies.fot import FOT
+from tests.gpse_round import Net, draws, handle, label, mlp, one_gpse, ranks_of, start
+
+
+def _conv_norm_model(**options):
+    module = Net(
+        nn.Conv2d(4, 4, 2, groups=2),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 2),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16, 6),
+        nn.LayerNorm(6),
+        nn.Linear(6, 3),
+    )
+    return handle(module.double(), (4, 4, 4), **options)
+
+
+NORMS = {f"{path}.{name}" for path in (1, 4, 8) for name in ("weight", "bias")}
+
+
+def test_nothing_is_frozen_in_the_first_task():
+    model = _conv_norm_model()
+    assert FOT(freeze_first=True, bias="freeze", second_half="freeze").frozen(0, model) == frozenset()
+
+
+@pytest.mark.parametrize(
+    "options,frozen",
+    [
+        ({}, NORMS),
+        ({"norm_affine": "free"}, set()),
+        ({"norm_affine": "free", "bias": "freeze"}, {"0.bias", "3.bias", "7.bias", "9.bias"}),
+        ({"norm_affine": "free", "freeze_first": True}, {"0.weight", "0.bias", "1.weight", "1.bias"}),
+        (  # four layers: half is two, whatever the number of groups
+            {"norm_affine": "free", "first_half": "freeze"},
+            {f"{path}.{name}" for path in (0, 1, 3, 4) for name in ("weight", "bias")},
+        ),
+        (
+            {"norm_affine": "free", "second_half": "freeze"},
+            {f"{path}.{name}" for path in (7, 8, 9) for name in ("weight", "bias")},
+        ),
+        ({"norm_affine": "free", "bias": "freeze", "first_half": "finetune"}, {"7.bias", "9.bias"}),
+        ({"first_half": "finetune"}, {"8.weight", "8.bias"}),  # what is fine-tuned is fine-tuned with its norms
+    ],
+    ids=label,
+)
+def test_what_is_frozen_after_the_first_task(options, frozen):
+    assert FOT(**options).frozen(1, _conv_norm_model()) == frozen
+
+
+@pytest.mark.parametrize(
+    "options,projected",
+    [
+        ({}, ["0.group0", "0.group1", "3", "7", "9"]),
+        ({"freeze_first": True}, ["3", "7", "9"]),
+        ({"first_half": "finetune"}, ["7", "9"]),
+        ({"second_half": "freeze"}, ["0.group0", "0.group1", "3"]),
+    ],
+    ids=label,
+)
+def test_which_layers_have_a_basis(options, projected):
+    model = _conv_norm_model()
+    strategy = FOT(**options)
+    assert list(start(strategy, model)["basis"]) == projected
+    server, sums = one_gpse(strategy, model, draws(9, 4, 4, 4))
+    assert {name.partition("/")[2] for name in sums} == set(projected)
+    assert all(rank > 0 for rank in ranks_of(server).values())
+
+
+def test_an_odd_number_of_layers_has_the_larger_half_first():
+    model = handle(mlp(6, 5, 4, 3), (6,))
+    assert list(start(FOT(second_half="finetune"), model)["basis"]) == ["0", "2"]  # half of 3, rounded up
+
+
+def test_notes_say_what_is_covered_and_what_is_not():
+    model = _conv_norm_model()
+    text = "\n".join(FOT(bias="free", norm_affine="free").notes(model))
+    assert "projected: 0.weight (d=8), 0.weight (d=8), 3.weight (d=16)" in text
+    unprotected = next(line for line in text.splitlines() if line.startswith("not protected"))
+    assert all(name in unprotected for name in (*NORMS, "0.bias", "9.bias")) and "weight (d" not in unprotected
+    text = "\n".join(FOT().notes(model))
+    assert "0.weight+0.bias (d=9)" in text and "not protected" not in text
+
+
+def test_a_model_of_a_norm_and_a_head_alone_has_nothing_to_project():
+    module = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2))
+    model = cfl.Model(module, (4,), [2, 2], multi_head=True)
+    assert FOT().frozen(1, model) == {"0.weight", "0.bias"}
+    assert FOT(norm_affine="free").frozen(1, model) == frozenset()

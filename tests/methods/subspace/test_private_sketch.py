@@ -1,0 +1,397 @@
+"""GPSE under differential privacy: how far a client or a sample moves an upload, and what the server still learns."""
+
+import math
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import cfl
+from cfl.contract.rounds import Privacy
+from cfl.core import rng
+from cfl.core.errors import ConfigError
+from cfl.methods.strategies.fot import FOT
+from cfl.methods.subspace import basis as bases
+from cfl.methods.subspace import private_sketch as private
+from cfl.methods.subspace.sketch import Direct, Gram, unpack
+from tests import toy
+from tests.gpse_round import clients_of
+from tests.gpse_round import info_of as one_round
+
+NONE = torch.zeros(5, 0, dtype=torch.float64)
+
+
+def info_of(model, privacy, **options):
+    return replace(one_round(model, **options), privacy=privacy)
+
+
+def client_of(x):
+    return clients_of(x, [torch.arange(len(x))])[0]
+
+
+def released(strategy, model, x, privacy, key=11, basis=None):
+    """A client's upload in GPSE, as a tree."""
+    info = info_of(model, privacy, key=key)
+    server = {"params": model.params, **strategy.init_server(model.params, model)}
+    if basis is not None:
+        server["basis"] = basis
+    shared = strategy.broadcast(server, info)
+    return strategy.work(shared["params"], client_of(x), shared, {}, info)[0]
+
+
+def flat(tree):
+    return torch.cat([leaf.double().flatten() for leaf in tree.values()])
+
+
+def handle(module, shape):
+    return cfl.Model(module, shape, [3] * 3, multi_head=False)
+
+
+def conv():
+    return toy.net(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3))
+
+
+MODELS = {"mlp": (lambda: toy.mlp(5, 4, 3), (5,)), "cnn": (conv, (1, 4, 4))}
+# inputs that an adversary might choose: of any size, all alike, or alike but for one
+adversarial = st.tuples(
+    st.integers(0, 2**32),
+    st.integers(1, 6),
+    st.sampled_from([1e-8, 1.0, 1e8]),
+    st.sampled_from(["any", "alike", "one"]),
+)
+
+
+def chosen(shape, seed, count, scale, kind):
+    x = torch.randn(count, *shape, generator=rng.generator(seed))
+    if kind == "alike":
+        x = x[:1].expand_as(x).clone()
+    x = scale * x
+    if kind == "one":
+        x[0] *= 1e4
+    return x
+
+
+# --- scaling --------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 2**32), st.floats(1e-12, 1e12))
+@settings(max_examples=50, deadline=None)
+def test_each_sample_has_energy_one_over_all_its_positions(seed, scale):
+    inputs = scale * torch.randn(4, 3, 5, dtype=torch.float64, generator=rng.generator(seed))
+    unit = private.unit_energy(inputs)
+    torch.testing.assert_close(unit.square().sum((1, 2)), torch.ones(4, dtype=torch.float64))
+    torch.testing.assert_close(unit * inputs.square().sum((1, 2), keepdim=True).sqrt(), inputs)  # the same direction
+
+
+def test_a_sample_of_zeros_stays_one():
+    assert torch.equal(private.unit_energy(torch.zeros(2, 3, 4)), torch.zeros(2, 3, 4))
+
+
+def test_shares_make_up_the_clip():
+    assert private.share(Privacy("client", 3.0), 4) == 1.5
+    assert sum(private.share(Privacy("client", 3.0), 7) ** 2 for _ in range(7)) == pytest.approx(9.0)
+
+
+@given(adversarial, st.floats(1e-3, 1e3), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_gram_matrix_and_energy_of_a_client_are_within_their_share(inputs, clip, known):
+    x = chosen((2, 5), *inputs).double()
+    basis = torch.eye(5, dtype=torch.float64)[:, :2] if known else NONE
+    sums = Gram(basis, None, key=0)
+    sums.add(private.unit_energy(x), torch.arange(len(x)))
+    gram, energy = private.scaled(sums, Privacy("client", clip), len(x), parts=3)
+    share = clip / math.sqrt(3)
+    assert gram.norm() <= share * (1 + 1e-12) and 0 <= energy <= share * (1 + 1e-12)
+    trace = torch.trace(unpack(gram, 5))
+    torch.testing.assert_close(trace, energy, rtol=1e-9, atol=1e-12 * share)  # |X*|^2 is the trace of X* X*^T
+
+
+def test_the_bound_is_reached():
+    # all inputs along one axis: the mean Gram matrix has a single entry, 1
+    sums = Gram(NONE, None, key=0)
+    sums.add(private.unit_energy(torch.eye(5, dtype=torch.float64)[:1].expand(7, 1, 5)), torch.arange(7))
+    gram, energy = private.scaled(sums, Privacy("client", 2.0), 7, parts=4)
+    assert gram.norm() == pytest.approx(1.0) and energy == pytest.approx(1.0)  # 2 / sqrt(4)
+
+
+@pytest.mark.parametrize("way", ["root of the Gram matrix", "row by row"])
+def test_a_gaussian_sketch_has_its_share_on_average(way):
+    x = private.unit_energy(torch.randn(6, 2, 5, dtype=torch.float64, generator=rng.generator(1)))
+    squares = []
+    for key in range(400):
+        sums = Gram(NONE, 8, key) if way.startswith("root") else Direct(NONE, 8, key, by_sample=False)
+        sums.add(x, torch.arange(6))
+        sketch, _ = private.scaled(sums, Privacy("client", 3.0), 6, parts=9)
+        assert sketch.shape == (5, 8)
+        squares.append(float(sketch.square().sum()))
+    # E |A|^2 = s |X|^2 = 8 x 6, over s n: 1, times the share 3 / sqrt(9) = 1
+    assert np.mean(squares) == pytest.approx(1.0, abs=4 * np.std(squares) / math.sqrt(len(squares)))
+
+
+# --- whole uploads of FOT -------------------------------------------------------------------------------------------
+
+WAYS = {
+    "gram, server": {"sketch": "gram", "project_at": "server"},
+    "gram, client": {"sketch": "gram", "project_at": "client"},
+    "gram, free biases": {"sketch": "gram", "bias": "free"},
+    "gram, few patches": {"sketch": "gram", "max_patches": 2},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("net", MODELS)
+def test_a_clients_whole_upload_is_within_the_clip(net, way):
+    made, shape = MODELS[net]
+    model, strategy = handle(made(), shape), FOT(**WAYS[way])
+
+    @given(adversarial, st.sampled_from([0.01, 1.0, 50.0]))
+    @settings(max_examples=15, deadline=None)
+    def check(inputs, clip):
+        up = released(strategy, model, chosen(shape, *inputs), Privacy("client", clip))
+        assert len(up) == len(model.layers) * (1 if way == "gram, server" else 2)
+        assert 0 < flat(up).norm() <= clip * (1 + 1e-9)
+
+    check()
+
+
+@pytest.mark.parametrize("net", MODELS)
+def test_a_sample_moves_the_upload_by_no_more_than_the_clip(net):
+    made, shape = MODELS[net]
+    model, strategy = handle(made(), shape), FOT(sketch="gram", project_at="server")
+    privacy = Privacy("example", 0.8)
+
+    @given(adversarial.filter(lambda inputs: inputs[1] > 1))
+    @settings(max_examples=20, deadline=None)
+    def check(inputs):
+        x = chosen(shape, *inputs)
+        whole = flat(released(strategy, model, x, privacy))
+        moved = [
+            (whole - flat(released(strategy, model, torch.cat([x[:i], x[i + 1 :]]), privacy))).norm()
+            for i in range(len(x))
+        ]
+        assert max(moved) <= 0.8 * (1 + 1e-9)
+        assert whole.norm() <= len(x) * 0.8
+
+    check()
+
+
+def test_a_samples_bound_is_reached():
+    """Of one sample alone the packed Gram matrix of rank 1 has norm 1 where the input lies along an axis."""
+    model = handle(toy.net(nn.Linear(5, 3, bias=False)), (5,))
+    privacy, x = Privacy("example", 0.8), 1e3 * torch.eye(5)[:1]
+    up = released(FOT(sketch="gram", project_at="server"), model, x, privacy)
+    assert flat(up).norm() == pytest.approx(0.8)
+
+
+def test_a_full_basis_leaves_its_share_to_the_others():
+    """The first layer of three has nothing to learn: two parts are sent, each with a norm of 1 / sqrt(2)."""
+    model = handle(toy.mlp(5, 4, 4, 3), (5,))
+    basis = {layer.name: bases.empty(layer.size + 1) for layer in model.layers}
+    basis[model.layers[0].name] = torch.eye(6, dtype=torch.float64)
+    up = released(FOT(sketch="gram"), model, torch.randn(9, 5), Privacy("client", 1.0), basis=basis)
+    names = [layer.name for layer in model.layers[1:]]
+    assert set(up) == {f"{kind}/{name}" for kind in ("sketch", "energy") for name in names}
+    assert all(up[f"energy/{name}"] == pytest.approx(0.5) for name in names)  # energy 1 x 1 / sqrt(4)
+
+
+class Twice(nn.Sequential):
+    """A layer that runs twice a pass, and one that runs once."""
+
+    def forward(self, x):
+        x = x.to(self[0].weight)
+        return self[1](torch.relu(self[0](torch.relu(self[0](x)))))
+
+
+def test_a_layer_that_runs_several_times_a_pass_is_refused_for_single_samples():
+    """Each of its runs is scaled to energy 1, so that a sample would move the sum by the clip as often as it runs."""
+    model = handle(toy.net(nn.Linear(5, 5), nn.Linear(5, 3)), (5,))
+    twice = handle(Twice(*model.module), (5,))
+    strategy, x = FOT(sketch="gram", project_at="server"), torch.randn(130, 5, generator=rng.generator(0))
+    for samples in (1, 130):  # in batches of 64: one, and three
+        assert released(strategy, model, x[:samples], Privacy("example", 1.0))
+        with pytest.raises(ConfigError, match="layer '0' runs several times a pass"):
+            released(strategy, twice, x[:samples], Privacy("example", 1.0))
+    # clients are clipped as a whole, and without privacy nothing needs a bound
+    assert set(released(strategy, twice, x, Privacy("client", 1.0))) == {"sketch/0", "sketch/1"}
+    assert set(released(strategy, twice, x, None)) == {"sketch/0", "sketch/1"}
+
+
+def test_the_groups_of_a_convolution_run_once():
+    """Each group of channels has a basis of its own, and none of them is a second run of the layer."""
+    grouped = toy.net(nn.Conv2d(2, 4, 3, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+    model = handle(grouped, (2, 4, 4))
+    x = torch.randn(70, 2, 4, 4, generator=rng.generator(0))
+    up = released(FOT(sketch="gram", project_at="server"), model, x, Privacy("example", 1.0))
+    assert len(model.layers) == 3 and set(up) == {f"sketch/{layer.name}" for layer in model.layers}
+
+
+def test_a_run_refuses_such_a_layer_by_name():
+    options = ["dp.level=example", "dp.noise_multiplier=1", "agg.weights=uniform", "dp.accountant=rdp", "tasks=2"]
+    config = toy.config(*options, "rounds=1", "strategy.sketch=gram", "strategy.project_at=server")
+    with pytest.raises(ConfigError, match="layer '0' runs several times a pass"):
+        cfl.run(config, stream=toy.stream(2), model=Twice(nn.Linear(8, 8), nn.Linear(8, 2)))
+
+
+# --- what the server learns -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("project_at", ["client", "server"])
+def test_without_noise_the_server_gets_the_subspace_of_unit_inputs(project_at):
+    """Against NumPy: the leading eigenvectors of the sum over clients of the mean of x x^T / |x|^2."""
+    model = handle(toy.net(nn.Linear(6, 3, bias=False)), (6,))
+    strategy = FOT(sketch="gram", threshold=0.8, project_at=project_at)
+    privacy, parts = Privacy("client", 1e-3), [toy.random(n, 6, seed=n) * 10.0**n for n in (4, 5, 6)]
+    info = info_of(model, privacy, clients=(0, 1, 2))
+    server = {"params": model.params, **strategy.init_server(model.params, model)}
+    shared = strategy.broadcast(server, info)
+    uploads = [strategy.work(shared["params"], client_of(x.float()), shared, {}, info)[0] for x in parts]
+    total = {name: sum(up[name] for up in uploads) for name in uploads[0]}
+    found = strategy.absorb(server, {"work": total}, info, 1.0)["basis"]["0"].numpy()
+
+    units = [x.numpy() / np.linalg.norm(x.numpy(), axis=1, keepdims=True) for x in parts]
+    values, vectors = np.linalg.eigh(sum(unit.T @ unit / len(unit) for unit in units))
+    rank = int(np.argmax(np.cumsum(values[::-1]) / values.sum() >= 0.8)) + 1
+    wanted = vectors[:, ::-1][:, :rank]
+    assert found.shape == (6, rank) and 1 < rank < 6
+    np.testing.assert_allclose(found @ found.T, wanted @ wanted.T, atol=1e-5)  # inputs are in float32
+
+
+@dataclass(frozen=True)
+class UnitEnergy(FOT):
+    """FOT without noise, whose sketches are those of privacy: of inputs of energy 1."""
+
+    def work(self, params, client, shared, state, info):
+        return super().work(params, client, shared, state, _scaled(info))
+
+    def absorb(self, server, mean, info, lr):
+        return super().absorb(server, mean, _scaled(info), lr)
+
+
+def _scaled(info):
+    return info if info.phase.diagnostic else replace(info, privacy=Privacy("client", 1e3))
+
+
+def _bases(*overrides, strategy):
+    config = toy.config("cohort=4", "agg.weights=uniform", "tasks=2", *overrides)
+    record = toy.recording(strategy)(**config.strategy)
+    cfl.run(config, stream=toy.stream(2), strategy=record)
+    return record.rounds[-1][-1]["basis"]
+
+
+# A Gram matrix is within its share. A Gaussian sketch is longer as often as not, by a share of about 1 / sqrt(2 s d) of
+# its length, and is then clipped: clients come to weigh a few percent more or less than each other.
+@pytest.mark.parametrize(("sketch", "apart"), [("gram", 1e-4), ("gaussian", 0.05)])
+@pytest.mark.parametrize("secagg", ["none", "sum"])
+def test_a_run_with_next_to_no_noise_finds_the_basis_of_one_without(secagg, sketch, apart):
+    # noise of 1e-9 x 1e3 = 1e-6 in sums whose entries are near 1e3; integers with 40 bits behind the point
+    options = ["dp.noise_multiplier=1e-9", "dp.clip=1e3", "dp.accountant=rdp", f"secagg={secagg}"]
+    options += ["secure.fraction_bits=40", f"strategy.sketch={sketch}"]
+    noisy, plain = _bases(*options, strategy=FOT), _bases(options[-1], strategy=UnitEnergy)
+    assert list(noisy) == list(plain)
+    assert any(0 < basis.shape[1] < basis.shape[0] for basis in plain.values())
+    for name, basis in plain.items():
+        assert noisy[name].shape == basis.shape
+        torch.testing.assert_close(noisy[name] @ noisy[name].T, basis @ basis.T, rtol=0, atol=apart)
+
+
+@pytest.mark.parametrize("sketch", ["gaussian", "gram"])
+def test_a_run_whose_noise_hides_all_says_so(sketch):
+    options = ["dp.noise_multiplier=1000", "sampling=poisson", "agg.weights=uniform", "dp.accountant=rdp", "tasks=2"]
+    options += ["seed=1", "local.lr=1e-6", f"strategy.sketch={sketch}"]
+    with pytest.warns(UserWarning, match=r"the noise hides all directions \(task 0, phase gpse, round 0\)"):
+        result = cfl.run(toy.config(*options), stream=toy.stream(2))
+    assert set(result.metrics["subspace_use"].values()) == {0.0}
+
+
+# --- the first layer ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Uploads(FOT):
+    """Keeps the names of all that clients send, by task: of updates and of `work`, and the first layer's weights."""
+
+    updates: list = field(default_factory=list)
+    works: list = field(default_factory=list)
+    weights: list = field(default_factory=list)
+
+    def finish(self, params, ctx, steps):
+        up, state = super().finish(params, ctx, steps)
+        self.updates.append((ctx.task, set(up)))
+        return up, state
+
+    def work(self, params, client, shared, state, info):
+        up, state = super().work(params, client, shared, state, info)
+        self.works.append((info.task, info.phase.name, set(up)))
+        return up, state
+
+    def absorb(self, server, mean, info, lr):
+        new = super().absorb(server, mean, info, lr)
+        self.weights.append((info.task, new["params"]))
+        return new
+
+
+IMAGES = [  # 3 tasks of 48 images
+    (x[:, :, None].expand(-1, 8, 8)[:, None].clone(), y)
+    for x, y in ((torch.randn(48, 8, generator=rng.generator(t)), torch.arange(48) % 2) for t in range(3))
+]
+
+
+@pytest.mark.parametrize("project_at", ["client", "server"])
+@pytest.mark.parametrize("protection", [[], ["dp.noise_multiplier=0.01", "sampling=poisson"], ["secagg=sum"]], ids=str)
+@pytest.mark.parametrize("net", ["mlp", "cnn"])
+@pytest.mark.filterwarnings("ignore:the noise hides all")
+def test_with_the_first_layer_frozen_nothing_of_its_inputs_is_ever_sent(net, protection, project_at):
+    """Its inputs are the data. After the first task its weights are in no upload at all, and do not move a bit."""
+    if net == "mlp":
+        stream, module = toy.stream(), None
+    else:
+        stream = cfl.from_tensors([(x, y, x[:8], y[:8]) for x, y in IMAGES])
+        module = nn.Sequential(
+            nn.Conv2d(1, 4, 3, stride=2), nn.ReLU(), nn.Conv2d(4, 4, 2), nn.Flatten(), nn.Linear(16, 2)
+        )
+    options = [*protection, "agg.weights=uniform", "strategy.freeze_first=true", f"strategy.project_at={project_at}"]
+    config = toy.config(*options, "dp.accountant=rdp")
+    strategy = Uploads(**config.strategy)
+    result = cfl.run(config, stream=stream, strategy=strategy, model=module)
+    first = result.model.layers[0]
+    others = {layer.name for layer in result.model.layers[1:]}
+
+    sketched = {name.partition("/")[2] for _, _, names in strategy.works for name in names}
+    assert sketched == others and first.name not in sketched
+    assert {phase for _, phase, _ in strategy.works} == {"gpse", "coverage"}  # not in the diagnostic either
+    for task, names in strategy.updates:
+        assert ({first.weight, first.bias} <= names) == (task == 0)
+        assert task == 0 or not {first.weight, first.bias} & names
+    at_end_of_first = [params for task, params in strategy.weights if task == 0][-1]
+    for name in (first.weight, first.bias):
+        assert torch.equal(result.params[name], at_end_of_first[name])
+        assert not torch.equal(at_end_of_first[name], result.model.params[name])  # it did train in the first task
+
+
+def test_without_that_the_first_layers_inputs_are_sketched():
+    strategy = Uploads(**toy.config().strategy)
+    result = cfl.run(toy.config("tasks=2"), stream=toy.stream(2), strategy=strategy)
+    first = result.model.layers[0]
+    assert any(f"sketch/{first.name}" in names for _, _, names in strategy.works)
+    assert all(first.weight in names for _, names in strategy.updates)
+
+
+# --- nothing to send ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "protection",
+    [["secagg=sum"], ["dp.noise_multiplier=1e-6", "dp.clip=1e3", "sampling=poisson", "dp.accountant=rdp"]],
+    ids=["secagg", "dp"],
+)
+def test_a_round_of_sketches_in_which_all_bases_are_full_goes_on(protection):
+    """With all directions kept after the first task, clients have nothing to send in the second one's GPSE."""
+    options = ["agg.weights=uniform", "strategy.threshold=1.0", *protection]
+    plain = cfl.run(toy.config(*options[:2]), stream=toy.stream(), model=nn.Linear(8, 2))
+    assert set(plain.metrics["subspace_use"].values()) == {1.0}
+    result = cfl.run(toy.config(*options), stream=toy.stream(), model=nn.Linear(8, 2))
+    assert set(result.metrics["subspace_use"].values()) == {1.0}

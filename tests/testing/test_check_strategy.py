@@ -1,0 +1,327 @@
+"""The conformance kit: it passes what keeps the rules, and names the hook and the fault of what breaks one."""
+
+import itertools
+import os
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import pytest
+import torch
+
+import cfl
+from cfl.contract.data import MEMORY
+from cfl.core import plugins, rng, tree
+from cfl.methods.strategies import GPM
+from cfl.methods.strategies.replay import Replay
+from cfl.testing import ConformanceError, check_strategy, toy_config, toy_stream
+from cfl.testing.hooks import Faults
+from cfl.testing.runs import check_engines
+
+CALLS = itertools.count()
+BEFORE = [-2, -1]
+VELOCITY: dict = {}
+
+
+def faults(method):
+    with pytest.raises(ConformanceError) as caught:
+        check_strategy(method)
+    return caught.value.faults
+
+
+class WritesGradients(cfl.LocalRegularizer):
+    def adjust(self, grads, params, ctx):
+        for leaf in grads.values():
+            leaf.mul_(2)
+        return grads
+
+
+class WritesServer(cfl.Strategy):
+    def absorb(self, server, mean, info, lr):
+        for name, step in mean["strategy"].items():
+            server["params"][name] -= step
+        return server
+
+
+class WritesState(cfl.LocalRegularizer):
+    def init_client(self, params, model):
+        return {"rounds": torch.zeros(())}
+
+    def finish(self, params, ctx, steps):
+        ctx.state["rounds"] = ctx.state["rounds"] + 1
+        return {}, ctx.state
+
+
+class AddsToState(cfl.LocalRegularizer):
+    def finish(self, params, ctx, steps):
+        ctx.state["seen"] = torch.ones(())
+        return {}, ctx.state
+
+
+class DrawsGlobally(cfl.LocalRegularizer):
+    def adjust(self, grads, params, ctx):
+        return {name: leaf + 0.1 * torch.randn_like(leaf) for name, leaf in grads.items()}
+
+
+class DrawsUnkeyed(cfl.LocalRegularizer):
+    def adjust(self, grads, params, ctx):
+        source = rng.generator(next(CALLS))
+        return {name: leaf + 0.1 * torch.randn(leaf.shape, generator=source) for name, leaf in grads.items()}
+
+
+class SeedsGlobally(cfl.Strategy):
+    def broadcast(self, server, info):
+        torch.manual_seed(0)
+        return super().broadcast(server, info)
+
+
+class ReportsByDraws(cfl.Strategy):
+    def report(self, server, model):
+        return {"draw": torch.rand(()).item(), "undefined": float("nan")}
+
+
+@dataclass(frozen=True)
+class KeepsField(cfl.Strategy):
+    history: list = field(default_factory=list)
+
+    def absorb(self, server, mean, info, lr):
+        self.history.append(info.round)
+        return super().absorb(server, mean, info, lr)
+
+
+class KeepsOnClass(cfl.LocalRegularizer):
+    last: ClassVar[dict] = {}
+
+    def finish(self, params, ctx, steps):
+        self.last.update(params)
+        return {}, ctx.state
+
+
+class GrowingUpload(cfl.LocalRegularizer):
+    def init_client(self, params, model):
+        return {"rounds": torch.zeros(0)}
+
+    def finish(self, params, ctx, steps):
+        rounds = torch.cat([ctx.state["rounds"], torch.ones(1)])
+        return {"rounds": rounds}, {"rounds": rounds}
+
+
+class UploadByClient(cfl.Strategy):
+    def plan(self, task, tasks, rounds):
+        return [cfl.Phase("train", rounds), cfl.Phase("count", train=False, work=True)]
+
+    def work(self, params, client, shared, state, info):
+        return {"counts": torch.ones(1 + client.id % 2)}, state
+
+
+class UnknownCohort(cfl.Strategy):
+    def plan(self, task, tasks, rounds):
+        return [cfl.Phase("train", rounds, cohort="availble")]
+
+
+class PhasesByName(cfl.Strategy):
+    def plan(self, task, tasks, rounds):
+        return ["train", "consolidate"]
+
+
+class SamePhaseTwice(cfl.Strategy):
+    def plan(self, task, tasks, rounds):
+        return [cfl.Phase("train", rounds), cfl.Phase("train", rounds)]
+
+
+class PhaseWithoutWork(cfl.Strategy):
+    def plan(self, task, tasks, rounds):
+        return [cfl.Phase("train", rounds), cfl.Phase("gather", train=False, work=True)]
+
+
+class BranchesOnValues(cfl.LocalRegularizer):
+    def adjust(self, grads, params, ctx):
+        return {name: leaf / 2 if float(leaf.norm()) > 1e-3 else leaf for name, leaf in grads.items()}
+
+
+class CountsPadding(cfl.LocalRegularizer):
+    def penalty(self, params, logits, ctx):
+        return logits.square().mean()
+
+
+class DependsOnTheOthers(cfl.Strategy):
+    """Remembers, where no snapshot sees it, which client came before."""
+
+    def plan(self, task, tasks, rounds):
+        return [cfl.Phase("train", rounds), cfl.Phase("gather", train=False, work=True)]
+
+    def work(self, params, client, shared, state, info):
+        if client.id != BEFORE[-1]:
+            BEFORE.append(client.id)
+        return {}, {"before": torch.tensor(BEFORE[-2])}
+
+
+class PullsWithPadding(cfl.LocalRegularizer):
+    """Has no gradient in the first step, where the client is still at the global model."""
+
+    def penalty(self, params, logits, ctx):
+        return (logits - ctx.forward(ctx.shared["params"], ctx.batch)).square().mean()
+
+
+class BranchesLater(cfl.LocalRegularizer):
+    def adjust(self, grads, params, ctx):
+        if ctx.step == 0:
+            return grads
+        return {name: leaf if leaf.norm().item() > 1 else 2 * leaf for name, leaf in grads.items()}
+
+
+class BranchesInFinish(cfl.LocalRegularizer):
+    def finish(self, params, ctx, steps):
+        return {"norm": torch.tensor(float(sum(leaf.norm() for leaf in params.values())))}, ctx.state
+
+
+class ReadsWhatIsHidden(cfl.LocalRegularizer):
+    """Says that steps do not see its state, and does otherwise where they do."""
+
+    steps_see_state = False
+
+    def init_client(self, params, model):
+        return {"factor": torch.tensor(2.0)}
+
+    def adjust(self, grads, params, ctx):
+        return tree.map(lambda leaf: leaf * ctx.state.get("factor", 1.0), grads)
+
+
+class ModuleState(cfl.Strategy):
+    """Momentum at the server, in a dictionary of the module: a process that resumes does not have it."""
+
+    def absorb(self, server, mean, info, lr):
+        place = (info.task, info.round)
+        before = VELOCITY.get((info.task, info.round - 1), 0.0)
+        VELOCITY[place] = tree.map(lambda step: step + 0.9 * before, mean["strategy"])["1.weight"].mean()
+        steps = {name: step + VELOCITY[place].to(step.dtype) for name, step in mean["strategy"].items()}
+        return super().absorb(server, {**mean, "strategy": steps}, info, lr)
+
+
+class WritesStatistics(cfl.Strategy):
+    def broadcast(self, server, info):
+        for name in info.model.buffers(info.task):
+            server["params"][name].mul_(1)
+            server["params"][name].add_(1)
+        return super().broadcast(server, info)
+
+
+class LooksBack(cfl.Strategy):
+    """Stores every sample of the first task when the second one ends."""
+
+    def plan(self, task, tasks, rounds):
+        return [cfl.Phase("train", rounds), cfl.Phase("store", train=False, work=True)]
+
+    def heads(self, task, tasks):
+        return tuple(range(task + 1))
+
+    def work(self, params, client, shared, state, info):
+        past = client.shares[0].rows if info.task else client.shares[0].rows[:0]
+        return {}, {MEMORY: torch.stack([torch.zeros_like(past), torch.arange(len(past))], dim=1)}
+
+
+class OneHead(Replay):
+    """Replays samples of old tasks, and forgets to send their heads."""
+
+    def heads(self, task, tasks):
+        return (task,)
+
+
+class BareOption(cfl.Strategy):
+    beta: float = cfl.option(0.5, "an option of a class that is no dataclass")
+
+
+class Raises(cfl.LocalRegularizer):
+    def penalty(self, params, logits, ctx):
+        return ctx.state["nothing"]
+
+
+BROKEN = [
+    (WritesGradients(), "adjust", "writes to grads['1.weight'], grads['1.bias'] and 4 more in place"),
+    (WritesServer(), "absorb", "writes to server['params']['1.weight'], "),
+    (ReportsByDraws(), "report", "draws from a global generator"),
+    (WritesState(), "finish", "writes to ctx.state['rounds'] in place"),
+    (AddsToState(), "finish", "adds ctx.state['seen']"),
+    (DrawsGlobally(), "adjust", "draws from a global generator"),
+    (DrawsUnkeyed(), "adjust", "gives another result for the same arguments"),
+    (SeedsGlobally(), "broadcast", "draws from a global generator"),
+    (KeepsField(), "absorb", "keeps state on the object"),
+    (KeepsOnClass(), "finish", "keeps state on the object or its class"),
+    (GrowingUpload(), "finish", "its upload changes names, shapes or types from call to call (rounds)"),
+    (UploadByClient(), "work", "its upload changes names, shapes or types from call to call (counts)"),
+    (UnknownCohort(), "plan", "unknown cohort of phase 'train' 'availble'; did you mean 'available'?"),
+    (PhasesByName(), "plan", "plans task 0 as ['train', 'consolidate']"),
+    (SamePhaseTwice(), "plan", "plans phases ['train', 'train'] for task 0"),
+    (PhaseWithoutWork(), "plan", "phase 'gather' has work=True, but the class has no hook `work`"),
+    (ReadsWhatIsHidden(), "adjust", "reads a state that steps do not see; see `steps_see_state`"),
+    (BranchesOnValues(), "adjust", "cannot run for many clients at once"),
+    (CountsPadding(), "penalty", "padding in a batch changes the step"),
+    (PullsWithPadding(), "penalty", "padding in a batch changes the step"),
+    (BranchesLater(), "adjust", "cannot run for many clients at once"),
+    (BranchesInFinish(), "finish", "cannot run for many clients at once"),
+    (ModuleState(), "absorb", "and resumed, the run ends with another 'server/params'"),
+    (WritesStatistics(), "broadcast", "writes to server['params']['1.running_mean']"),
+    (LooksBack(), "run", "stores samples that it does not hold (task 1, phase store, round 0)"),
+    (OneHead(), "run", "its memory holds samples of tasks {0}, whose heads do not travel"),
+    (BareOption(), "plan", "BareOption.beta is an option, but the class is no dataclass; add @dataclass(frozen=True)"),
+    (GPM(apply="nothing"), "plan", "unknown value of strategy.apply 'nothing'"),
+    (Raises(), "penalty", "raises KeyError: 'nothing'"),
+]
+
+
+@pytest.mark.parametrize(("method", "hook", "text"), BROKEN, ids=lambda value: type(value).__name__)
+def test_a_broken_rule_is_named_with_its_hook(method, hook, text):
+    found = faults(method)
+    assert any(where == hook and text in what for where, what in found), found
+    assert {where for where, _ in found} == {hook}  # and nothing is blamed on another hook
+
+
+def test_a_client_that_depends_on_who_was_there_before_is_found():
+    found = faults(DependsOnTheOthers())
+    assert any(hook == "work" and "depends on which other clients take part" in text for hook, text in found), found
+
+
+PARENT = os.getpid()
+
+
+class KnowsItsProcess(cfl.LocalRegularizer):
+    def adjust(self, grads, params, ctx):
+        return grads if os.getpid() == PARENT else {name: 2 * leaf for name, leaf in grads.items()}
+
+
+@pytest.mark.parametrize(
+    ("method", "pool", "draws", "texts"),
+    [
+        (KnowsItsProcess(), True, False, ("engine 'pool' gives weights that differ by", "keep nothing outside client")),
+        (BranchesLater(), True, False, ("engine 'vmapped' fails: local training failed at", "use torch.where")),
+        (KnowsItsProcess(), False, False, ()),
+        (BranchesLater(), False, True, ()),  # where hooks draw, blocks are not compared
+    ],
+)
+def test_an_engine_that_gives_something_else_is_named_with_what_to_do(method, pool, draws, texts):
+    found = Faults()
+    check_engines(toy_config("tasks=1", "rounds=1", "local.lr=0.1"), toy_stream(1), method, pool, draws, found)
+    assert len(found.found) == bool(texts)
+    for hook, text in found.found:
+        assert hook == "run" and all(part in text for part in texts), text
+
+
+def test_a_class_in_place_of_an_object_is_an_error_that_says_so():
+    with pytest.raises(TypeError, match=r"check_strategy\(Strategy\(\)\)"):
+        check_strategy(cfl.Strategy)
+
+
+def test_all_faults_come_in_one_message():
+    class Both(WritesGradients, AddsToState):
+        pass
+
+    with pytest.raises(ConformanceError, match="(?s)Both breaks 2 rules:.*  adjust: writes .*  finish: adds "):
+        check_strategy(Both())
+
+
+BUILT_IN = [*((plugins.strategies, name) for name in plugins.strategies.names())]
+BUILT_IN += [*((plugins.local, name) for name in plugins.local.names())]
+
+
+@pytest.mark.parametrize(("registry", "name"), BUILT_IN, ids=[name for _, name in BUILT_IN])
+def test_every_built_in_method_keeps_the_rules(registry, name):
+    check_strategy(registry.get(name)())
