@@ -21,13 +21,13 @@ from host import about
 
 from cfl.assembly.resolve import load
 from cfl.config.overrides import read_yaml
-from cfl.core.errors import ConfigError
+from cfl.core import ConfigError
 from cfl.experiments import reproduce
 from cfl.experiments.compare import HOW, digest, finished, place
 from cfl.report import reproduced, tables
-from cfl.report.runs import Run, command, overview, read, scenes
+from cfl.report.runs import FinishedRun, command, overview, read, scenes
 from cfl.report.tables import Cell
-from cfl.run.run_folder import write_json
+from cfl.runtime.run_folder import write_json
 
 HERE = Path(__file__).parent
 RUNS, PAGE = HERE / "results" / "runs", HERE / "RESULTS.md"
@@ -105,7 +105,9 @@ def _options(words: Sequence[str], aside: Container[str]) -> list[str]:
     return [text for text in given if text.partition("=")[0] not in HOW and text not in aside]
 
 
-def _table(table: reproduce.Table, scale: str, folder: Path, stored: Sequence[Run], used: set[str]) -> list[str]:
+def _table(
+    table: reproduce.Table, scale: str, folder: Path, stored: Sequence[FinishedRun], used: set[str]
+) -> list[str]:
     """The blocks of a table that have runs; adds the hashes of those to `used`. stored: the runs of that scale."""
     benchmarks, seeds = ({run.metrics[name] for run in stored} for name in ("benchmark", "seed"))
     near = replace(table, cells=[cell for cell in table.cells if cell.spec.get("benchmark") in (None, *benchmarks)])

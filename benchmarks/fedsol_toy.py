@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from cfl import Batch, Ctx, LocalRegularizer, Model, Strategy
 from cfl.contract.composed import ComposedMethod
 from cfl.core.optim import sgd
-from cfl.engines.step import LocalStep
+from cfl.engines.step import LocalStep, StepInputs
 from cfl.methods.regularizers import FedProx, FedSOL, ProxProjection
 
 OPTIMUM, RHO, DELTAS = (2.0, 1.0), 0.5, (0.1, 1.0, 5.0)
@@ -61,7 +61,7 @@ def path(method: LocalRegularizer, delta: float, lr: float = 0.02, steps: int = 
     batch = Batch(one[:, None], torch.zeros(1, dtype=torch.int64), one, torch.zeros(1, dtype=torch.int64))
     local, points = step.start(model.params), [model.params["w"]]
     for index in range(steps):
-        local, _ = step(local, batch, shared, {}, lr, index, 0)
+        local, _ = step(local, StepInputs(shared, batch, lr=lr, step=index))
         points.append(local.params["w"])
     return torch.stack(points)
 

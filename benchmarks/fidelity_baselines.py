@@ -13,15 +13,14 @@ from fidelity_tables import SEEDS, Table, measured, run
 from torch import Tensor
 
 import cfl
-from cfl.contract.data import Batch, Client
-from cfl.contract.rounds import RoundInfo, TreesByOwner
+from cfl.contract import Batch, Client, RoundInfo, TreesByOwner
 from cfl.core import tree
 from cfl.methods.strategies.gpm import GPM, known
 from cfl.methods.subspace import basis as bases
 from cfl.methods.subspace.layer_inputs import stream
 from cfl.methods.subspace.projection import input_vectors
 from cfl.methods.subspace.sketch import Energies
-from cfl.models.handle import Layer
+from cfl.models import Layer
 
 
 def gpm(seeds: Sequence[int] = SEEDS, *shorter: str) -> list[Table]:

@@ -31,9 +31,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cfl
 from cfl import models
+from cfl.contract import Client, Phase, RoundInfo, RoundInputs, Share
 from cfl.contract.composed import ComposedMethod
-from cfl.contract.data import Client, Share
-from cfl.contract.rounds import Phase, RoundInfo
 from cfl.core import machine, optim, rng
 from cfl.engines.loop import LoopEngine
 from cfl.methods.strategies.fot import FOT
@@ -220,7 +219,7 @@ def client(repeats: int) -> list[dict[str, Any]]:
             )
 
             def epoch(engine: LoopEngine = engine, model: cfl.Model = model, own: Client = own) -> None:
-                engine.round(info_of(model, TRAIN), {"params": model.params}, {0: {}}, [own])
+                engine.round(RoundInputs(info_of(model, TRAIN), {"params": model.params}, [own], {0: {}}))
 
             def gpse(strategy: FOT = strategy, model: cfl.Model = model, own: Client = own) -> None:
                 work(strategy, model, own)

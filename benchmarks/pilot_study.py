@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import cfl
-from cfl.core.tree import Tree
-from cfl.models.handle import Model
+from cfl.core import Tree
+from cfl.models import Model
 
 METHODS = ("fedavg", "feddf", "fedproj")
 COMMAND = "python benchmarks/pilot_study.py --json benchmarks/results/pilot-study/iris.json"

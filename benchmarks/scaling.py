@@ -42,8 +42,7 @@ def point(
     from cfl.assembly import methods as members
     from cfl.assembly import resolve as configuration
     from cfl.core import machine, rng
-    from cfl.run.session import Session
-    from cfl.run.sinks import NullSink
+    from cfl.runtime.builder import build_session
 
     torch.set_num_threads(1)
     imported, began = machine.peak_bytes(), time.perf_counter()
@@ -61,7 +60,7 @@ def point(
     )
     x, y = torch.randn(count, width, generator=draws), torch.arange(count) % 10
     stream = streams.from_tensors([(x, y, x[:10], y[:10])], name="scaling")
-    session = Session(config, stream, members.build(config), None, None, NullSink())
+    session = build_session(config, stream, members.build(config))
     setup = time.perf_counter() - began
     seconds = []
     with machine.threads(config.threads):
@@ -109,15 +108,14 @@ def tasks(engine: str, count: int, rounds: int) -> list[dict[str, Any]]:
     from cfl import streams
     from cfl.assembly import methods as members
     from cfl.core import machine
-    from cfl.run.session import Session
-    from cfl.run.sinks import NullSink
+    from cfl.runtime.builder import build_session
 
     torch.set_num_threads(1)
     quiet = ["strategy.measure_coverage=false"]  # a measurement of the simulator, no part of FOT
     overrides = [f"tasks={count}", f"rounds={rounds}", *quiet]
     config = cfl.resolve("permuted-digits", method="fot", engine=engine, overrides=overrides)
     stream = streams.build("permuted-digits", tasks=count)
-    session = Session(config, stream, members.build(config), None, None, NullSink())
+    session = build_session(config, stream, members.build(config))
     rows = []
     with machine.threads(config.threads):
         for task in range(count):

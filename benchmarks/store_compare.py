@@ -16,7 +16,7 @@ from typing import Any
 from host import about
 
 from cfl.config.overrides import read_yaml
-from cfl.run.run_folder import read_json, write_json
+from cfl.runtime.run_folder import read_json, write_json
 
 
 def stored(folder: Path, seconds: bool = False) -> dict[str, Any]:

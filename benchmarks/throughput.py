@@ -41,8 +41,7 @@ from cfl import streams
 from cfl.assembly import methods as members
 from cfl.assembly import resolve as configuration
 from cfl.core import machine, rng
-from cfl.run.session import Session
-from cfl.run.sinks import NullSink
+from cfl.runtime.builder import build_session
 
 AGAINST = {name: (name,) for name in ("plain", "hand", "products", "flower")} | {"pfl": ("pfl", "pfl-2")}
 PACKAGES = {"pfl": "pfl", "pfl-2": "pfl", "flower": "flwr"}
@@ -70,14 +69,13 @@ class Ours:
         )
         x, y = work.data()
         stream = streams.from_tensors([(x, y, x[:1], y[:1])], name=work.name)
-        self.session = Session(config, stream, members.build(config), work.module(), None, NullSink())
+        self.session = build_session(config, stream, members.build(config), work.module())
         self.prepared = self.session.prepare(0)
 
     def round(self) -> dict[str, Tensor]:
         """The mean update w_global - w_local."""
-        info, shared, clients, states = self.prepared
         with machine.threads(self.session.config.threads):
-            return self.session.engine.round(info, shared, states, clients).mean["strategy"]
+            return self.session.engine.round(self.prepared).mean["strategy"]
 
     @property
     def choice(self) -> dict[str, Any]:
@@ -109,7 +107,7 @@ class Hand:
 
     def __init__(self, work: Workload, ours: Ours) -> None:
         self.work, self.prepared = work, ours.prepared
-        self.module = work.module().to(ours.session.device)
+        self.module = work.module().to(machine.device(ours.session.config.device))
         self.start = [leaf.detach().clone() for leaf in self.module.parameters()]
 
     def round(self) -> dict[str, Tensor]:

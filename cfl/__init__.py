@@ -18,57 +18,24 @@ from cfl.contract import (
     strategy,
     with_consolidation,
 )
-from cfl.core import errors, options, plugins, rng, tree
-from cfl.core.errors import CflError
-from cfl.core.options import option
+from cfl.core import CflError, errors, option, options, plugins, rng, tree
 from cfl.core.version import __version__
 from cfl.methods import strategies
-from cfl.models.handle import Model
-from cfl.run import sinks, tensorboard
-from cfl.run.runner import run
-from cfl.run.session import Result
+from cfl.models import Model
+from cfl.runtime import sinks, tensorboard
+from cfl.runtime.runner import run
+from cfl.runtime.session import Result
 from cfl.streams import Stream, from_tensors
 
 # Documented modules keep their addresses wherever their files stand: `from cfl.losses import masked_mean`.
 _ADDRESSES = {
-    "errors": errors,
-    "losses": losses,
-    "options": options,
-    "plugins": plugins,
-    "rng": rng,
-    "sinks": sinks,
-    "strategies": strategies,
-    "strategies.base": strategy,
-    "tensorboard": tensorboard,
-    "tree": tree,
-    "types": contract,
-}
+    "errors": errors, "losses": losses, "options": options, "plugins": plugins, "rng": rng, "sinks": sinks,
+    "strategies": strategies, "strategies.base": strategy, "tensorboard": tensorboard, "tree": tree, "types": contract,
+}  # fmt: skip
 sys.modules.update({f"{__name__}.{name}": module for name, module in _ADDRESSES.items()})
 
 __all__ = [
-    "MEMORY",
-    "Batch",
-    "CflError",
-    "Client",
-    "Ctx",
-    "LocalRegularizer",
-    "Model",
-    "Phase",
-    "Result",
-    "RoundInfo",
-    "RunConfig",
-    "Strategy",
-    "Stream",
-    "__version__",
-    "errors",
-    "from_tensors",
-    "losses",
-    "option",
-    "plugins",
-    "resolve",
-    "rng",
-    "run",
-    "sinks",
-    "tree",
-    "with_consolidation",
-]
+    "MEMORY", "Batch", "CflError", "Client", "Ctx", "LocalRegularizer", "Model", "Phase", "Result", "RoundInfo",
+    "RunConfig", "Strategy", "Stream", "__version__", "errors", "from_tensors", "losses", "option", "plugins",
+    "resolve", "rng", "run", "sinks", "tree", "with_consolidation",
+]  # fmt: skip

@@ -4,8 +4,7 @@ import torch
 from torch import nn
 
 import cfl
-from cfl.contract.data import Client, Share
-from cfl.contract.rounds import Phase, RoundInfo
+from cfl.contract import Client, Phase, RoundInfo, Share
 from cfl.methods.subspace.projection import input_vectors
 
 GPSE_PHASE = Phase("gpse", cohort="available", train=False, work=True)

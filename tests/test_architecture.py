@@ -22,14 +22,14 @@ FLOORS = (
     "aggregation",
     "assembly",
     "engines",
-    "run",
+    "runtime",
     "experiments",
     "report",
     "cfl",  # the public names, in cfl/__init__.py
     "testing",
     "cli",
 )
-NAMELESS = ("aggregation", "engines", "run")  # what runs methods names none
+NAMELESS = ("aggregation", "engines", "runtime")  # what runs methods names none
 KNOWN_METHODS = r"\bfot\b|\bgpm\b|\bewc\b|fedsol|fedavg"
 # package -> modules that may import it; None: any one module
 HOMES = {
@@ -132,6 +132,15 @@ def test_the_plan_names_every_part_of_the_package():
     assert len(FLOORS) < 20
 
 
+def test_contributing_draws_the_parts_in_their_order():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    drawing = text.partition("```mermaid\nflowchart TB\n")[2].partition("```")[0]
+    drawn = re.findall(r'^ +(\w+)\["\1: .+"\]$', drawing, re.MULTILINE)
+    arrows = re.findall(r"(\w+) (?=--> (\w+))", drawing)
+    assert tuple(reversed(drawn)) == FLOORS
+    assert arrows == list(zip(drawn, drawn[1:], strict=False))
+
+
 @pytest.mark.parametrize("module", sorted(sources()))
 def test_no_import_goes_up(module):
     """Neither when the program runs nor for types alone."""
@@ -139,7 +148,7 @@ def test_no_import_goes_up(module):
 
 
 def test_an_import_that_goes_up_is_found():
-    assert upwards("cfl.methods.strategies.fot", "from cfl.run.session import Session") == ["cfl.run.session"]
+    assert upwards("cfl.methods.strategies.fot", "from cfl.runtime.session import Session") == ["cfl.runtime.session"]
     assert upwards("cfl.core.tree", "if TYPE_CHECKING:\n    from cfl import models") == ["cfl.models"]
     assert upwards("cfl.report.html", "import cfl") == ["cfl"]
     assert upwards("cfl.report.html", "from cfl.experiments import compare") == []
@@ -157,6 +166,14 @@ def test_no_modules_of_a_part_import_each_other_in_a_circle(part):
         for module in free:
             del left[module]
     assert sorted(left) == []
+
+
+@pytest.mark.parametrize("module", sorted(sources()))
+def test_files_and_functions_are_short(module):
+    source = sources()[module]
+    functions = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    long = [n.name for n in functions if n.end_lineno - n.lineno >= 60]
+    assert len(source.splitlines()) <= 300 and long == []
 
 
 @pytest.mark.parametrize("module", modules_of(*NAMELESS))

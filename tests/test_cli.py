@@ -7,12 +7,12 @@ import pytest
 import cfl
 from cfl import cli
 from cfl.aggregation import accounting
-from cfl.assembly import privacy_rules as rules
 from cfl.config.overrides import read_yaml
 from cfl.core import plugins
 from cfl.report import plots, tables
-from cfl.run import runner
-from cfl.run.run_folder import RunFolder
+from cfl.report.described import PROTECTIONS, refused
+from cfl.runtime import runner
+from cfl.runtime.run_folder import RunFolder
 
 SMALL = ("--set", "tasks=2", "--set", "rounds=1", "--set", "model.hidden=[8]", "--set", "partition.clients=4")
 
@@ -59,12 +59,12 @@ def test_wrong_use_exits_2_with_one_line_that_suggests(args, hint, capsys):
 @pytest.mark.parametrize(
     ("command", "text"),
     [
-        ("train", "BENCHMARK: such as permuted-digits; see 'cfl-run list benchmarks'."),
-        ("compare", "BENCHMARK: such as permuted-digits; see 'cfl-run list benchmarks'."),
-        ("reproduce", "TABLE: such as fot-table1; without one, the tables are listed."),
-        ("list", "WHAT: benchmarks, methods, models or regularizers; without one, all are listed."),
+        ("train", "BENCHMARK: a name such as permuted-digits; see 'cfl-run list benchmarks'."),
+        ("compare", "BENCHMARK: a name such as permuted-digits; see 'cfl-run list benchmarks'."),
+        ("reproduce", "TABLE: a name such as fot-table1; the default lists the tables."),
+        ("list", "WHAT: benchmarks, methods, models or regularizers; the default lists all."),
         ("describe", "NAME: a benchmark, method, model or regularizer."),
-        ("report", "RUNS: folders of runs, or folders that hold them."),
+        ("report", "RUNS: folders of runs, or folders that contain runs."),
     ],
 )
 def test_the_help_says_what_the_argument_is(command, text, capsys):
@@ -100,7 +100,7 @@ def test_train_writes_the_folder_and_its_config_repeats_it(tmp_path, capsys):
     assert (again / "config.yaml").read_bytes() == (first / "config.yaml").read_bytes()
     assert json.loads((again / "metrics.json").read_text())["accuracy_matrix"] == metrics["accuracy_matrix"]
     assert not (again / "accuracy.png").exists()
-    assert invoke("train", "--config", config, "--output", str(again), "--quiet") == 2  # holds a run already
+    assert invoke("train", "--config", config, "--output", str(again), "--quiet") == 2  # already holds a run
 
 
 def test_compare_tabulates_and_skips_what_is_finished(tmp_path, capsys):
@@ -206,7 +206,7 @@ def test_resume_without_a_folder_and_with_other_options_is_an_error(tmp_path, ca
     (folder,) = (tmp_path / "runs").iterdir()
     capsys.readouterr()
     assert invoke(*args, "--resume", "--set", "local.lr=0.1") == 2
-    assert "holds no run to resume; give the run's own options, or its folder with --output" in capsys.readouterr().err
+    assert "holds no run to resume; repeat the options of that run, or pass its --output" in capsys.readouterr().err
     assert [folder] == list((tmp_path / "runs").iterdir())
     assert invoke(*args, "--resume") == 0
 
@@ -285,19 +285,19 @@ def test_describe_says_what_is_sent_what_the_server_learns_and_what_can_protect_
             title = cells[0] or title
             rows[title] = f"{rows.get(title, '')} {cells[1]}".strip()
     assert list(rows) == ["a client sends", "the server learns", "secagg=full", "dp.level=client", "dp.level=example"]
-    assert rows["a client sends"] == (item.sends or "nothing beside the update")
-    shows = "" if item.gathers == "stack" else "; under secure aggregation only the sum"
-    assert rows["the server learns"] == f"what each client sends{shows}"
-    for option, further in rules.PROTECTIONS.items():
-        reason = rules.refused(name, [option, *further])
-        assert rows[option] == (f"no: {reason}" if reason else "can protect it")
+    assert rows["a client sends"] == (item.sends or "nothing besides the update")
+    shows = "" if item.gathers == "stack" else "; only the sum with secure aggregation"
+    assert rows["the server learns"] == f"each client's upload{shows}"
+    for option, further in PROTECTIONS.items():
+        reason = refused(name, [option, *further])
+        assert rows[option] == (f"not supported: {reason}" if reason else "supported")
 
 
 def test_describe_names_the_sketches_and_the_counts(capsys):
     for name, parts in {
-        "fot": ("a sketch and two energies", "strategy.freeze_first=true", "can protect it", "no: 'fot' cannot run"),
-        "fednova": ("the number of its local steps", "no: 'fednova' cannot run like this"),
-        "fedet": ("its logits on the public data", "secagg=full hides it"),
+        "fot": ("a sketch and two energies", "strategy.freeze_first=true", "not supported: 'fot' cannot run"),
+        "fednova": ("the number of its local steps", "not supported: 'fednova' cannot run like this"),
+        "fedet": ("its logits on the public data", "which secagg=full hides"),
         "ewc": ("its update w_global - w_local", "set dp.level=client"),
     }.items():
         assert invoke("describe", name) == 0
@@ -331,6 +331,6 @@ def test_train_tells_what_it_spent(tmp_path, capsys):
     assert invoke(*args) == 0
     metrics = json.loads((folder / "metrics.json").read_text())
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"Differential privacy: epsilon {metrics['epsilon']:.3g} at delta 1e-05 per client, of all uploads" in shown
+    assert f"Differential privacy: epsilon {metrics['epsilon']:.3g} at delta 1e-05 per client, for all uploads" in shown
     assert metrics["epsilon_by_client"].keys() == {"0", "1", "2", "3"}
     assert metrics["noise_multiplier"] == 1.0

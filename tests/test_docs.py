@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from dataclasses import fields
+from inspect import isfunction
 from pathlib import Path
 from statistics import mean, median, pstdev
 
@@ -17,9 +18,7 @@ from cfl.assembly.resolve import resolve
 from cfl.cli import app
 from cfl.config.overrides import read_yaml
 from cfl.config.schema import RunConfig
-from cfl.contract.context import Ctx
-from cfl.contract.regularizer import LocalRegularizer
-from cfl.contract.rounds import RoundInfo
+from cfl.contract import Ctx, LocalRegularizer, RoundInfo
 from cfl.core import options, plugins
 from cfl.experiments import reproduce
 from cfl.experiments.compare import alone, plan
@@ -131,13 +130,35 @@ def test_fot_page_lists_each_option_with_its_default():
 
 def test_the_page_on_strategies_names_all_of_the_seam():
     page = ROOT / "docs/write-a-strategy.md"
-    named = {cells[0].strip("`").partition("(")[0] for cells in rows(page, after="A regularizer's class says")}
+    named = {cells[0].strip("`").partition("(")[0] for cells in rows(page, after="## Class attributes")}
     says = {name for name, kind in LocalRegularizer.__annotations__.items() if "ClassVar" in str(kind)}
-    assert named == says | {"refuses", "borrows", "steps_see_state"}
-    seen = {name for cells in rows(page, after="`ctx` is all that") for name in re.findall(r"`(\w+)`", cells[0])}
-    assert seen == set(Ctx._fields)
-    told = re.search(r"^`info` is its counterpart .*?sums\.$", page.read_text(), re.MULTILINE | re.DOTALL)
-    assert {field.name for field in fields(RoundInfo)} <= set(re.findall(r"`(?:info\.)?(\w+)`", told[0]))
+    others = {"refuses", "borrows", "steps_see_state"}
+    assert named == says | others
+    for title, known in (("### ctx", Ctx._fields), ("### info", [field.name for field in fields(RoundInfo)])):
+        told = [name for cells in rows(page, after=title) for name in re.findall(r"`(\w+)`", cells[0])]
+        assert sorted(told) == sorted(known)
+    bases = (LocalRegularizer, cfl.Strategy)
+    hooks = {name for base in bases for name, value in vars(base).items() if isfunction(value) and name[0] != "_"}
+    tables = "".join(line for line in page.read_text().splitlines() if line.startswith("|"))
+    assert hooks - others <= set(re.findall(r"`(\w+)\(", tables))
+
+
+def test_the_page_on_strategies_counts_who_overrides_the_five_hooks():
+    page = ROOT / "docs/write-a-strategy.md"
+    strategies = {name: (cfl.Strategy, plugins.strategies.get(name)) for name in plugins.strategies.names()}
+    local = {name: (LocalRegularizer, plugins.local.get(name)) for name in plugins.local.names()}
+    methods = {name: pair for name, pair in {**strategies, **local}.items() if name != "fedavg"}
+    found = set()
+    for cell, *_, count in rows(page, after="## Five hooks"):
+        hooks = re.findall(r"`(\w+)\(", cell)
+        own = {
+            name
+            for name, (base, method) in methods.items()
+            if any(getattr(method, hook, None) is not getattr(base, hook, None) for hook in hooks)
+        }
+        assert len(own) == int(count)
+        found |= own
+    assert f"Of the {len(methods)} shipped methods other than FedAvg, {len(found)} override" in page.read_text()
 
 
 def test_command_page_lists_each_option_with_its_default():
@@ -155,17 +176,19 @@ def test_command_page_lists_each_option_with_its_default():
     assert table == {name: default for name, default in expected.items() if name not in aside}
 
 
-def test_readme_names_what_is_there():
-    table = rows(ROOT / "README.md", after="## What works today")
+def test_readme_and_pages_name_what_is_there():
+    short = {kind: names.split(", ") for kind, names, _ in rows(ROOT / "README.md", after="## What is included")}
     kinds = {
-        "method": plugins.strategies,
-        "local regularizer": plugins.local,
-        "benchmark": plugins.benchmarks,
-        "model": plugins.models,
+        "method": (plugins.strategies, "methods.md", ("",)),
+        "local regularizer": (plugins.local, "regularizers.md", ("",)),
+        "benchmark": (plugins.benchmarks, "streams.md", ("## Benchmarks\n", "## Benchmarks of a single task")),
+        "model": (plugins.models, "streams.md", ("## Models",)),
     }
-    for kind, registry in kinds.items():
-        named = [name.strip("`") for cells in table if cells[0] == kind for name in cells[1].split(", ")]
-        assert sorted(named) == registry.names()
+    assert list(short) == list(kinds)
+    for kind, (registry, page, titles) in kinds.items():
+        cells = [cells[0] for title in titles for cells in rows(ROOT / "docs" / page, after=title)]
+        for named in (short[kind], ", ".join(cells).split(", ")):
+            assert sorted(name.strip("`") for name in named) == registry.names()
 
 
 @pytest.mark.parametrize("partition", ["iid", "shards"])
@@ -400,9 +423,9 @@ def test_rank_rules_at_full_length_are_the_stored_runs():
             shares = metrics["acc"], metrics["fgt"], metrics["accuracy_matrix"][9][9], mean(use.values()), use["1"]
             found[name] = [f"{100 * share:.2f}" for share in shares]
             left[name] = [f"{100 * (1 - share):.1f}" for share in use.values()]  # nothing joins after the last task
-    paper, *ours = rows(ROOT / "docs/fidelity.md", after="It can cost what later tasks learn.")
+    paper, *ours = rows(ROOT / "docs/fidelity.md", after="It can cost accuracy on later tasks.")
     assert {name: cells for name, *cells in ours} == found
-    below = rows(ROOT / "docs/fidelity.md", after="Of the directions of each layer, nine tasks leave to the tenth")
+    below = rows(ROOT / "docs/fidelity.md", after="Share of each layer's directions that nine tasks leave to the tenth")
     assert {name: cells for name, *cells in below} == left
     printed = read_yaml(ROOT / "cfl/experiments/papers/fot.yaml")
     scores = re.findall(r"([\d.]+)±", printed["fot-table1"]["paper"]["non-IID"]["FOT"][0])

@@ -15,14 +15,13 @@ import cfl
 from cfl import cli
 from cfl.aggregation.accounting import Releases, epsilon
 from cfl.assembly import methods as membership
-from cfl.contract.rounds import STAGES, Phase
-from cfl.core import plugins, rng, tree
-from cfl.core.errors import ConfigError, UpdateError
+from cfl.contract import STAGES, Phase
+from cfl.core import ConfigError, UpdateError, plugins, rng, tree
 from cfl.methods.strategies import FOT, SingleTask
-from cfl.run.population import Population
-from cfl.run.session import Session
+from cfl.runtime.builder import build_session
+from cfl.runtime.population import Population
 from tests import toy
-from tests.test_resume import Killed, finished
+from tests.runtime.test_resume import Killed, finished
 
 SCHEDULE = ("tasks=2", "rounds=2")
 # rdp is quick, and an upper bound like the other
@@ -87,7 +86,7 @@ def session_of(*options, method="fedavg", module=None, strategy=None):
     """A run to be gone through round by round, and its log."""
     config, log = toy.config(*SCHEDULE, *options, method=method), Log()
     members = {**membership.build(config), **({"strategy": strategy} if strategy else {})}
-    session = Session(config, toy.stream(config.tasks), members, module, None, log)
+    session = build_session(config, toy.stream(config.tasks), members, module, None, log)
     session.start(False)
     return session, log
 
@@ -577,8 +576,8 @@ def test_metrics_tell_what_was_spent(tmp_path):
         pytest.approx(epsilon([Releases(0.75, releases)], 1.0, 1e-4, "rdp")) for releases in (2, 4)
     ]
     assert f"epsilon {spent:.3g} at delta 0.0001 per client over the whole run (noise 1 x clip 1)" in log.notes[-3]
-    assert "the noise follows from the seed, so that runs repeat: keep it secret" in log.notes[-2]
-    assert "epsilon counts on the secrecy of who took part" in log.notes[-1]
+    assert "the noise follows from the seed, so that runs repeat: keep the seed secret" in log.notes[-2]
+    assert "epsilon assumes that the cohorts stay secret" in log.notes[-1]
 
 
 def test_metrics_of_samples_tell_each_clients_steps():

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cfl.config.overrides import read_yaml
-from cfl.contract.data import EMPTY
+from cfl.contract import EMPTY
 from cfl.testing import check_strategy
 from tests.toy import context
 
@@ -137,7 +137,7 @@ def test_a_finished_run_resumes_to_the_same_metrics(cfl_run, trained):
 @pytest.mark.parametrize(
     ("args", "value", "named"),
     [
-        (("--method", "slowdown"), "strategy.rate=-1", "strategy.rate must be in [0, inf), not -1"),
+        (("--method", "slowdown"), "strategy.rate=-1", "strategy.rate must be a number in [0, inf), not -1"),
         (("--local", "sparse-steps"), "regularizer.sparse-steps.mi=1", "'regularizer.sparse-steps.mu'"),
     ],
 )

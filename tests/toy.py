@@ -11,14 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import cfl
-from cfl.contract.context import Ctx
-from cfl.contract.data import EMPTY, Batch
-from cfl.contract.rounds import Phase, RoundInfo, Server, TreesByOwner
-from cfl.contract.strategy import Strategy
-from cfl.core import rng
-from cfl.core.tree import Tree
-from cfl.models.handle import Model
-from cfl.run.sinks import NullSink
+from cfl.contract import EMPTY, Batch, Ctx, Phase, RoundInfo, Server, Strategy, TreesByOwner
+from cfl.core import Tree, rng
+from cfl.models import Model
+from cfl.runtime.sinks import NullSink
 from cfl.testing.toys import CLASSES, DIMENSIONS, toy_config
 from cfl.testing.toys import toy_stream as stream
 
@@ -30,6 +26,16 @@ __all__ = ["CLASSES", "DIMENSIONS", "stream"]  # passed on; what is defined here
 def config(*overrides: str, method: str = "fot", **options: Any) -> cfl.RunConfig:
     """A small run: 4 clients, 3 a round, 2 rounds a task, an 8-6-6-2 MLP."""
     return toy_config(*overrides, method=method, **options)
+
+
+def flat(leaves: Tree) -> Tensor:
+    """All leaves of a tree end to end, (numbers,)."""
+    return torch.cat([leaf.reshape(-1) for leaf in leaves.values()])
+
+
+def unstacked(stacked: Tree) -> list[Tree]:
+    """The trees that `tree.stack` stacked."""
+    return [dict(zip(stacked, leaves)) for leaves in zip(*stacked.values())]
 
 
 def context(

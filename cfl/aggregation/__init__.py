@@ -1,1 +1,1 @@
-"""What leaves a client, and what can be learnt from it: secure aggregation and differential privacy."""
+"""Aggregation of uploads: plain sums, secure aggregation and differential privacy."""

@@ -1,123 +1,126 @@
-"""The sum of a round's uploads, as they are; `cfl.aggregation.protected` has the one that hides and protects them."""
+"""Sum of a round's uploads without protection; `cfl.aggregation.protected` adds secure aggregation and privacy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from cfl.contract.regularizer import Gathers
-from cfl.contract.rounds import RoundInfo, TreesByOwner
-from cfl.core import tree
-from cfl.core.errors import RoundAborted, UpdateError
-from cfl.core.tree import Tree
+from cfl.contract import Gathers, RoundInfo, TreesByOwner
+from cfl.core import RoundAborted, Tree, UpdateError, tree
 
 
 class UploadSum:
-    """The uploads of one round put together, client by client, in any order.
+    """Sum of the uploads of one round; clients may be added in any order.
 
-    gathers: how the uploads of each regularizer come together; those of the strategy are averaged, those of `work`
-    summed. noise, clipped, shortened: see `Outcome`.
-    A sum over some of the clients, never opened nor closed, passes on what it has with `part`, to `merge` in another.
+    Workers build partial sums: export one with `part()`, combine with `merge()`. Only the combined sum is opened and
+    closed.
+
+    gathers: how the uploads of each regularizer are combined; the strategy's are averaged, those of `work` summed.
+    clipped: entries beyond the range of integers; shortened: clients whose upload was scaled down to dp.clip; noise:
+    standard deviation of the noise in each entry of the sum.
     """
+
+    # _outlines describes the uploads of client _lowest, the lowest id added; -1 before the first client.
+    _exported: ClassVar = ["clipped", "shortened", "_outlines", "_lowest", "_sums", "_stacks", "_weight", "_bytes_up"]
 
     def __init__(self, info: RoundInfo, gathers: Mapping[str, Gathers]) -> None:
         self.info, self.gathers = info, {"strategy": "mean", **gathers, "work": "sum"}
         self.clipped = self.shortened = 0
         self.noise = 0.0
-        self._like: TreesByOwner = {}
-        self._first = -1  # whose uploads `_like` shows: of those added, the lowest id; -1 where there is none
-        self._total: TreesByOwner = {}
+        self._outlines: TreesByOwner = {}
+        self._lowest = -1
+        self._sums: TreesByOwner = {}
         self._stacks: dict[int, TreesByOwner] = {}
-        self._weights = 0.0
+        self._weight = 0.0
         self._bytes_up = 0
 
     def open(self) -> None:
-        """What comes before the uploads. Raises RoundAborted where too few clients are left to go on."""
+        """Prepare for the uploads. Raises RoundAborted if too few clients are left to go on."""
 
     def add(self, client: int, uploads: TreesByOwner, weight: float) -> bool:
-        """Take in a client's uploads, or give False for some that are not finite.
+        """Add a client's uploads; return False, and leave them out, if they are not finite.
 
-        Raises UpdateError for other names or shapes than the first client sent.
+        Raises UpdateError if their names or shapes differ from those of another client.
         """
         self._bytes_up += sum(map(tree.nbytes, uploads.values()))
         if not all(map(tree.all_finite, uploads.values())):
             return False
-        self._look(client, uploads)
-        self._weights += weight
+        self._match(client, uploads)
+        self._weight += weight
         for owner, upload in uploads.items():
             if self.gathers[owner] == "stack":
                 self._stacks.setdefault(client, {})[owner] = upload
             else:
-                _gather(self._total.setdefault(owner, {}), upload, weight if self.gathers[owner] == "mean" else 1.0)
+                _accumulate(self._sums.setdefault(owner, {}), upload, weight if self.gathers[owner] == "mean" else 1.0)
         return True
 
     def part(self) -> dict[str, Any]:
-        """All that has been added, as plain data and tensors."""
-        names = ("clipped", "shortened", "_like", "_first", "_total", "_stacks", "_weights", "_bytes_up")
-        return {name: getattr(self, name) for name in names}
+        """Return all that was added, as plain data and tensors."""
+        return {name: getattr(self, name) for name in self._exported}
 
     def merge(self, part: Mapping[str, Any]) -> None:
-        """Take in what another sum of this round has; its tensors are not kept. Raises UpdateError as `add` does."""
-        for name in ("clipped", "shortened", "_weights", "_bytes_up"):
+        """Add another sum of this round, and copy its tensors. Raises UpdateError as `add` does."""
+        for name in ("clipped", "shortened", "_weight", "_bytes_up"):
             setattr(self, name, getattr(self, name) + part[name])
-        if part["_first"] >= 0:
-            self._look(part["_first"], part["_like"])
-        for owner, total in part["_total"].items():
-            _gather(self._total.setdefault(owner, {}), total, 1.0)
+        if part["_lowest"] >= 0:
+            self._match(part["_lowest"], part["_outlines"])
+        for owner, total in part["_sums"].items():
+            _accumulate(self._sums.setdefault(owner, {}), total, 1.0)
         for client, uploads in part["_stacks"].items():
             self._stacks[client] = {owner: tree.clone(upload) for owner, upload in uploads.items()}
 
     def close(self) -> TreesByOwner:
-        """What the server gets. Raises RoundAborted where no client has answered."""
-        if self._first < 0:
+        """Return the combined uploads for the server. Raises RoundAborted if no client has answered."""
+        if self._lowest < 0:
             raise RoundAborted("no client of the cohort has answered")
-        parts = {
-            owner: tree.scale(total, 1 / self._weights) if self.gathers[owner] == "mean" else total
-            for owner, total in self._total.items()
+        combined = {
+            owner: tree.scale(total, 1 / self._weight) if self.gathers[owner] == "mean" else total
+            for owner, total in self._sums.items()
         }
-        for owner, total in parts.items():  # sums of counters mean nothing: they are the first client's
-            total |= {name: leaf for name, leaf in self._like[owner].items() if not leaf.is_floating_point()}
-        ordered = [self._stacks[client] for client in sorted(self._stacks)]
-        return parts | {owner: tree.stack([each[owner] for each in ordered]) for owner in (ordered or [{}])[0]}
+        for owner, total in combined.items():  # counters are not summed: those of the lowest id stay
+            total |= {name: leaf for name, leaf in self._outlines[owner].items() if not leaf.is_floating_point()}
+        stacks = [self._stacks[client] for client in sorted(self._stacks)]
+        return combined | {owner: tree.stack([each[owner] for each in stacks]) for owner in (stacks or [{}])[0]}
 
     def traffic(self) -> tuple[int, int]:
-        """Bytes that went up from all clients, and down to them beside the broadcast, also of an aborted round."""
+        """Bytes that all clients uploaded, and downloaded beside the broadcast; also of an aborted round."""
         return self._bytes_up, 0
 
-    def _look(self, client: int, uploads: TreesByOwner) -> None:
-        """Remember what uploads look like. Raises UpdateError where these look otherwise."""
-        if self._first >= 0:
-            _check_shapes(uploads, self._like, client, self.info)
-        if self._first < 0 or client < self._first:
-            self._like, self._first = {owner: tree.map(_outline, leaves) for owner, leaves in uploads.items()}, client
+    def _match(self, client: int, uploads: TreesByOwner) -> None:
+        """Keep the outlines of the lowest client's uploads. Raises UpdateError if uploads differ in names or shapes."""
+        if self._lowest >= 0:
+            _check_shapes(uploads, self._outlines, client, self.info)
+        if self._lowest < 0 or client < self._lowest:
+            self._outlines = {owner: tree.map(_outline, leaves) for owner, leaves in uploads.items()}
+            self._lowest = client
 
 
 def _outline(leaf: Tensor) -> Tensor:
-    """A leaf that looks the same, and takes no memory but for counters, which keep their values."""
+    """A leaf of the same shape and type that takes no memory; counters are copied with their values."""
     return leaf.new_zeros(()).expand(leaf.shape) if leaf.is_floating_point() else leaf.clone()
 
 
 def _check_shapes(uploads: TreesByOwner, others: TreesByOwner, client: int, info: RoundInfo) -> None:
-    """Raise UpdateError where a client's upload has other names or shapes than the first one."""
+    """Raise UpdateError if the names or shapes of a client's uploads differ from those of others."""
     own, expected = (
-        {(owner, name): leaf.shape for owner, leaves in parts.items() for name, leaf in leaves.items()}
-        for parts in (uploads, others)
+        {(owner, name): leaf.shape for owner, leaves in trees.items() for name, leaf in leaves.items()}
+        for trees in (uploads, others)
     )
     if own != expected:
-        place = next(place for place in {**own, **expected} if own.get(place) != expected.get(place))
-        sent, other = (None if shape is None else tuple(shape) for shape in (own.get(place), expected.get(place)))
+        path = next(path for path in {**own, **expected} if own.get(path) != expected.get(path))
+        sent, other = (None if shape is None else tuple(shape) for shape in (own.get(path), expected.get(path)))
         raise UpdateError(
-            f"client {client} sent '{'/'.join(place)}' with shape {sent}, others {other} "
-            f"({info.place}); uploads of a round are summed"
+            f"client {client} sent '{'/'.join(path)}' with shape {sent}, others {other} ({info.place}); "
+            "to be summed, uploads of a round must have the same names and shapes"
         )
 
 
-def _gather(total: Tree, upload: Tree, weight: float) -> None:
-    """Add the floating-point leaves of an upload to those of others, in place."""
+def _accumulate(total: Tree, upload: Tree, weight: float) -> None:
+    """Add weight * upload to `total` in place; integer leaves stay those of the first upload."""
     for name, leaf in upload.items():
-        if leaf.is_floating_point() and name in total:
-            total[name].add_(leaf, alpha=weight)
-        elif name not in total:
+        if name not in total:
             total[name] = leaf * weight if leaf.is_floating_point() else leaf
+        elif leaf.is_floating_point():
+            total[name].add_(leaf, alpha=weight)

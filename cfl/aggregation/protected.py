@@ -1,6 +1,6 @@
-"""How uploads become a sum that hides and protects them: clip, noise, integers, masks; then the way back.
+"""Sum of a round's uploads under secure aggregation and differential privacy.
 
-Client: weigh, clip to dp.clip, add a share of the noise, round to integers modulo 2^bits, mask.
+Client: weight, clip to dp.clip, add a share of the noise, round to integers modulo 2^bits, mask.
 Server: unmask the sum, read it as signed numbers, add the noise (without secure aggregation), divide.
 """
 
@@ -10,93 +10,87 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cfl.aggregation.gaussian import SampleNoise, clipped, noise
+from cfl.aggregation.mask_graph import honest
 from cfl.aggregation.plain import UploadSum
 from cfl.aggregation.quantize import FixedPoint
 from cfl.config.schema import RunConfig
-from cfl.contract.regularizer import Gathers
-from cfl.contract.rounds import RoundInfo, TreesByOwner
-from cfl.core import rng, tree
-from cfl.core.errors import ConfigError, RoundAborted, UpdateError
+from cfl.contract import Gathers, RoundInfo, TreesByOwner
+from cfl.core import ConfigError, RoundAborted, UpdateError, rng, tree
 
 if TYPE_CHECKING:
     from cfl.aggregation.secagg import SecureSum
 
-DEVIATIONS = 6  # of normal noise, beyond which are 2e-9 of the draws
+DEVIATIONS = 6  # standard deviations of the noise that must fit; a normal draw exceeds them with probability 2e-9
 
 
 @dataclass(frozen=True)
 class UploadProtection:
-    """What protects the uploads of a run. multiplier: standard deviation of the noise over dp.clip.
+    """Protection of a run's uploads. multiplier: standard deviation of the noise over dp.clip.
 
-    Raises ConfigError for integers too coarse or too small for the noise.
+    Raises ConfigError if the integers of secure aggregation are too coarse or their range is too small for the noise.
     """
 
     config: RunConfig
     multiplier: float
 
     def __post_init__(self) -> None:
-        bits, dp = self.config.secure.fraction_bits, self.config.dp
-        shares = self.config.partition.clients if dp.level == "client" else 1
-        least = dp.clip * self.multiplier / math.sqrt(shares)  # of what one client adds
-        if self.config.secagg != "none" and 0 < least < 4 * 2.0**-bits:
-            raise ConfigError(f"secure.fraction_bits={bits} rounds away noise as small as {least:.2g}; raise it")
-        if self.config.secagg != "none" and self.multiplier:
-            self._check_range()
-
-    def _check_range(self) -> None:
-        """Raise ConfigError where integers may cut off a client's noise."""
-        from cfl.aggregation.secagg import honest
-
         secure, dp, clients = self.config.secure, self.config.dp, self.config.partition.clients
-        # What an entry may be falls with the number of clients, and faster than the noise of each.
-        largest = FixedPoint(secure.bits, secure.fraction_bits, clients).largest
-        std = dp.clip * self.multiplier / (honest(secure.quorum, clients) if dp.level == "client" else 1) ** 0.5
+        if self.config.secagg == "none" or not self.multiplier:
+            return
+        bits = secure.fraction_bits
+        shared = dp.level == "client"  # the clients share the noise; else each one adds all of it
+        least = dp.clip * self.multiplier / math.sqrt(clients if shared else 1)
+        if least < 4 * 2.0**-bits:
+            raise ConfigError(f"secure.fraction_bits={bits} rounds away noise as small as {least:.2g}; raise it")
+        # The largest cohort is the worst case: the range of an entry falls faster with its size than a client's noise.
+        largest = FixedPoint(secure.bits, bits, clients).largest
+        std = dp.clip * self.multiplier / (honest(secure.quorum, clients) if shared else 1) ** 0.5
         if dp.clip + DEVIATIONS * std > largest:
             raise ConfigError(
-                f"secure.bits={secure.bits} with secure.fraction_bits={secure.fraction_bits} reach {largest:.3g} in a "
-                f"sum of {clients} clients, and cut off noise: dp.clip={dp.clip:g} and {DEVIATIONS} deviations of what "
-                f"a client adds are {dp.clip + DEVIATIONS * std:.3g}; raise the first or lower the second"
+                f"secure.bits={secure.bits} with secure.fraction_bits={bits} limit entries to {largest:.3g} in sums of "
+                f"{clients} clients and cut off noise: dp.clip={dp.clip:g} plus {DEVIATIONS} standard deviations of a "
+                f"client's noise is {dp.clip + DEVIATIONS * std:.3g}; raise secure.bits or lower secure.fraction_bits"
             )
 
     @property
     def samples(self) -> SampleNoise | None:
-        """What protects single samples in local training, if that is asked for."""
+        """DP-SGD for local training, or None if local training does not protect single samples."""
         dp = self.config.dp
         protected = (dp.level, dp.protect) == ("example", "all")
         return SampleNoise(dp.clip, self.multiplier, self.config.local.batch_size) if protected else None
 
     def sum(self, info: RoundInfo, gathers: Mapping[str, Gathers]) -> UploadSum:
-        """The sum of a round's uploads; a diagnostic of the simulator and what is only stored need no protection."""
+        """Return an empty sum for a round; diagnostic phases and phases that only store need no protection."""
         if info.phase.diagnostic or info.phase.stores or (self.config.secagg, self.config.dp.level) == ("none", "none"):
             return UploadSum(info, gathers)
         return ProtectedSum(self, info, gathers)
 
 
 class ProtectedSum(UploadSum):
-    """A sum of one vector a client: its floating-point uploads end to end, those of `work` last.
+    """Sum of one vector per client: its floating-point uploads concatenated, those of `work` last.
 
-    Counters of normalisation layers, the only integers, stay on the clients.
+    The only integer leaves, counters of normalisation layers, stay on the clients.
     """
+
+    _exported: ClassVar = [*UploadSum._exported, "_count", "_vector", "_integers"]
 
     def __init__(self, protection: UploadProtection, info: RoundInfo, gathers: Mapping[str, Gathers]) -> None:
         super().__init__(info, gathers)
         config, self._dp = protection.config, protection.config.dp
         self._weighted, self._std = config.agg.weights == "samples", self._dp.clip * protection.multiplier
-        self._clients, self._vector = 0, torch.zeros(0, dtype=torch.float64)
+        self._count, self._vector = 0, torch.zeros(0, dtype=torch.float64)
         self._secure: SecureSum | None = None
         self._opened = False
-        self._integers: dict[int, np.ndarray] = {}  # where it was never opened: others have the masks
+        self._integers: dict[int, np.ndarray] = {}  # of a partial sum; the combined sum masks them
         if config.secagg != "none":
-            from cfl.aggregation.secagg import (
-                SecureSum,  # brings scipy.stats and cryptography, which other runs do without
-            )
+            from cfl.aggregation.secagg import SecureSum  # loads cryptography
 
             self._fixed = FixedPoint(config.secure.bits, config.secure.fraction_bits, max(1, len(info.clients)))
             self._secure = SecureSum(
@@ -119,129 +113,134 @@ class ProtectedSum(UploadSum):
         return super().traffic() if self._secure is None else (self._secure.bytes_up, self._secure.bytes_down)
 
     def add(self, client: int, uploads: TreesByOwner, weight: float) -> bool:
-        if self._secure is None and client in self.info.uploading:
+        uploading = client in self.info.uploading  # False: the cohort is empty, and the client only shows the shapes
+        if self._secure is None and uploading:
             self._bytes_up += sum(map(tree.nbytes, uploads.values()))
-        shown = client not in self.info.uploading  # nobody is: this one shows the shape of the noise
-        if not shown and not all(map(tree.all_finite, uploads.values())):
+        if uploading and not all(map(tree.all_finite, uploads.values())):
             return False
-        self._look(client, uploads)
-        vector = self._flat(uploads, weight)
-        if shown:
+        self._match(client, uploads)
+        vector = self._to_vector(uploads, weight)
+        if not uploading:
             self._vector = torch.zeros_like(vector)
             return True
-        self._clients += 1
-        if self._dp.level == "client":
-            self._clip(vector[self._start :])
-            if self._secure is not None:  # as many shares as honest clients must be there give the noise
-                self._share(vector[self._start :], client, self._secure.honest)
-        elif self._dp.level == "example":  # samples are protected from the server too: each client adds it all
-            self._share(vector[self._work :], client, 1)
+        self._count += 1
+        self._protect(client, vector)
         if self._secure is None:
-            self._vector = self._vector + vector if len(self._vector) else vector
-            return True
-        if self._weighted and weight > self._fixed.largest:  # a clipped weight would spoil the whole mean
-            raise ConfigError(
-                f"client {client} weighs {weight:g}, and secure.bits={self._fixed.bits} with secure.fraction_bits="
-                f"{self._fixed.fraction_bits} reach {self._fixed.largest:.3g}; lower the second or set "
-                "agg.weights=uniform"
-            )
-        integers, beyond = self._fixed.encode(vector)
-        self.clipped += beyond
-        if self._opened:
-            self._secure.add(client, integers)
+            self._add_vector(vector)
+        elif self._opened:
+            self._secure.add(client, self._encode(client, vector, weight))
         else:
-            self._integers[client] = integers
+            self._integers[client] = self._encode(client, vector, weight)
         return True
-
-    def part(self) -> dict[str, Any]:
-        names = ("_clients", "_vector", "_integers")
-        return super().part() | {name: getattr(self, name) for name in names}
 
     def merge(self, part: Mapping[str, Any]) -> None:
         super().merge(part)
-        self._clients += part["_clients"]
+        self._count += part["_count"]
         if len(part["_vector"]):
-            self._vector = self._vector + part["_vector"] if len(self._vector) else part["_vector"].clone()
+            self._add_vector(part["_vector"])
         for client, integers in part["_integers"].items():
             assert self._secure is not None
             self._secure.add(client, integers)
 
     def close(self) -> TreesByOwner:
-        if self._first < 0:
+        if self._lowest < 0:
             raise RoundAborted("no client of the cohort has answered")
         total = self._vector if self._secure is None else self._fixed.decode(self._secure.close())
         if self._dp.level == "client":
             if self._secure is None:
-                total[self._start :] += noise(total[self._start :], self._std, rng.key(self.info.key, "noise"))
-            self.noise = self._std * (1 if self._secure is None else (self._clients / self._secure.honest) ** 0.5)
+                protected = total[self._protected_from :]
+                protected += noise(protected, self._std, rng.key(self.info.key, "noise"))
+            self.noise = self._std * (1 if self._secure is None else (self._count / self._secure.honest) ** 0.5)
         elif self._dp.level == "example":
-            self.noise = self._std * self._clients**0.5
+            self.noise = self._std * self._count**0.5
         hidden = self.info.privacy is not None and self.info.privacy.hidden
-        divisor = float(total[0]) if self._weighted else self.info.expected if hidden else self._clients
-        return self._parts(total[int(self._weighted) :], divisor or 1.0)
+        divisor = float(total[0]) if self._weighted else self.info.expected if hidden else self._count
+        return self._from_vector(total[int(self._weighted) :], divisor or 1.0)
 
-    @cached_property
-    def _work(self) -> int:
-        """Where in the vector the uploads of `work` begin."""
-        return int(self._weighted) + sum(leaf.numel() for owner, _, leaf in self._places if owner != "work")
+    def _protect(self, client: int, vector: Tensor) -> None:
+        """Clip a client's vector and add its share of the noise, in place, as dp.level asks for."""
+        if self._dp.level == "client":
+            protected = vector[self._protected_from :]
+            self._clip(protected)
+            if self._secure is not None:  # the shares of the honest clients that must stay make up the whole noise
+                self._add_noise(protected, client, self._secure.honest)
+        elif self._dp.level == "example":  # protects from the server too: each client adds the whole noise
+            self._add_noise(vector[self._work_from :], client, 1)
 
-    @cached_property
-    def _start(self) -> int:
-        """Where in the vector begins what differential privacy protects; no weight is sent where it protects all."""
-        return 0 if self._dp.protect == "all" else self._work
-
-    def _clip(self, part: Tensor) -> None:
-        """Clip the part of a vector to dp.clip, in place; what rounding to integers may add is taken off before."""
-        rounding = 0.0 if self._secure is None else len(part) ** 0.5 * 2.0 ** -(self._fixed.fraction_bits + 1)
+    def _clip(self, protected: Tensor) -> None:
+        """Clip the protected part of a vector in place, to dp.clip less a bound on the rounding error of integers."""
+        rounding = 0.0 if self._secure is None else len(protected) ** 0.5 * 2.0 ** -(self._fixed.fraction_bits + 1)
         if self._dp.clip <= rounding:
             raise ConfigError(
-                f"secure.fraction_bits={self._fixed.fraction_bits} rounds uploads of {len(part)} entries by more than "
-                f"dp.clip={self._dp.clip:g}; raise it"
+                f"secure.fraction_bits={self._fixed.fraction_bits} is too coarse: rounding may change the norm of "
+                f"{len(protected)} entries by {rounding:.3g}, and dp.clip={self._dp.clip:g}; raise it"
             )
-        short = clipped(part, self._dp.clip - rounding)
-        self.shortened += short is not part
-        part.copy_(short)
+        short = clipped(protected, self._dp.clip - rounding)
+        self.shortened += short is not protected
+        protected.copy_(short)
 
-    def _share(self, part: Tensor, client: int, shares: int) -> None:
-        """Add to the part of a vector, in place, a client's share of the noise."""
-        part += noise(part, self._std / shares**0.5, rng.key(self.info.key, "noise", client))
+    def _add_noise(self, protected: Tensor, client: int, shares: int) -> None:
+        """Add a client's noise, one of `shares` shares, to the protected part of its vector in place."""
+        protected += noise(protected, self._std / shares**0.5, rng.key(self.info.key, "noise", client))
+
+    def _add_vector(self, vector: Tensor) -> None:
+        self._vector = self._vector + vector if len(self._vector) else vector.clone()
+
+    def _encode(self, client: int, vector: Tensor, weight: float) -> np.ndarray:
+        """Round a vector to integers. Raises ConfigError if they clip the weight, which would distort the mean."""
+        if self._weighted and weight > self._fixed.largest:
+            raise ConfigError(
+                f"client {client} has weight {weight:g}, but secure.bits={self._fixed.bits} with secure.fraction_bits="
+                f"{self._fixed.fraction_bits} allow at most {self._fixed.largest:.3g}; lower secure.fraction_bits or "
+                "set agg.weights=uniform"
+            )
+        integers, beyond = self._fixed.encode(vector)
+        self.clipped += beyond
+        return integers
 
     @cached_property
-    def _places(self) -> list[tuple[str, str, Tensor]]:
-        """Owner, name and leaf, as the first client sent it, of all that is summed: those of `work` last.
+    def _layout(self) -> list[tuple[str, str, Tensor]]:
+        """Owner, name and outline of each leaf in the vector, those of `work` last.
 
-        The order is the same whoever is first: that of the owners and of the model's names, then by the alphabet.
+        Leaves are sorted by owner, then in the order of the model's names, then by name, whichever client is first.
+        Raises UpdateError for integer leaves other than counters of normalisation layers.
         """
-        every = [(owner, name, leaf) for owner, leaves in self._like.items() for name, leaf in leaves.items()]
-        for owner, name, leaf in every:
+        leaves = [(owner, name, leaf) for owner, upload in self._outlines.items() for name, leaf in upload.items()]
+        for owner, name, leaf in leaves:
             if not leaf.is_floating_point() and name not in self.info.model.buffers(self.info.task):
-                raise UpdateError(
-                    f"'{owner}' sends '{name}' as {leaf.dtype}; a secure or private sum takes floats only"
-                )
+                raise UpdateError(f"'{owner}' sends '{name}' as {leaf.dtype}; protected sums take floats only")
         owners, names = list(self.gathers), {name: number for number, name in enumerate(self.info.names)}
 
-        def rank(place: tuple[str, str, Tensor]) -> tuple[int, int, str]:
-            owner, name, _ = place
+        def rank(entry: tuple[str, str, Tensor]) -> tuple[int, int, str]:
+            owner, name, _ = entry
             return owners.index(owner), names.get(name, len(names)), name
 
-        return sorted((place for place in every if place[2].is_floating_point()), key=rank)
+        return sorted((entry for entry in leaves if entry[2].is_floating_point()), key=rank)
 
-    def _flat(self, uploads: TreesByOwner, weight: float) -> Tensor:
-        """All of a client's uploads as a vector (n,) in float64, its weight first where clients have one."""
+    @cached_property
+    def _work_from(self) -> int:
+        """Index in the vector at which the uploads of `work` begin."""
+        return int(self._weighted) + sum(leaf.numel() for owner, _, leaf in self._layout if owner != "work")
+
+    @cached_property
+    def _protected_from(self) -> int:
+        """Index in the vector at which client-level protection begins; vectors have no weight with dp.protect=all."""
+        return 0 if self._dp.protect == "all" else self._work_from
+
+    def _to_vector(self, uploads: TreesByOwner, weight: float) -> Tensor:
+        """Concatenate a client's uploads to a float64 vector (n,), behind its weight if clients are weighted."""
         leaves = [
             uploads[owner][name].double().flatten().cpu() * (weight if self.gathers[owner] == "mean" else 1.0)
-            for owner, name, _ in self._places
+            for owner, name, _ in self._layout
         ]
         first = [torch.tensor([weight], dtype=torch.float64)] if self._weighted else []
         return torch.cat([*first, *leaves, torch.zeros(0, dtype=torch.float64)])
 
-    def _parts(self, vector: Tensor, divisor: float) -> TreesByOwner:
-        """The inverse of `_flat` for a sum; means are divided."""
-        parts: TreesByOwner = {owner: tree.map(torch.zeros_like, leaves) for owner, leaves in self._like.items()}
-        places = self._places
-        for (owner, name, leaf), values in zip(
-            places, vector.split([leaf.numel() for *_, leaf in places]), strict=True
-        ):
+    def _from_vector(self, vector: Tensor, divisor: float) -> TreesByOwner:
+        """Split a sum into the trees of its owners, the inverse of `_to_vector`, and divide the means."""
+        trees: TreesByOwner = {owner: tree.map(torch.zeros_like, leaves) for owner, leaves in self._outlines.items()}
+        sizes = [leaf.numel() for *_, leaf in self._layout]
+        for (owner, name, leaf), values in zip(self._layout, vector.split(sizes), strict=True):
             divided = values / divisor if self.gathers[owner] == "mean" else values
-            parts[owner][name] = divided.reshape(leaf.shape).to(leaf)
-        return parts
+            trees[owner][name] = divided.reshape(leaf.shape).to(leaf)
+        return trees

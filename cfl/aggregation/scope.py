@@ -1,15 +1,15 @@
-"""What differential privacy protects: the phases that release something private, and how a round states it."""
+"""Scope of differential privacy: the phases that release protected uploads, and the privacy of a round."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from cfl.config.schema import RunConfig
-from cfl.contract.rounds import Phase, Privacy
+from cfl.contract import Phase, Privacy
 
 
 def releases(phases: Iterable[Phase], config: RunConfig) -> list[Phase]:
-    """Those of the phases in which something goes up that differential privacy protects."""
+    """Return the phases with uploads that differential privacy protects."""
     return [
         phase
         for phase in phases
@@ -18,7 +18,7 @@ def releases(phases: Iterable[Phase], config: RunConfig) -> list[Phase]:
 
 
 def privacy(phase: Phase, drawn: bool, config: RunConfig) -> Privacy | None:
-    """The differential privacy of a phase's rounds. drawn: whether not all clients that might take part do."""
+    """Return the differential privacy of a phase's rounds. drawn: whether the cohort is a sample of the clients."""
     if config.dp.level == "none" or phase.diagnostic:
         return None
     hidden = config.dp.level == "client" and config.dp.amplify and drawn and bool(releases([phase], config))

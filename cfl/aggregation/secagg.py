@@ -1,23 +1,22 @@
 """Secure aggregation of Bonawitz et al. (CCS 2017) on the sparse graph of Bell et al. (CCS 2020), simulated in full.
 
-Stage (round of Bonawitz et al., figure 4), for client i, its neighbours j, and x_i, y_i modulo 2^bits:
+Stages (with the round of Bonawitz et al., figure 4) of client i with neighbours j; x_i and y_i are modulo 2^bits:
     keys   (0)  i advertises two X25519 public keys: one for ciphertexts, one for masks.
-    shares (1)  i shares the seeds of its self-mask and of its mask key with its neighbours and itself, any t of whom
-                rebuild them; each neighbour's shares travel through the server as one ciphertext.
+    shares (1)  i splits the seeds of its self-mask and of its mask key among its neighbours and itself, so that any t
+                of them rebuild the seeds; the server forwards each neighbour's shares as one ciphertext.
     upload (2)  y_i = x_i + PRG(b_i) + sum_{j > i} PRG(s_ij) - sum_{j < i} PRG(s_ij),  s_ij agreed upon by X25519.
-    unmask (4)  i reveals its shares of b_j where j uploaded, else those of j's mask key, and never both.
-The server follows the protocol (semi-honest), so round 3, the consistency check, is left out. Clients that join it
-learn nothing but the sum as long as they are fewer than t of any client's share holders.
-Deviations: the mask key comes from a 16-byte seed, and that is what is shared; a hash of b_i goes up with the shares,
-so that the server sees a false share; ciphertexts are bound to the public keys of both ends, so that a client sees a
-swapped one. Keys, seeds and nonces are the operating system's, not the run's: no two runs share a mask.
+    unmask (4)  i reveals its share of b_j if j uploaded, else its share of j's mask key, and never both.
+The server follows the protocol (semi-honest), so round 3, the consistency check, is left out. The server and the
+clients that collude with it learn nothing but the sum if fewer than t of any client's share holders collude.
+Deviations: the mask key is derived from a 16-byte seed, and the seed is shared; each client uploads a hash of b_i with
+its shares, so that the server detects a false share; ciphertexts are bound to the public keys of both clients, so that
+a client detects a swapped key. Keys, seeds and nonces come from the operating system, not from the run's seed: no two
+runs share a mask.
 """
 
-import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cache
 
 import numpy as np
 from Crypto.Protocol.SecretSharing import Shamir
@@ -27,70 +26,17 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-from scipy.stats import hypergeom
 
-from cfl.contract.rounds import STAGES
-from cfl.core import rng
-from cfl.core.errors import RoundAborted
+from cfl.aggregation.mask_graph import degree, graph, honest, needed
+from cfl.contract import STAGES
+from cfl.core import RoundAborted
 
 MASK, SELF = "mask", "self"  # the two secrets of a client: the seed of its mask key, the seed of its self-mask
-# sizes in bytes
+# Sizes of the parts of messages in bytes.
 ID, KIND, PUBLIC, SEED, NONCE, TAG, COMMITMENT = 4, 1, 32, 16, 12, 16, 32
 CIPHERTEXT = NONCE + 2 * SEED + TAG
-PLACES = {MASK: slice(SEED), SELF: slice(SEED, 2 * SEED)}  # of the shares in a ciphertext
-CORRUPT = 0.1  # share of the clients that may work with the server
-CHUNK = 2**18  # of a mask: a vector's part and the mask's stay in the cache
-
-
-def needed(threshold: float, clients: int) -> int:
-    """The fewest of `clients` that make up the fraction `threshold`, and at least two."""
-    return max(2, math.ceil(threshold * clients - 1e-9))  # 0.55 * 100 is above 55 in floats
-
-
-def accomplices(clients: int) -> int:
-    """The most of `clients` that may work with the server."""
-    return math.ceil(CORRUPT * clients - 1e-9)
-
-
-def honest(threshold: float, clients: int) -> int:
-    """Of the fewest of `clients` that must stay, those that do not work with the server, at least."""
-    return max(1, needed(threshold, clients) - accomplices(clients))
-
-
-@cache
-def degree(clients: int, *, threshold: float, dropped: float = 0.1, corrupt: float = CORRUPT) -> int:
-    """The fewest neighbours that keep a round safe and alive; those of the complete graph where no fewer do.
-
-    dropped, corrupt: fractions of the clients. A client's t share holders are out of its neighbours and itself.
-    Safe, but for 2^-40: no client has t corrupt holders, and the honest that stay are connected. Alive, but for
-    2^-20: each client keeps t holders. Source: Bell et al., section 3, with hypergeometric tails in place of bounds.
-    """
-    n, lost, bad = clients, math.ceil(dropped * clients - 1e-9), math.ceil(corrupt * clients - 1e-9)
-    for k in range(2, n - 1):
-        if k * n % 2:
-            continue  # no regular graph
-        t = needed(threshold, k + 1)
-        corrupted = hypergeom.sf(t - 1, n - 1, bad, k)
-        cut = (dropped + corrupt) ** (k // 2)  # a Harary graph falls apart only where k / 2 in a row are gone
-        # a client that dropped out itself is one holder less, with one other client less that did
-        starved = max(hypergeom.sf(k + 1 - t, n - 1, lost, k), hypergeom.sf(k - t, n - 1, max(0, lost - 1), k))
-        if n * (corrupted + cut) <= 2**-40 and n * starved <= 2**-20:
-            return k
-    return n - 1
-
-
-def graph(ids: Iterable[int], neighbours: int, key: int) -> dict[int, tuple[int, ...]]:
-    """Each client's neighbours, ascending: a Harary graph on the clients in an order drawn from `key`.
-
-    All have `neighbours` of them and at least two (pairs would show the sum of each), or one more where no such graph
-    exists (both numbers odd), or all the others.
-    """
-    ring = rng.numpy_generator(key).permutation(sorted(ids)).tolist()
-    n = len(ring)
-    k = max(2, neighbours)
-    k = min(k + k * n % 2, n - 1)
-    steps = [*range(1, k // 2 + 1), *range(-(k // 2), 0), *([n // 2] if k % 2 else [])]
-    return {ring[a]: tuple(sorted(ring[(a + step) % n] for step in steps)) for a in range(n)}
+SHARE_OF = {MASK: slice(SEED), SELF: slice(SEED, 2 * SEED)}  # position of each secret's share in a ciphertext
+CHUNK = 2**18  # bytes of a vector that are masked at a time: they and their mask fit into the cache
 
 
 def _derive(secret: bytes, purpose: str, size: int = SEED) -> bytes:
@@ -101,7 +47,7 @@ def _agree(own: X25519PrivateKey, other: bytes, purpose: str) -> bytes:
     return _derive(own.exchange(X25519PublicKey.from_public_bytes(other)), purpose)
 
 
-def _mask_key(seed: bytes) -> X25519PrivateKey:
+def _mask_key_of(seed: bytes) -> X25519PrivateKey:
     return X25519PrivateKey.from_private_bytes(_derive(seed, "mask key", PUBLIC))
 
 
@@ -110,12 +56,12 @@ def _commitment(seed: bytes) -> bytes:
 
 
 def _apply(masks: Iterable[tuple[bytes, bool]], vector: np.ndarray) -> None:
-    """Add the masks (key, True) to the vector and subtract the masks (key, False), in place, modulo its 2^bits."""
+    """Add masks to the vector in place, modulo its 2^bits. masks: pairs of a key and False to subtract its mask."""
     streams: list[tuple[Callable, np.ufunc]] = [
         (Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor().update_into, np.add if plus else np.subtract)
         for key, plus in masks
     ]
-    zeros, buffer = memoryview(bytes(CHUNK)), np.empty(CHUNK + 16, np.uint8)  # older versions ask for a block more
+    zeros, buffer = memoryview(bytes(CHUNK)), np.empty(CHUNK + 16, np.uint8)  # old versions need one block more
     words = buffer[:CHUNK].view(vector.dtype)
     for part in np.split(vector, range(len(words), len(vector), len(words))):
         for stream, combine in streams:
@@ -124,81 +70,82 @@ def _apply(masks: Iterable[tuple[bytes, bool]], vector: np.ndarray) -> None:
 
 
 class Client:
-    """One party of one round, with fresh keys; a method per stage. RoundAborted where a message is not as it must be.
+    """Client of one round, with fresh keys and a method per stage; invalid messages raise RoundAborted.
 
-    threshold: t, how many share holders rebuild a secret.
+    threshold: t, the number of share holders that rebuild a secret.
+    seeds: seed of each of its two secrets; held: owner to that owner's shares of both secrets.
     """
 
     def __init__(self, id: int, threshold: int) -> None:
         self.id, self.threshold = id, threshold
-        self._seeds = {MASK: os.urandom(SEED), SELF: os.urandom(SEED)}
-        self._cipher_key, self._mask_key = X25519PrivateKey.generate(), _mask_key(self._seeds[MASK])
+        self.seeds = {MASK: os.urandom(SEED), SELF: os.urandom(SEED)}
+        self._cipher_key, self._mask_key = X25519PrivateKey.generate(), _mask_key_of(self.seeds[MASK])
         self._boxes: dict[int, AESGCM] = {}
-        self._held: dict[int, bytes] = {}  # owner -> the shares of both its secrets
-        self._revealed = {id: SELF}  # owner -> the only kind that may go out; its own mask key never does
+        self.held: dict[int, bytes] = {}
+        self._revealed = {id: SELF}  # owner -> the only secret to reveal; never its own mask key
         self._masked = False
 
     def advertise(self) -> bytes:
-        """Stage "keys": the public keys of ciphertexts and of masks."""
+        """Stage "keys": return the public keys for ciphertexts and for masks."""
         return b"".join(key.public_key().public_bytes_raw() for key in (self._cipher_key, self._mask_key))
 
     def share(self, keys: Mapping[int, bytes]) -> tuple[bytes, dict[int, bytes]]:
-        """Stage "shares": its neighbours' advertised keys -> its commitment, and a ciphertext for each neighbour."""
+        """Stage "shares": return a commitment, and a ciphertext for each neighbour. keys: as neighbours advertised."""
         self._keys = {**keys, self.id: self.advertise()}
-        split = [Shamir.split(self.threshold, len(self._keys), self._seeds[kind], ssss=False) for kind in PLACES]
+        split = [Shamir.split(self.threshold, len(self._keys), self.seeds[kind], ssss=False) for kind in SHARE_OF]
         shares = {holder: mask + own for holder, (_, mask), (_, own) in zip(sorted(self._keys), *split, strict=True)}
-        self._held[self.id] = shares[self.id]
+        self.held[self.id] = shares[self.id]
         sealed = {}
         for other in keys:
             self._boxes[other] = AESGCM(_agree(self._cipher_key, keys[other][:PUBLIC], "shares"))
             nonce = os.urandom(NONCE)
             sealed[other] = nonce + self._boxes[other].encrypt(nonce, shares[other], self._route(self.id, other))
-        return _commitment(self._seeds[SELF]), sealed
+        return _commitment(self.seeds[SELF]), sealed
 
     def receive(self, sealed: Mapping[int, bytes]) -> None:
-        """End of "shares": the ciphertexts of the neighbours that take part in the upload."""
+        """End of "shares": decrypt the ciphertexts of the neighbours that take part in the upload."""
         for other, text in sealed.items():
             try:
-                self._held[other] = self._boxes[other].decrypt(text[:NONCE], text[NONCE:], self._route(other, self.id))
-            except (InvalidTag, ValueError):  # ValueError: too short to hold a nonce
+                self.held[other] = self._boxes[other].decrypt(text[:NONCE], text[NONCE:], self._route(other, self.id))
+            except (InvalidTag, ValueError):  # ValueError: shorter than a nonce
                 raise RoundAborted(
-                    f"client {self.id} cannot open the shares of client {other}: they or a public key were changed"
+                    f"client {self.id} cannot decrypt the shares of client {other}: they or a public key were changed"
                 ) from None
 
     def mask(self, vector: np.ndarray) -> np.ndarray:
-        """Stage "upload": the vector (n,) plus all its masks; once, for the masks would cancel out of two."""
+        """Stage "upload": return the vector (n,) plus all masks; only once, as two uploads reveal their difference."""
         if self._masked:
             raise RoundAborted(f"client {self.id} refuses to mask a second vector with the same keys")
         self._masked = True
-        pairs = self._held.keys() - {self.id}
+        pairs = self.held.keys() - {self.id}
         masks = [(_agree(self._mask_key, self._keys[j][PUBLIC:], "mask"), self.id < j) for j in pairs]
-        masks.append((_derive(self._seeds[SELF], "self-mask"), True))
+        masks.append((_derive(self.seeds[SELF], "self-mask"), True))
         masked = vector.copy()
         _apply(masks, masked)
         return masked
 
     def reveal(self, wanted: Mapping[int, str]) -> dict[int, bytes]:
-        """Stage "unmask": its share of the wanted secret (MASK or SELF) of each owner; never both of one owner."""
+        """Stage "unmask": return a share of each owner's wanted secret (MASK or SELF); never both of one owner."""
         for owner, kind in wanted.items():
             if self._revealed.setdefault(owner, kind) != kind:
                 raise RoundAborted(f"client {self.id} refuses to reveal both secrets of client {owner}")
-        return {owner: self._held[owner][PLACES[kind]] for owner, kind in wanted.items()}
+        return {owner: self.held[owner][SHARE_OF[kind]] for owner, kind in wanted.items()}
 
     def _route(self, sender: int, receiver: int) -> bytes:
-        """What a ciphertext is bound to: the ids and public keys of both ends."""
+        """Ids and public keys of both clients, to which a ciphertext is bound."""
         return b"".join(id.to_bytes(ID, "little") + self._keys[id] for id in (sender, receiver))
 
 
 class SecureSum:
-    """One round: the server's half, and the messages between it and the clients. `setup`, `add` each, `close`.
+    """One round: the server, and its messages with the clients. Call `setup`, `add` for each client, then `close`.
 
-    threshold: the fraction of the clients, and of each client's share holders, that must stay to the end.
-    neighbours: of each client in the graph; None asks `degree`, with `drop_rate` as the fraction that drops out.
-    dropped: client -> the stage from which on it is silent. key: of the graph.
+    threshold: fraction of the clients, and of each client's share holders, that must stay to the end.
+    neighbours: of each client in the graph; None takes `degree`, with `drop_rate` as the fraction that drops out.
+    dropped: client to the stage from which on it is silent; key: of the graph's random draw.
     masked: False leaves out all cryptography; sums, byte counts and aborts are the same.
-    Attributes: uploading, the clients that are to upload, ascending; needed, how many clients must stay; honest, how
-    many of these do not work with the server, at least; bytes_up, bytes_down, all clients' messages so far, also after
-    a RoundAborted.
+    Attributes: uploading: clients that have to upload, ascending; needed: number of clients that must stay; honest:
+    lower bound of the honest clients among these; bytes_up, bytes_down: bytes of all clients' messages so far, also
+    after a RoundAborted; clients: the parties by id, after `setup` with `masked`.
     """
 
     def __init__(
@@ -213,9 +160,8 @@ class SecureSum:
         key: int,
         masked: bool,
     ) -> None:
-        if neighbours is None:
-            neighbours = degree(len(ids), threshold=threshold, dropped=drop_rate)
-        self.graph = graph(ids, neighbours, key)
+        links = degree(len(ids), threshold=threshold, dropped=drop_rate) if neighbours is None else neighbours
+        self.graph = graph(ids, links, key)
         self.ids = tuple(sorted(self.graph))
         self.dtype, self.masked = np.dtype(f"<u{bits // 8}"), masked
         self.needed = needed(threshold, len(self.ids))
@@ -224,74 +170,75 @@ class SecureSum:
         self.uploading: tuple[int, ...] = ()
         self.bytes_up = self.bytes_down = 0
         self._silent_from = {id: STAGES.index(stage) for id, stage in dropped.items()}
-        self._near = self.graph  # neighbours that take part
-        self._clients: dict[int, Client] = {}
+        self._near = self.graph  # links between clients that still take part
+        self.clients: dict[int, Client] = {}
         self._total: np.ndarray | None = None
-        self._due: set[int] = set()
+        self._awaited: set[int] = set()
 
     def setup(self) -> None:
-        """The stages "keys" and "shares"; RoundAborted where too few are left."""
-        advertised = self._taking_part("keys", self.ids)
+        """Run the stages "keys" and "shares". Raises RoundAborted if too few clients are left."""
+        advertised = self._remaining("keys", self.ids)
         self.bytes_up += len(advertised) * 2 * PUBLIC
-        self._check("keys", advertised, advertised)
-        self.bytes_down += self._among(advertised) * (ID + 2 * PUBLIC)
-        shared = self._taking_part("shares", advertised)
+        self._check_quorum("keys", advertised, advertised)
+        self.bytes_down += self._keep_links(advertised) * (ID + 2 * PUBLIC)
+        shared = self._remaining("shares", advertised)
         links = sum(len(self._near[i]) for i in shared)
         self.bytes_up += len(shared) * COMMITMENT + links * (ID + CIPHERTEXT)
         self._holders = {i: sorted((*self._near[i], i)) for i in shared}  # in the order of the shares
-        self._check("shares", shared, shared)
-        self.bytes_down += self._among(shared) * (ID + CIPHERTEXT)
+        self._check_quorum("shares", shared, shared)
+        self.bytes_down += self._keep_links(shared) * (ID + CIPHERTEXT)
         if self.masked:
             self._exchange(advertised, shared)
-        self.uploading = self._taking_part("upload", shared)
-        self._due = set(self.uploading)
+        self.uploading = self._remaining("upload", shared)
+        self._awaited = set(self.uploading)
 
     def add(self, id: int, vector: np.ndarray) -> None:
-        """Stage "upload" of one client: its vector (n,), unsigned of `bits` bits, masked and added to the sum.
+        """Stage "upload" of one client: mask its vector (n,), unsigned with `bits` bits, and add it to the sum.
 
-        ValueError: a client that is not to upload or did before, a vector of another type or length.
+        Raises ValueError for a client outside `uploading`, a second upload, and another dtype or length.
         """
-        if id not in self._due:
-            raise ValueError(f"client {id} is not to upload, or did before; add each of `uploading` once")
+        if id not in self._awaited:
+            raise ValueError(f"client {id} is not expected to upload; add each client of `uploading` once")
         shape = (vector.size,) if self._total is None else self._total.shape
         if vector.dtype != self.dtype or vector.shape != shape:
             raise ValueError(f"client {id} adds {vector.dtype} {vector.shape}, not {self.dtype} {shape}")
-        self._due.remove(id)
+        self._awaited.remove(id)
         self.bytes_up += vector.nbytes
         if self._total is None:
             self._total = np.zeros_like(vector)
-        self._total += self._clients[id].mask(vector) if self.masked else vector
+        self._total += self.clients[id].mask(vector) if self.masked else vector
 
     def close(self) -> np.ndarray:
-        """The stage "unmask" -> the sum (n,) of the added vectors modulo 2^bits; RoundAborted where too few are left.
+        """Stage "unmask": return the sum (n,) of the added vectors modulo 2^bits. Raises RoundAborted as `setup` does.
 
-        A client that was to upload and did not counts as dropped at "upload".
+        A client of `uploading` that was not added counts as dropped at "upload".
         """
-        uploaded = tuple(i for i in self.uploading if i not in self._due)
+        uploaded = tuple(i for i in self.uploading if i not in self._awaited)
         wanted = dict.fromkeys(uploaded, SELF)
         for i in uploaded:
             wanted |= {j: MASK for j in self._near[i] if j not in wanted}
-        self._check("upload", uploaded, wanted)
+        self._check_quorum("upload", uploaded, wanted)
         asked = {i: {owner: wanted[owner] for owner in (*self._near[i], i)} for i in uploaded}
         self.bytes_down += sum(map(len, asked.values())) * (ID + KIND)
-        answering = self._taking_part("unmask", uploaded)
+        answering = self._remaining("unmask", uploaded)
         self.bytes_up += sum(len(asked[i]) for i in answering) * (ID + SEED)
-        self._check("unmask", answering, wanted)
+        self._check_quorum("unmask", answering, wanted)
         assert self._total is not None
         if self.masked:
-            self._unmask({i: self._clients[i].reveal(asked[i]) for i in answering}, wanted)
+            self._unmask({i: self.clients[i].reveal(asked[i]) for i in answering}, wanted)
         return self._total
 
-    def _taking_part(self, stage: str, ids: Iterable[int]) -> tuple[int, ...]:
+    def _remaining(self, stage: str, ids: Iterable[int]) -> tuple[int, ...]:
+        """Clients among `ids` that have not dropped out by the end of the stage."""
         return tuple(i for i in ids if self._silent_from.get(i, len(STAGES)) > STAGES.index(stage))
 
-    def _among(self, ids: Collection[int]) -> int:
-        """Keep only links among `ids`; their number, one of each direction."""
+    def _keep_links(self, ids: Collection[int]) -> int:
+        """Keep only links between clients of `ids`; return their number, both directions counted."""
         self._near = {i: tuple(j for j in self.graph[i] if j in ids) for i in sorted(ids)}
         return sum(map(len, self._near.values()))
 
-    def _check(self, stage: str, left: Collection[int], owners: Iterable[int]) -> None:
-        """RoundAborted where too few clients are left after the stage, or too few share holders of an owner."""
+    def _check_quorum(self, stage: str, left: Collection[int], owners: Iterable[int]) -> None:
+        """Raise RoundAborted if too few clients are left after the stage, or too few share holders of an owner."""
         if len(left) < self.needed:
             raise RoundAborted(
                 f"{len(left)} of {len(self.ids)} clients are left after stage {stage}, {self.needed} are needed; "
@@ -307,18 +254,18 @@ class SecureSum:
                 )
 
     def _exchange(self, advertised: Iterable[int], shared: Iterable[int]) -> None:
-        """Carry keys, then ciphertexts, from client to client."""
-        self._clients = {i: Client(i, self.holders_needed) for i in advertised}
-        self._keys = {i: client.advertise() for i, client in self._clients.items()}
-        self._commitments, letters = {}, {}
+        """Create the clients, and forward their keys and ciphertexts."""
+        self.clients = {i: Client(i, self.holders_needed) for i in advertised}
+        self._keys = {i: client.advertise() for i, client in self.clients.items()}
+        self._commitments, ciphertexts = {}, {}
         for i in shared:
             keys = {j: self._keys[j] for j in self._holders[i] if j != i}
-            self._commitments[i], letters[i] = self._clients[i].share(keys)
+            self._commitments[i], ciphertexts[i] = self.clients[i].share(keys)
         for i in shared:
-            self._clients[i].receive({j: letters[j][i] for j in self._near[i]})
+            self.clients[i].receive({j: ciphertexts[j][i] for j in self._near[i]})
 
     def _unmask(self, revealed: Mapping[int, Mapping[int, bytes]], wanted: Mapping[int, str]) -> None:
-        """Rebuild the wanted secrets from holder -> owner -> share, check them, take their masks off the sum."""
+        """Rebuild and check the wanted secrets, and subtract their masks. revealed: holder to owner to share."""
         shares = defaultdict(list)
         for holder, parts in revealed.items():
             for owner, share in parts.items():
@@ -330,14 +277,14 @@ class SecureSum:
                 false = _commitment(seed) != self._commitments[owner]
                 masks.append((_derive(seed, "self-mask"), False))
             else:
-                key = _mask_key(seed)
+                key = _mask_key_of(seed)
                 false = key.public_key().public_bytes_raw() != self._keys[owner][PUBLIC:]
-                masks += [  # as client j applied them, with the opposite sign
+                masks += [  # of client j, with the opposite sign
                     (_agree(key, self._keys[j][PUBLIC:], "mask"), j > owner)
                     for j in self._near[owner]
-                    if wanted.get(j) == SELF  # one that no uploader is next to is not wanted
+                    if wanted.get(j) == SELF  # j uploaded; `wanted` may lack other neighbours
                 ]
             if false:
-                raise RoundAborted(f"the revealed shares of client {owner}'s {kind} seed do not rebuild it")
+                raise RoundAborted(f"the revealed shares do not rebuild client {owner}'s {kind} seed")
         assert self._total is not None
         _apply(masks, self._total)

@@ -1,1 +1,1 @@
-"""From options to objects: the resolved configuration, the methods that it names, and what fits together."""
+"""Assembly of a run: its resolved configuration, its methods, and the checks that they fit together."""

@@ -1,4 +1,4 @@
-"""The members of a run, a strategy and its local regularizers: their names, objects, and what fits together."""
+"""The methods of a run, its strategy and local regularizers: build them, and check that they fit together."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from cfl.config.schema import RunConfig
-from cfl.core import options, plugins
-from cfl.core.errors import ConfigError, unknown
+from cfl.core import ConfigError, options, plugins, unknown
 from cfl.models import sample
 
 
 def build(config: RunConfig) -> dict[str, Any]:
-    """The objects of a run by owner: "strategy", then its local regularizers in order."""
+    """Return the methods of a run by owner: "strategy", then the names of the local regularizers in order."""
     made = {"strategy": options.build(plugins.strategies.get(config.method), config.strategy, "strategy")}
     for name in config.regularizers:
         values = config.regularizer.get(name, {})
@@ -23,41 +22,50 @@ def build(config: RunConfig) -> dict[str, Any]:
     return made
 
 
-def need_public(members: Mapping[str, Any]) -> bool:
-    """Whether any of them reads public data."""
-    return any(member.needs_public for member in members.values())
+def need_public(methods: Mapping[str, Any]) -> bool:
+    """Return whether any method reads public data."""
+    return any(method.needs_public for method in methods.values())
 
 
-def check(members: Mapping[str, Any], config: RunConfig, public: bool = False) -> None:
-    """Raise ConfigError where a run's members do not fit each other or the configuration.
+def check(methods: Mapping[str, Any], config: RunConfig, public: bool = False) -> None:
+    """Raise ConfigError if methods do not fit each other or the configuration.
 
-    public: whether the stream has public data of its own.
+    methods: owner to strategy or regularizer; public: whether the stream provides public data.
     """
-    run = {**config.model_dump(mode="json"), "regularizers": [name for name in members if name != "strategy"]}
+    run = {**config.model_dump(mode="json"), "regularizers": [name for name in methods if name != "strategy"]}
     deciding: dict[str, str] = {}
-    for owner, member in members.items():
+    for owner, method in methods.items():
         if owner == "work" or set(owner) & set("+,/"):
             raise ConfigError(f"a regularizer cannot be called '{owner}'; give it a plain name")
         name = config.method if owner == "strategy" else owner
-        if member.needs_public and config.public.name is None and not public:
+        if method.needs_public and config.public.name is None and not public:
             raise ConfigError(f"'{name}' needs public data; set public.name to a data set, such as cifar100")
-        if member.needs_public and len(members["strategy"].sees(0, 2)) > 1:
-            raise ConfigError(f"'{name}' distils one task, and '{config.method}' trains on all tasks at once")
-        if lender := member.borrows:
-            if lender not in members and lender not in plugins.local.names():
-                raise unknown(f"regularizer whose terms '{name}' takes,", lender, plugins.local.names())
-            if lender not in members:
-                raise ConfigError(f"'{name}' takes the terms of '{lender}', which is not used; add --local {lender}")
-            if lender == owner or not members[lender].lends:
-                raise ConfigError(
-                    f"'{name}' takes the terms of '{lender}', which has none in the local loss; take another's"
-                )
-        if reason := member.refuses(run):
+        if method.needs_public and len(methods["strategy"].sees(0, 2)) > 1:
+            raise ConfigError(f"'{name}' distils one task at a time, but '{config.method}' trains on all tasks at once")
+        if method.borrows:
+            _check_lender(name, owner, method.borrows, methods)
+        if reason := method.refuses(run):
             raise ConfigError(f"'{name}' cannot run like this: {reason}")
-        if member.decides in deciding:
-            raise ConfigError(f"'{deciding[member.decides]}' and '{name}' both decide {member.decides}; use one")
-        if member.decides:
-            deciding[member.decides] = name
+        if method.decides in deciding:
+            raise ConfigError(f"'{deciding[method.decides]}' and '{name}' both decide {method.decides}; use one")
+        if method.decides:
+            deciding[method.decides] = name
+
+
+def _check_lender(name: str, owner: str, lender: str, methods: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the method `name` cannot borrow the terms of the regularizer `lender`."""
+    if lender not in methods and lender not in plugins.local.names():
+        raise unknown(f"regularizer borrowed by '{name}':", lender, plugins.local.names())
+    if lender not in methods:
+        raise ConfigError(f"'{name}' borrows the terms of '{lender}', which is not used; add --local {lender}")
+    if lender == owner or not methods[lender].lends:
+        raise ConfigError(f"'{name}' borrows the terms of '{lender}', which has none to lend; use another regularizer")
+
+
+def check_network(config: RunConfig) -> None:
+    """Raise ConfigError if the configured network has layers that differential privacy excludes."""
+    if config.dp.level != "none" and (module := sample(config.model.name, config.model.options)) is not None:
+        check_model(module, config)
 
 
 def check_model(module: nn.Module, config: RunConfig) -> None:
@@ -69,12 +77,6 @@ def check_model(module: nn.Module, config: RunConfig) -> None:
             kind = type(layer).__name__.rstrip("123d")
             raise ConfigError(
                 f"dp.level={config.dp.level} cannot run with the {kind} layer '{name}' of model.name="
-                f"{config.model.name}: its statistics mix the samples of a batch, and travel without a bound; "
-                "take a model without it"
+                f"{config.model.name}: its statistics mix the samples of a batch, and leave the client without a "
+                "bound; use a model without this layer"
             )
-
-
-def check_network(config: RunConfig) -> None:
-    """Raise ConfigError where the network has layers that differential privacy excludes."""
-    if config.dp.level != "none" and (module := sample(config.model.name, config.model.options)) is not None:
-        check_model(module, config)

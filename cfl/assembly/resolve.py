@@ -1,4 +1,4 @@
-"""The configuration of a run: every option with its default and valid range, and the layers that fill it in.
+"""Resolve the configuration of a run: combine its layers, fill in defaults, and check all options.
 
 Layers, later ones win: defaults, the benchmark's preset (`cfl/presets/<benchmark>.yaml`) or a resolved `config.yaml`,
 `key=value` overrides, flags. A resolved configuration names every hyper-parameter, so it repeats its run to the byte.
@@ -17,8 +17,7 @@ from cfl.config.option_names import check_keys, one_line, unknown_option
 from cfl.config.overrides import parse, read_yaml
 from cfl.config.presets import check_scale, layered, normal, preset
 from cfl.config.schema import RunConfig
-from cfl.core import options, plugins
-from cfl.core.errors import ConfigError
+from cfl.core import ConfigError, options, plugins
 from cfl.core.plugins import DEFAULT_METHOD
 
 
@@ -33,12 +32,12 @@ def resolve(
     engine: str | None = None,
     scale: str | None = None,
 ) -> RunConfig:
-    """The full configuration of a run, from the layers that the module names.
+    """Return the full configuration of a run from its layers, which the module's docstring lists.
 
-    method: a strategy, a local regularizer (then under FedAvg), or several joined by "+", such as "fot+fedsol";
-    regularizers: more of them; overrides: "key=value" with dotted keys and YAML values; file: a resolved `config.yaml`,
-    which replaces the preset; scale: which variant of the preset, "paper" (as written), "small" or "smoke".
-    Raises ConfigError in one line for unknown names, wrong values and a file that cannot be read.
+    method: a strategy, a local regularizer (under FedAvg), or several joined by "+", such as "fot+fedsol";
+    regularizers: further local regularizers; overrides: "key=value" with dotted keys and YAML values; file: a resolved
+    `config.yaml` in place of the preset; scale: variant of the preset: "paper" (as written), "small" or "smoke".
+    Raises ConfigError in one line for unknown names, wrong values and an unreadable file.
     """
     flags = dict(benchmark=benchmark, method=method, seed=seed, engine=engine, scale=scale)
     given = {name: value for name, value in flags.items() if value is not None}
@@ -46,22 +45,22 @@ def resolve(
     base = normal(read_yaml(file)) if file else {}
     name = top.get("benchmark", base.get("benchmark"))
     if base.get("benchmark", name) != name:
-        raise ConfigError(f"'{file}' is for benchmark '{base['benchmark']}', not '{name}'; name that one or none")
+        raise ConfigError(f"'{file}' is for benchmark '{base['benchmark']}', not '{name}'; name that benchmark or none")
     if name is None:
         raise ConfigError("no benchmark is given; name one (see 'cfl-run list benchmarks') or pass --config FILE")
     if not file:
         base = normal(preset(name), {"benchmark": name})
     check_scale(base, top.get("scale"), f"'{file or name}'")
-    if regularizers:  # further ones, whatever layer names the first
+    if regularizers:  # in addition to those of any layer
         plugins.roles("+".join([DEFAULT_METHOD, *regularizers]))
         top["regularizers"] = [*top.get("regularizers", base.get("regularizers", ())), *regularizers]
     return load(layered(base, top))
 
 
 def load(data: Mapping[str, Any]) -> RunConfig:
-    """A configuration from plain data (the inverse of `dump`), checked against the methods' and models' own options.
+    """Make a configuration from plain data, the inverse of `dump`, and check the options of methods and model.
 
-    Raises ConfigError in one line that names the option, the value and what is valid.
+    Raises ConfigError in one line with the option, its value and the valid values.
     """
     data = normal(data)
     check_keys(data, RunConfig, "", data.get("method", DEFAULT_METHOD), data.get("regularizers", ()))
@@ -78,22 +77,22 @@ def load(data: Mapping[str, Any]) -> RunConfig:
 
 
 def dump(config: RunConfig) -> dict[str, Any]:
-    """Plain data (lists, dicts, numbers, strings) of a configuration, hyper-parameters at their defaults included."""
+    """Convert a configuration to plain data (lists, dicts, numbers, strings), with all default hyper-parameters."""
     return config.model_copy(update=filled(config)).model_dump(mode="json")
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of `config.yaml`."""
+    """Return the JSON schema of `config.yaml`."""
     return RunConfig.model_json_schema()
 
 
 def filled(config: RunConfig) -> dict[str, Any]:
-    """The options of the model, of the method and of every regularizer, checked, with defaults."""
+    """Check the options of the model, the strategy and the regularizers, and fill in their defaults."""
     of_model = models.filled(config.model.name, config.model.options)
     strategy = plugins.strategies.get(config.method)
     known = [f"strategy.{field.name}" for field in fields(strategy) if field.init]
-    if strange := [dotted for name in config.strategy if (dotted := f"strategy.{name}") not in known]:
-        raise unknown_option(strange[0], known, config.method)
+    if unknown := [dotted for name in config.strategy if (dotted := f"strategy.{name}") not in known]:
+        raise unknown_option(unknown[0], known, config.method)
     own = _hyper(strategy, config.strategy, "strategy")
     others = {
         name: _hyper(plugins.local.get(name), config.regularizer.get(name, {}), f"regularizer.{name}")

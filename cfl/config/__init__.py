@@ -1,1 +1,1 @@
-"""The options of a run, and the layers of files and overrides that set them."""
+"""Options of a run, and the presets, files and overrides that set them."""

@@ -1,30 +1,29 @@
-"""The layers of a configuration: a preset with its methods, variants and scales, and what is set over it."""
+"""Presets of benchmarks, with their methods, variants and scales, and the options that are layered over them."""
 
 from collections.abc import Hashable, Mapping
 from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
 
-from cfl.config.overrides import check_shape, merged, read_yaml, without
-from cfl.config.schema import ModelConfig, RunConfig
-from cfl.core import plugins
-from cfl.core.errors import ConfigError
+from cfl.config.option_names import GROUPS
+from cfl.config.overrides import merged, read_yaml, without
+from cfl.config.schema import ModelConfig
+from cfl.core import ConfigError, plugins
 from cfl.core.plugins import DEFAULT_METHOD
 
 
 def preset(benchmark: str) -> dict[str, Any]:
-    """The preset of a benchmark as written, `methods` and `variants` included; empty where there is none."""
+    """Return the preset of a benchmark as written, with `methods` and `variants`; empty if there is no preset."""
     path = files("cfl") / "presets" / f"{benchmark}.yaml"
     return read_yaml(path) if path.is_file() else {}
 
 
 def normal(layer: Mapping[str, Any], flags: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """A layer with `flags` over it, in one form: "fot+fedsol" split into its members, a model's arguments in `options`.
+    """Normalise a layer with `flags` over it: split "fot+fedsol" into its methods, move a model's options to `options`.
 
-    Raises ConfigError where it has something else than a name, or than a group of options, where one belongs.
+    Raises ConfigError if the layer has another value in place of a name or a group of options.
     """
-    sections = {name: getattr(field.annotation, "model_fields", None) for name, field in RunConfig.model_fields.items()}
-    check_shape(layer, {name: list(inner) for name, inner in sections.items() if inner})
+    _check_shape(layer)
     data = merged(_routed(layer), flags)
     label = data.get("method")
     if not isinstance(label, str):
@@ -35,14 +34,14 @@ def normal(layer: Mapping[str, Any], flags: Mapping[str, Any] = MappingProxyType
 
 
 def check_scale(base: Mapping[str, Any], scale: Any, where: str) -> None:
-    """Raise ConfigError for a scale that neither the preset nor the `config.yaml` has."""
+    """Raise ConfigError for a scale that the preset or `config.yaml` lacks."""
     known = [base.get("scale", "paper"), *base.get("variants", {}).get("scale", {})]
     if scale is not None and scale not in known:
         raise ConfigError(f"{where} has no scale '{scale}'; it has {', '.join(known)}")
 
 
 def layered(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
-    """`top` over `base`, whose `methods` and `variants` are resolved by what the two say together."""
+    """Return `top` over `base`; both together select among the `methods` and `variants` of `base`."""
     both = merged(base, top)
     for dotted, cases in base.get("variants", {}).items():
         section, _, name = str(dotted).rpartition(".")
@@ -51,7 +50,7 @@ def layered(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
         base = _over(base, _routed(cases.get(value, {}) if isinstance(value, Hashable) else {}))
     method = both.get("method", DEFAULT_METHOD)
     if "method" in base and base["method"] != method:
-        base = without(base, "strategy")  # the other method's hyper-parameters mean nothing here
+        base = without(base, "strategy")  # hyper-parameters of another method
     if isinstance(top.get("regularizers"), list) and "regularizer" in base:
         kept = {name: own for name, own in base["regularizer"].items() if name in top["regularizers"]}
         base = {**base, "regularizer": kept}
@@ -63,7 +62,7 @@ def layered(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
 
 
 def _over(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
-    """`top` merged over `base`, whose options of a model go if `top` names another one."""
+    """Return `top` merged over `base`, without the model options of `base` if `top` names another model."""
     model = base.get("model", {})
     if top.get("model", {}).get("name", _model_name(base)) != _model_name(base):
         base = {**base, "model": without(model, "options")}
@@ -75,10 +74,32 @@ def _model_name(data: Mapping[str, Any]) -> Any:
 
 
 def _routed(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The same data with the keys of `model` that are no field of it moved to `model.options`."""
+    """Return the data with the keys of `model` that are not fields of ModelConfig moved to `model.options`."""
     model = data.get("model")
     if model is None:
         return dict(data)
     own = {name: value for name, value in model.items() if name in ModelConfig.model_fields}
     extra = {name: value for name, value in model.items() if name not in own}
     return {**data, "model": merged(own, {"options": extra}) if extra else own}
+
+
+def _check_shape(layer: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a layer, or a variant in it, has another value in place of a name or a group of options."""
+    for name in ("benchmark", "method"):
+        if not isinstance(layer.get(name, ""), str):
+            raise ConfigError(f"{name} must be a name, not {layer[name]!r}")
+    for name, options in {**GROUPS, "strategy": ["<option>"]}.items():
+        _check_group(name, layer.get(name, {}), ", ".join(f"{name}.{option}" for option in options))
+    for name, inner in {"regularizer": "<name>.<option>", "methods": "<method>", "variants": "<option>"}.items():
+        _check_group(name, layer.get(name, {}), f"{name}.{inner}")
+        for key, value in layer.get(name, {}).items():
+            _check_group(f"{name}.{key}", value, f"{name}.{inner}")
+    for dotted, cases in layer.get("variants", {}).items():
+        for value, case in cases.items():
+            _check_group(f"variants.{dotted}.{value}", case, "the options of a run")
+            _check_shape(case)
+
+
+def _check_group(name: str, value: Any, inner: str) -> None:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} is a group of options, not {value!r}; set one of {inner}")

@@ -1,4 +1,4 @@
-"""The hooks of a run's strategy and regularizers as one, each with its own state and its own part of the broadcast."""
+"""The strategy and the regularizers of a run as one method."""
 
 from __future__ import annotations
 
@@ -10,24 +10,29 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from cfl.contract.client import MEMORY
 from cfl.contract.context import Ctx
-from cfl.contract.data import MEMORY, Batch
 from cfl.contract.regularizer import GradFn, LocalRegularizer
 from cfl.contract.rounds import RoundInfo, Server, TreesByOwner
+from cfl.contract.samples import Batch
 from cfl.contract.strategy import Strategy
-from cfl.core import tree
-from cfl.core.tree import Tree
-from cfl.models.handle import Model
+from cfl.core import Tree, tree
+from cfl.models import Model
 
 STRATEGY = "strategy"
+"""The strategy's name among the owners of hooks, client states and uploads."""
 
 
 @dataclass(frozen=True)
 class ComposedMethod:
-    """members: owner ("strategy", then the regularizers' names in the user's order) to hooks.
+    """The hooks of the strategy and the regularizers as one: engines and sessions call it instead of each member.
 
-    The Ctx that a chain gets has the states of all owners flattened as "owner/name"; each member sees its own alone.
-    A regularizer's tree on the server, and what it sends down, are "local/<owner>" in the server's trees and the parts.
+    members: owner ("strategy", then the regularizers' names in the user's order) to the object with the hooks.
+    Order: as in `members`. Exceptions: members with a `hard_constraint` adjust last, `server_step` goes by `turn`, and
+    the strategy's `absorb` is the last call of a round.
+    Client state: one tree for all members, with leaves named "owner/name". A hook sees the leaves of its own member.
+    Server: a regularizer's tree, and its part of the broadcast, are named "local/owner". Its hooks get these, as
+    `own` and `ctx.sent`.
     """
 
     members: Mapping[str, LocalRegularizer]
@@ -39,16 +44,37 @@ class ComposedMethod:
 
     @cached_property
     def regularizers(self) -> dict[str, LocalRegularizer]:
-        """All members but the strategy."""
+        """The members other than the strategy."""
         return {owner: member for owner, member in self.members.items() if owner != STRATEGY}
 
     @cached_property
     def borrowed(self) -> frozenset[str]:
-        """Owners whose terms stay out of the update, see `LocalRegularizer.borrows`."""
+        """Owners whose terms another member borrows, see `LocalRegularizer.borrows`."""
         return frozenset(member.borrows for member in self.members.values() if member.borrows)
 
+    @cached_property
+    def acting(self) -> dict[str, list[tuple[str, LocalRegularizer]]]:
+        """Hook of a local step to the members that override it; of a borrowed member only `augment` acts."""
+        return {
+            hook: [
+                (owner, member)
+                for owner, member in self.members.items()
+                if getattr(type(member), hook) is not getattr(LocalRegularizer, hook)
+                and (hook == "augment" or owner not in self.borrowed)
+            ]
+            for hook in ("augment", "around", "penalty", "adjust")
+        }
+
+    def broadcast(self, server: Server, info: RoundInfo) -> TreesByOwner:
+        """The strategy's broadcast and, in a round of training, the trees that the regularizers `provide`."""
+        parts = self.strategy.broadcast(server, info)
+        for owner, member in self.regularizers.items() if info.phase.train else ():
+            if sent := member.provide(self._server_tree(server, owner, parts["params"], info), info):
+                parts = {**parts, _server_name(owner): sent}
+        return parts
+
     def client_state(self, stored: Tree | None, params: Tree, model: Model) -> Tree:
-        """A client's state at its first round of a task: all new, but for what is stored of the strategy."""
+        """A client's state in its first round of a task: the strategy's as stored, the regularizers' initial ones."""
         state: Tree = {}
         for owner, member in self.members.items():
             if owner == STRATEGY and stored is not None:
@@ -59,108 +85,96 @@ class ComposedMethod:
         return state
 
     def step_state(self, state: Tree) -> Tree:
-        """What the hooks of a step get of a client's state; of a memory they get samples, as ctx.memory, not places."""
+        """The part of a client's state that the hooks of a step see: without `MEMORY`, which they get as ctx.memory."""
         hidden = tuple(f"{owner}/" for owner, member in self.members.items() if not member.steps_see_state)
         kept = (name for name in state if name != f"{STRATEGY}/{MEMORY}" and not name.startswith(hidden))
         return tree.select(state, kept)
 
+    def augment(self, batch: Batch, ctx: Ctx) -> Batch:
+        """The batch after all `augment` hooks."""
+        for owner, member in self.acting["augment"]:
+            batch = member.augment(batch, _ctx_of(ctx, owner)._replace(batch=batch))
+        return batch
+
+    def around(self, grad_fn: GradFn) -> GradFn:
+        """The gradient function after all `around` hooks; that of the last member is the outermost."""
+        for owner, member in self.acting["around"]:
+            grad_fn = self._around_of(owner, member, grad_fn)
+        return grad_fn
+
+    def loss(self, logits: Tensor, ctx: Ctx) -> Tensor:
+        """The strategy's loss ()."""
+        return self.strategy.loss(logits, _ctx_of(ctx, STRATEGY))
+
+    def penalty(self, params: Tree, logits: Tensor, ctx: Ctx) -> Tensor | float:
+        """The sum () of all penalties."""
+        return sum(member.penalty(params, logits, _ctx_of(ctx, owner)) for owner, member in self.acting["penalty"])
+
+    def adjust(self, grads: Tree, params: Tree, ctx: Ctx) -> Tree:
+        """The gradient after all `adjust` hooks."""
+        for owner, member in sorted(self.acting["adjust"], key=lambda item: item[1].hard_constraint):
+            grads = member.adjust(grads, params, _ctx_of(ctx, owner))
+        return grads
+
+    def finish(self, params: Tree, ctx: Ctx, steps: int) -> tuple[TreesByOwner, Tree]:
+        """All uploads, the strategy's as `send` leaves it, and the client's new state."""
+        uploads: TreesByOwner = {}
+        states: Tree = {}
+        for owner, member in self.members.items():
+            upload, state = member.finish(params, _ctx_of(ctx, owner)._replace(lent=owner in self.borrowed), steps)
+            states |= {f"{owner}/{name}": leaf for name, leaf in state.items()}
+            if upload:
+                uploads[owner] = upload
+        for owner, member in self.regularizers.items() if STRATEGY in uploads else ():
+            uploads[STRATEGY] = member.send(uploads[STRATEGY], _ctx_of(ctx, owner), steps)
+        return uploads, states
+
+    def absorb(self, server: Server, parts: TreesByOwner, mean: TreesByOwner, info: RoundInfo, lr: float) -> Server:
+        """The server's trees after the round: every `server_step`, then the strategy's `absorb`.
+
+        parts: the broadcast; mean: the aggregated uploads by owner; lr: server.lr.
+        """
+        trees: Server = {}
+        by_turn = sorted(self.regularizers.items(), key=lambda item: item[1].turn)
+        for owner, member in by_turn if STRATEGY in mean else ():
+            own = self._server_tree(server, owner, parts["params"], info)
+            step, own = member.server_step(mean[STRATEGY], own, mean.get(owner, {}), parts["params"], info)
+            mean = {**mean, STRATEGY: step}
+            trees[_server_name(owner)] = own
+        after = self.strategy.absorb(server, mean, info, lr)
+        kept = {name: leaves for name, leaves in server.items() if name.startswith("local/")}
+        return {**after, **kept, **trees}
+
     def end_task(self, server: Server, clients: Mapping[int, Tree]) -> tuple[Server, dict[int, Tree]]:
-        """The trees of server and clients without those of the regularizers, which are of one task."""
+        """The trees of server and clients without those of the regularizers, which last for one task."""
         kept = {
             id: {name: leaf for name, leaf in state.items() if name.startswith(f"{STRATEGY}/")}
             for id, state in clients.items()
         }
         return {name: leaves for name, leaves in server.items() if not name.startswith("local/")}, kept
 
-    def broadcast(self, server: Server, info: RoundInfo) -> TreesByOwner:
-        """All that goes down in a round."""
-        parts = self.strategy.broadcast(server, info)
-        for owner, member in self.regularizers.items() if info.phase.train else ():
-            if sent := member.provide(self._shared(server, owner, parts["params"], info), info):
-                parts = {**parts, _place(owner): sent}
-        return parts
+    def _server_tree(self, server: Server, owner: str, params: Tree, info: RoundInfo) -> Tree:
+        """The server's tree of a regularizer, initialised if the server has none."""
+        name = _server_name(owner)
+        return server[name] if name in server else self.members[owner].init_shared(params, info.model)
 
-    def absorb(self, server: Server, parts: TreesByOwner, mean: TreesByOwner, info: RoundInfo, lr: float) -> Server:
-        """The server's trees after the round: all `server_step` in order, then `absorb`. parts: what went down."""
-        trees: Server = {}
-        acting = sorted(self.regularizers.items(), key=lambda item: item[1].turn)
-        for owner, member in acting if STRATEGY in mean else ():
-            own = self._shared(server, owner, parts["params"], info)
-            step, own = member.server_step(mean[STRATEGY], own, mean.get(owner, {}), parts["params"], info)
-            mean = {**mean, STRATEGY: step}
-            trees[_place(owner)] = own
-        after = self.strategy.absorb(server, mean, info, lr)
-        kept = {name: leaves for name, leaves in server.items() if name.startswith("local/")}
-        return {**after, **kept, **trees}
-
-    def augment(self, batch: Batch, ctx: Ctx) -> Batch:
-        for owner, member in self.acting["augment"]:
-            batch = member.augment(batch, _own(ctx, owner)._replace(batch=batch))
-        return batch
-
-    def loss(self, logits: Tensor, ctx: Ctx) -> Tensor:
-        return self.strategy.loss(logits, _own(ctx, STRATEGY))
-
-    def penalty(self, params: Tree, logits: Tensor, ctx: Ctx) -> Tensor | float:
-        return sum(member.penalty(params, logits, _own(ctx, owner)) for owner, member in self.acting["penalty"])
-
-    def around(self, grad_fn: GradFn) -> GradFn:
-        for owner, member in self.acting["around"]:
-            grad_fn = self._scoped(member, owner, grad_fn)
-        return grad_fn
-
-    def adjust(self, grads: Tree, params: Tree, ctx: Ctx) -> Tree:
-        for owner, member in sorted(self.acting["adjust"], key=lambda item: item[1].hard_constraint):
-            grads = member.adjust(grads, params, _own(ctx, owner))
-        return grads
-
-    @cached_property
-    def acting(self) -> dict[str, list[tuple[str, LocalRegularizer]]]:
-        """The hooks of a step to the members that have them, less those whose terms are borrowed."""
-        return {
-            hook: [
-                (owner, member)
-                for owner, member in self.members.items()
-                if getattr(type(member), hook) is not getattr(LocalRegularizer, hook)
-                and (hook == "augment" or owner not in self.borrowed)
-            ]
-            for hook in ("augment", "penalty", "around", "adjust")
-        }
-
-    def finish(self, params: Tree, ctx: Ctx, steps: int) -> tuple[TreesByOwner, Tree]:
-        uploads: TreesByOwner = {}
-        states: Tree = {}
-        for owner, member in self.members.items():
-            upload, state = member.finish(params, _own(ctx, owner)._replace(lent=owner in self.borrowed), steps)
-            states |= {f"{owner}/{name}": leaf for name, leaf in state.items()}
-            if upload:
-                uploads[owner] = upload
-        for owner, member in self.regularizers.items() if STRATEGY in uploads else ():
-            uploads[STRATEGY] = member.send(uploads[STRATEGY], _own(ctx, owner), steps)
-        return uploads, states
-
-    def _shared(self, server: Server, owner: str, params: Tree, info: RoundInfo) -> Tree:
-        """The server's tree of a regularizer."""
-        place = _place(owner)
-        return server[place] if place in server else self.members[owner].init_shared(params, info.model)
-
-    def _scoped(self, member: LocalRegularizer, owner: str, inner: GradFn) -> GradFn:
-        """`around` of one member: its function sees its own state, the one that it wraps sees all states."""
+    def _around_of(self, owner: str, member: LocalRegularizer, inner: GradFn) -> GradFn:
+        """A member's `around`: its hook sees its own state, the inner gradient function sees all states."""
 
         def outer(params: Tree, ctx: Ctx) -> Tree:
-            scoped = member.around(
+            hook = member.around(
                 lambda at, seen: inner(at, seen._replace(state=ctx.state, sent=ctx.sent, correction=ctx.correction))
             )
-            own = _own(ctx, owner)
+            own = _ctx_of(ctx, owner)
             if lender := member.borrows:
                 own = own._replace(correction=self._correction(lender, ctx))
-            return scoped(params, own)
+            return hook(params, own)
 
         return outer
 
-    def _correction(self, owner: str, ctx: Ctx) -> Callable[[Tree], Tree]:
-        """The gradient by params of one member's penalty, plus what it would add to a gradient."""
-        member, own = self.members[owner], _own(ctx, owner)
+    def _correction(self, lender: str, ctx: Ctx) -> Callable[[Tree], Tree]:
+        """The gradient by params of the lender's penalty, after the lender's `adjust`."""
+        member, own = self.members[lender], _ctx_of(ctx, lender)
 
         def penalty(params: Tree) -> Tensor:
             with ctx.model.watched_features() as seen:
@@ -171,13 +185,15 @@ class ComposedMethod:
 
 
 def own_state(state: Tree, owner: str) -> Tree:
-    """The leaves of one owner, under its own names."""
+    """The leaves of one owner, under the owner's own names."""
     return {name.partition("/")[2]: leaf for name, leaf in state.items() if name.startswith(f"{owner}/")}
 
 
-def _place(owner: str) -> str:
+def _server_name(owner: str) -> str:
+    """Name of a regularizer's tree in the server's trees and in the broadcast."""
     return f"local/{owner}"
 
 
-def _own(ctx: Ctx, owner: str) -> Ctx:
-    return ctx._replace(state=own_state(ctx.state, owner), sent=ctx.shared.get(_place(owner), {}))
+def _ctx_of(ctx: Ctx, owner: str) -> Ctx:
+    """The context with the state of one owner, and with what the server sent for it."""
+    return ctx._replace(state=own_state(ctx.state, owner), sent=ctx.shared.get(_server_name(owner), {}))

@@ -1,4 +1,4 @@
-"""What a client hook sees: the context of a local step."""
+"""The context of a local step, as client hooks see it."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from cfl.contract.data import Batch, Samples
-from cfl.core.tree import Tree
-from cfl.models.handle import Model
+from cfl.contract.samples import Batch, Samples
+from cfl.core import Tree
+from cfl.models import Model
 
 
 class Forward(Protocol):
-    """Outputs of the model in its current mode at `params`; what is not in `params` is as it came down.
+    """Outputs of the model, in its current mode, at `params`.
 
-    Running statistics that `params` does not hold are the client's own; they stay as they are.
+    Parameters that are not in `params` take their values from the broadcast. Running statistics that are not in
+    `params` are the client's own. A call does not change them.
 
-    Without `heads`, (batch, classes): each sample through the head of its own task. With a tuple of tasks,
-    (batch, heads, classes): every sample through each of their heads (a single-head model has one, whatever is asked).
-    Heads with fewer classes than others are filled up with a number so low that its softmax is 0.
-    dropout: False switches `nn.Dropout` off, for a reference that is not to be noisy.
-    features: True gives what enters the last Linear layer instead, (batch, d).
+    heads=None: (batch, classes), each sample through the head of its own task.
+    heads=(t, ...): (batch, heads, classes), every sample through each of these heads; one head in a single-head model.
+    Narrower heads are padded with logits so low that their softmax is 0.
+    dropout=False: switch `nn.Dropout` off, for a reference without noise.
+    features=True: return the inputs of the last Linear layer, (batch, d), in place of the outputs.
     """
 
     def __call__(
@@ -37,19 +38,21 @@ class Forward(Protocol):
 
 
 class Ctx(NamedTuple):
-    """All that a client hook may see.
+    """The context of a client hook: everything that a hook may read beside its own arguments.
 
-    shared: what came down, the same for all clients; shared["params"] is the global model at the start of the round.
-    sent: the part of it that a regularizer's own `provide` gave.
-    state: this client's own tree, as `init_client`, `work` or the last `finish` left it.
-    memory: at most a batch of the samples that the strategy's state points to, drawn for this step; perhaps none.
-    forward: the model as a function; model: its layers and names.
-    step: number of the local step, from 0; lr, momentum: of the local optimiser (momentum 0 where it has none).
-    key: integer to derive generators from, unique to client and step.
-    client: () int64, the client's id, to look up what was sent for each client; public: the public data, if any.
-    lent: in `finish`, whether another one has borrowed the terms of this one.
-    features: in `penalty`, (batch, d): what entered the last Linear layer in the pass that gave the logits.
-    correction: in `around`, the gradient by `params` of the terms of the regularizer that `borrows` names.
+    shared: the broadcast, the same for all clients; shared["params"] is the global model at the start of the round.
+    state: the client's own tree, as `init_client`, `work` or the last `finish` returned it.
+    batch: the minibatch; memory: up to one batch of stored samples, drawn for this step, possibly empty.
+    forward: the model as a function of its parameters; model: its layers and parameter names.
+    task, step: the round's task and the local step, both counted from 0.
+    lr, momentum: of the local optimiser; momentum is 0 for an optimiser without it.
+    key: integer to derive generators from, see `cfl.rng.generator`; it differs from step to step and from client to
+        client, except that clients that train as one block share it.
+    sent: the regularizer's own part of the broadcast, as its `provide` returned it.
+    client: () int64, the client's id, to index per-client entries of the broadcast; public: the public data, or None.
+    lent: in `finish`, True if another regularizer borrows this one's terms.
+    features: in `penalty`, (batch, d): the inputs of the last Linear layer in the pass that gave the logits.
+    correction: in `around`, the gradient, as a function of `params`, of the terms borrowed through `borrows`.
     """
 
     shared: Mapping[str, Tree]

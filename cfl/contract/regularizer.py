@@ -1,15 +1,29 @@
-"""What composes with any strategy: pure hooks of local training, and a server half where a method has one.
+"""The hooks of a local regularizer; a strategy has them too, and adds its own.
 
-The one local step calls `augment`; then it takes the gradient of the mean loss plus all `penalty` terms, as changed by
-`around`; then `adjust`; then comes the optimiser. `finish` and `send` run once, after the last step. The strategy's
-hooks run first, then the regularizers' in the order in which the user lists them; `around` of the last is outermost;
-hooks of a `hard_constraint` adjust last. On the server `provide` comes before a round, and after it `server_step` of
-each in order (but see `turn`); the strategy's `absorb` is last, so what it guarantees of a step always holds.
+Most methods need only some of these five hooks:
 
-Hooks are pure: they take tensors and return tensors, write to nothing that they are given, draw random numbers only
-from generators made from ctx.key or info.key, and do not branch on the values of tensors.
+    init_client   the client's state at the start of a task
+    penalty       a term of the local loss
+    adjust        the gradient before the optimiser's step
+    finish        the client's upload and new state after local training
+    server_step   the server's step, from the aggregated uploads
 
-A regularizer's trees, on the clients and on the server, are of one task: the next task begins with new ones.
+The hooks of `LocalRegularizer` stand in the order in which a round calls them:
+
+    server, before training    init_shared, provide
+    client, before training    init_client
+    client, each local step    augment, around, penalty (in each evaluation of the gradient), adjust
+    client, after training     finish of every member, then send of every regularizer
+    server, after training     server_step; the strategy's absorb comes last
+
+The strategy's hooks run first, then the regularizers' in the user's order. Exceptions: `around` of the last member is
+the outermost, hooks of a `hard_constraint` adjust last, and `server_step` goes by `turn`. As the strategy's `absorb`
+gets the final step, a guarantee that the strategy gives for its step holds with every regularizer.
+
+Hooks are pure. They take tensors and return new tensors, and never write to an argument. They draw random numbers only
+from generators made from ctx.key or info.key. They do not branch on the values of tensors.
+
+The trees of a regularizer, on clients and server, last for one task: the next task starts with initial ones.
 """
 
 from __future__ import annotations
@@ -21,94 +35,142 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from cfl.contract.context import Ctx
-from cfl.contract.data import Batch
 from cfl.contract.rounds import RoundInfo
-from cfl.core.tree import Tree
-from cfl.models.handle import Model
+from cfl.contract.samples import Batch
+from cfl.core import Tree
+from cfl.models import Model
 
 GradFn = Callable[[Tree, Ctx], Tree]
+"""Gradient by `params` of the mean loss plus all penalties: (params, ctx) to a tree of the same names and shapes."""
+
 Gathers = Literal["mean", "sum", "stack"]
 
 
 @dataclass(frozen=True)
 class LocalRegularizer:
-    """An addition to federated training that composes with any strategy; as it stands, it changes nothing."""
+    """An addition to federated training that composes with any strategy. This base class changes nothing."""
 
     source: ClassVar[str] = ""
+    """Paper and equation, as `cfl-run list` shows it."""
     sends: ClassVar[str] = ""
-    """What a client sends for it, and when; empty where it adds nothing to the strategy's uploads."""
+    """What a client sends for it, and when; empty if it adds nothing to the strategy's uploads."""
     per_sample: ClassVar[bool] = False
-    """Whether samples enter its uploads and the clients' states through gradients of single samples' losses alone
-    (and, in `work`, as `Privacy` says), as dp.level=example needs. Each class says it for itself; it is not inherited.
-    """
+    """True if samples affect uploads and client states only through gradients of the losses of single samples (in
+    `work`: only as `Privacy` says). dp.level=example requires it. Not inherited: each class sets it for itself."""
     hard_constraint: ClassVar[bool] = False
+    """True if its `adjust` runs after that of all other members."""
     gathers: ClassVar[Gathers] = "mean"
-    """How the uploads of `finish` reach `server_step`: as their weighted mean, as their plain sum, or stacked
-    (clients, ...), which shows the server what each client sent and excludes secure aggregation."""
+    """Aggregation of its `finish` uploads for `server_step`: weighted mean, plain sum, or stack (clients, ...). A stack
+    shows the server each client's upload, which secure aggregation excludes."""
     needs_public: ClassVar[bool] = False
-    """Whether it reads public data: `ctx.public` and `info.public` are then there."""
+    """True if it reads public data, from `ctx.public` and `info.public`; a run without public data is then refused."""
     lends: ClassVar[bool] = False
-    """Whether `penalty` and `adjust` are terms whose gradient another one can borrow."""
+    """True if another regularizer may borrow the gradient of its `penalty` and `adjust`."""
     turn: ClassVar[int] = 0
-    """When its `server_step` comes: 0 for rules that combine updates, in the user's order; then 1, what goes on from
-    there, such as distillation; then 2, a momentum of the whole step."""
+    """Turn of its `server_step`: 0 for rules that combine updates, 1 for rules that start from their result, such as
+    distillation, 2 for momentum of the whole step. Within a turn the user's order holds."""
     decides: ClassVar[str] = ""
-    """What only one regularizer of a run can decide, such as "the length of the server's step"; empty for nothing."""
+    """What at most one regularizer of a run may decide, such as "the length of the server's step"; empty for nothing.
+    """
 
     def refuses(self, run: Mapping[str, Any]) -> str | None:
-        """Why it cannot run under a configuration, or None. run: the options as in config.yaml."""
+        """Return why the method cannot run with these options, or None.
+
+        Called when a run is configured. run: the options, nested as in config.yaml.
+        """
         return None
 
     @property
     def borrows(self) -> str | None:
-        """Name of the regularizer whose terms stay out of the update and become this one's `ctx.correction`."""
+        """Name of a regularizer whose terms this one takes over, or None.
+
+        The lender's `penalty`, `around` and `adjust` then stay out of the update. `ctx.correction` is the gradient of
+        its penalty, after its `adjust`.
+        """
         return None
 
     @property
     def steps_see_state(self) -> bool:
-        """Whether hooks of a step get `ctx.state`; if not, clients with states of any shapes train in one block."""
+        """True if the hooks of a local step read `ctx.state`.
+
+        If False, `ctx.state` is empty there, and clients whose states differ in shape can train in one block.
+        """
         return True
 
-    def init_client(self, params: Tree, model: Model) -> Tree:
-        """The state of a client that has not yet taken part; it then belongs to the client's id."""
-        return {}
-
-    def augment(self, batch: Batch, ctx: Ctx) -> Batch:
-        """The batch to train on; replayed samples join here."""
-        return batch
-
-    def penalty(self, params: Tree, logits: Tensor, ctx: Ctx) -> Tensor | float:
-        """A term to add to the mean loss. params: the trainable leaves; logits: (batch, classes)."""
-        return 0.0
-
-    def around(self, grad_fn: GradFn) -> GradFn:
-        """A gradient function made from the given one: it may be evaluated elsewhere, or twice."""
-        return grad_fn
-
-    def adjust(self, grads: Tree, params: Tree, ctx: Ctx) -> Tree:
-        """The gradient that the optimiser gets."""
-        return grads
-
-    def finish(self, params: Tree, ctx: Ctx, steps: int) -> tuple[Tree, Tree]:
-        """What goes up, and the client's new state. params: trained leaves and buffers; steps: steps made."""
-        return {}, ctx.state
-
-    def send(self, update: Tree, ctx: Ctx, steps: int) -> Tree:
-        """The strategy's upload as it leaves the client."""
-        return update
-
     def init_shared(self, params: Tree, model: Model) -> Tree:
-        """The server's own tree of this regularizer at the start of a task; params: what travels."""
+        """Return the server's initial tree of this regularizer.
+
+        Called by the server in a round of training as long as `server_step` has returned no tree in this task.
+        params: the parameters and buffers of the broadcast.
+        """
         return {}
 
     def provide(self, own: Tree, info: RoundInfo) -> Tree:
-        """What goes down to all clients as `ctx.sent`. own: the server's tree of this regularizer."""
+        """Return the tree that all clients receive as `ctx.sent`.
+
+        Called by the server before each round of training. own: the server's tree of this regularizer.
+        """
         return {}
 
-    def server_step(self, step: Tree, own: Tree, gathered: Tree, params: Tree, info: RoundInfo) -> tuple[Tree, Tree]:
-        """The server's step, w_global - w_new, and the new tree of its own.
+    def init_client(self, params: Tree, model: Model) -> Tree:
+        """Return a client's initial state.
 
-        step: the step so far, first the mean of the strategy's uploads; gathered: the uploads of `finish`, see
-        `gathers`; params: the global model that went down; info.clients: those whose uploads are in the sums.
+        Called before a client's round if it has no state yet: of the task for a regularizer, of the run for a strategy.
+        params: the parameters and buffers of the broadcast.
+        """
+        return {}
+
+    def augment(self, batch: Batch, ctx: Ctx) -> Batch:
+        """Return the batch to train on, for example with replayed samples added.
+
+        Called at the start of each local step. batch: the client's minibatch, after the `augment` of earlier members.
+        """
+        return batch
+
+    def around(self, grad_fn: GradFn) -> GradFn:
+        """Return a gradient function that may evaluate `grad_fn` at other parameters, or more than once.
+
+        Called in each local step. grad_fn: (params, ctx) to the gradient of the mean loss plus all penalties.
+        """
+        return grad_fn
+
+    def penalty(self, params: Tree, logits: Tensor, ctx: Ctx) -> Tensor | float:
+        """Return a term () to add to the mean loss.
+
+        Called in each evaluation of the gradient. params: the trainable leaves; logits: (batch, classes).
+        """
+        return 0.0
+
+    def adjust(self, grads: Tree, params: Tree, ctx: Ctx) -> Tree:
+        """Return the gradient for the optimiser.
+
+        Called at the end of each local step. grads: the gradient, after the `adjust` of earlier members; params: the
+        trainable leaves before the step. Both have the same names and shapes.
+        """
+        return grads
+
+    def finish(self, params: Tree, ctx: Ctx, steps: int) -> tuple[Tree, Tree]:
+        """Return a client's upload and its new state.
+
+        Called once after the last local step, with empty `ctx.batch` and `ctx.memory`.
+        params: the trained leaves and the buffers; steps: number of local steps made.
+        """
+        return {}, ctx.state
+
+    def send(self, update: Tree, ctx: Ctx, steps: int) -> Tree:
+        """Return the strategy's upload in the form in which it leaves the client.
+
+        Called for regularizers only, after every `finish`, if the strategy uploads anything.
+        update: the strategy's upload, w_global - w_local by default; ctx.state: the state before `finish`.
+        """
+        return update
+
+    def server_step(self, step: Tree, own: Tree, gathered: Tree, params: Tree, info: RoundInfo) -> tuple[Tree, Tree]:
+        """Return the server's step w_global - w_new, and the server's new tree of this regularizer.
+
+        Called by the server after the uploads of a round of training are aggregated. step: the step so far, at first
+        the mean of the strategy's uploads; own: the server's tree of this regularizer; gathered: the aggregated uploads
+        of its `finish`, see `gathers`; params: the global model of the broadcast; info.clients: the ids of the clients
+        whose uploads are included.
         """
         return step, own

@@ -1,32 +1,32 @@
-"""What a round is: its phase, the privacy of its uploads, and its description for strategies."""
+"""Rounds: the phase of a round, the privacy of its uploads, and the description that hooks get."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
-from cfl.contract.data import Samples
-from cfl.core.errors import ConfigError, unknown
-from cfl.core.tree import Tree
-from cfl.models.handle import Model
+from cfl.contract.client import Client
+from cfl.contract.samples import Samples
+from cfl.core import ConfigError, Tree, unknown
+from cfl.models import Model
 
 _COHORTS = Literal["sampled", "available"]
 
 STAGES = ("keys", "shares", "upload", "unmask")
-"""The stages of a round in which a client may drop out; one that drops out at "unmask" has sent its upload."""
+"""Stages of a round, in order, at which a client may drop out; at "unmask" the client has already sent its upload."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A named run of rounds inside a task.
+    """A named sequence of rounds within a task.
 
-    cohort: "sampled" draws the configured number of clients, "available" takes all that hold data of the task.
-    train: clients train locally; work: clients run the strategy's `work` (after training, where both are set).
-    stores: what `work` makes stays with the client, and nothing goes up.
-    diagnostic: a measurement of the simulator, not counted in bytes.
-    Raises ConfigError for a cohort of another name, fewer than no rounds, a phase in which nobody does anything, and
-    one called "train" that does not train.
+    cohort: "sampled" draws the configured number of clients, "available" takes all clients with data of the task.
+    train: clients train locally; work: clients run the strategy's `work`, after training if both are set.
+    stores: the results of `work` stay with the client, and nothing is uploaded.
+    diagnostic: the phase is a measurement of the simulator, and its bytes are not counted.
+    Raises ConfigError for an unknown cohort, a negative number of rounds, a phase with neither `train` nor `work`, and
+    a phase named "train" that does not train.
     """
 
     name: str
@@ -42,16 +42,17 @@ class Phase:
             raise unknown(f"cohort of phase '{self.name}'", str(self.cohort), get_args(_COHORTS))
         if self.rounds < 0 or not (self.train or self.work):
             raise ConfigError(f"phase '{self.name}' has {self.rounds} rounds, train={self.train} and work={self.work}")
-        if self.name == "train" and not self.train:  # it would draw as the training rounds do
-            raise ConfigError("a phase called 'train' has to train; give this one another name")
+        if self.name == "train" and not self.train:  # its rounds would draw with the keys of training rounds
+            raise ConfigError("a phase called 'train' has to train; give this phase another name")
 
 
 class Privacy(NamedTuple):
-    """The differential privacy of what `work` sends, so that a strategy can scale for it and allow for the noise.
+    """Differential privacy of the uploads of `work`, for strategies that scale uploads or allow for the noise.
 
-    level: "client" clips a client's whole upload of a round to the norm `clip`; under "example" the strategy itself
-    keeps each sample's part in what `work` sends to that norm; hidden: who takes part, and how many, is protected too;
-    noise: its standard deviation in each entry of the sum.
+    level: with "client", a client's whole upload of a round is clipped to the norm `clip`; with "example", the strategy
+    itself bounds the contribution of each sample to the uploads of `work` by that norm.
+    hidden: True if the cohort and its size are protected too.
+    noise: standard deviation of the noise in each entry of the sum; set in `absorb`.
     """
 
     level: str
@@ -62,17 +63,19 @@ class Privacy(NamedTuple):
 
 @dataclass(frozen=True)
 class RoundInfo:
-    """One round, as strategies see it.
+    """A round, as hooks see it.
 
-    task, round: counted from 0, the round within its phase; clients: ids of the cohort, ascending.
-    names: parameters and buffers that travel; frozen: those among them that do not train.
-    heads: tasks whose heads travel; population: number of clients that there are; lr: learning rate of local training;
-    key: integer for this round's draws, the same for all clients; public: inputs that everybody may see, if any.
-    owners: number of clients that hold data to train on; fraction: the share of those clients, or with
-    agg.weights=samples of their samples, that `clients` make up; trained: rounds of training in this task so far.
-    expected: clients that a sum is divided by, where how many there are is protected: as many as the sampling draws on
-    average; in `absorb` else the number of `clients`; dropped: ids that drop out of the round, with the stage;
-    privacy: None without differential privacy.
+    task, round: counted from 0, the round within its phase; tasks: number of tasks.
+    clients: ids of the cohort, ascending; in `absorb` and `server_step`, of those whose uploads are in the sums.
+    names: parameters and buffers that are broadcast; frozen: the parameters among them that are not trained.
+    heads: tasks whose heads are broadcast; population: number of clients in the run; lr: local learning rate.
+    key: integer for the draws of this round, the same for all clients; public: inputs that everybody may see, or None.
+    owners: number of clients with data to train on.
+    fraction: share of these owners that `clients` are, or with agg.weights=samples, share of their samples.
+    trained: number of earlier training rounds of this task.
+    expected: number of clients that sums are divided by. It is the average size of a cohort if the size is protected;
+    otherwise, in `absorb`, it is the number of `clients`.
+    dropped: id to the stage at which the client drops out; privacy: None without differential privacy.
     """
 
     task: int
@@ -97,17 +100,29 @@ class RoundInfo:
 
     @property
     def place(self) -> str:
-        """Where a run is, for messages."""
+        """Task, phase and round, for messages."""
         return f"task {self.task}, phase {self.phase.name}, round {self.round}"
 
     @property
     def uploading(self) -> tuple[int, ...]:
-        """Ids of the cohort's clients that get as far as sending their uploads."""
+        """Ids of the clients that send their uploads; some may drop out afterwards."""
         return tuple(id for id in self.clients if self.dropped.get(id, "unmask") == "unmask")
 
 
 TreesByOwner = dict[str, Tree]
-"""Trees by owner: "strategy", "work", or the name of a local regularizer."""
+"""Trees by owner: "strategy", "work", or the name of a regularizer."""
 
 Server = dict[str, Tree]
-"""The server's state: "params" (the global model) and whatever trees the strategy adds."""
+"""The server's state: "params", which is the global model, the trees of the strategy, and those of regularizers."""
+
+
+class RoundInputs(NamedTuple):
+    """Inputs of a round. shared: the broadcast, by owner; states: client id to state.
+
+    clients: all or some of `info.uploading`, or, if that is empty, one client whose upload shows the shapes.
+    """
+
+    info: RoundInfo
+    shared: TreesByOwner
+    clients: Sequence[Client]
+    states: Mapping[int, Tree]

@@ -1,7 +1,23 @@
-"""FedAvg (McMahan et al., 2017, Algorithm 1), and the seam of every other method: what the base class does is FedAvg.
+"""The hooks of a strategy. The base class is FedAvg (McMahan et al., 2017, Algorithm 1).
 
-A strategy is a local rule (the hooks of `LocalRegularizer`) with a server half. To write one, subclass `Strategy` as a
-frozen dataclass, and override what the method changes.
+To write a strategy, subclass `Strategy` as a frozen dataclass and override the hooks that the method changes. Most
+strategies need only some of these five hooks:
+
+    plan          the phases of a task
+    init_server   the server's trees beside the global model
+    loss          the loss of a minibatch
+    work          a client's computation after training, such as storing a memory
+    absorb        the server's step, from the aggregated uploads
+
+The hooks of `Strategy` stand in the order in which a run calls them:
+
+    at the start of the run    plan, sees, init_server, notes
+    server, before a round     heads, frozen, broadcast
+    client, in a round         loss, finish, work
+    server, after a round      absorb
+    at the end of a task       serve, report, begin_task of the next task
+
+A strategy also has the client hooks of `LocalRegularizer`. Its state on a client lasts until the end of the run.
 """
 
 from __future__ import annotations
@@ -11,18 +27,17 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from cfl.contract.client import Client
 from cfl.contract.context import Ctx
-from cfl.contract.data import Client
 from cfl.contract.losses import cross_entropy, masked_mean
 from cfl.contract.regularizer import LocalRegularizer
 from cfl.contract.rounds import Phase, RoundInfo, Server, TreesByOwner
-from cfl.core import tree
-from cfl.core.tree import Tree
-from cfl.models.handle import Model
+from cfl.core import Tree, tree
+from cfl.models import Model
 
 
 def with_consolidation(task: int, tasks: int, rounds: int) -> list[Phase]:
-    """Training; then, but for the last task, a round in which all clients that hold data store what they need."""
+    """A phase of training, and after it, except in the last task, a round in which all clients with data run `work`."""
     train = Phase("train", rounds)
     store = Phase("consolidate", cohort="available", train=False, work=True, stores=True)
     return [train] if task == tasks - 1 else [train, store]
@@ -36,56 +51,83 @@ class Strategy(LocalRegularizer):
     sends: ClassVar[str] = "its update w_global - w_local, every round"
     per_sample: ClassVar[bool] = True
     sequential: ClassVar[bool] = True
-    """False where tasks are not learned one after another by one model: forgetting is then not defined."""
+    """False if one model does not learn the tasks one after another; forgetting is then undefined."""
 
     def plan(self, task: int, tasks: int, rounds: int) -> list[Phase]:
-        """The phases of a task, in order; rounds: the configured number of training rounds of this task."""
+        """Return the phases of a task, in order.
+
+        Called for each task at the start of a run. rounds: the configured number of training rounds of this task.
+        """
         return [Phase("train", rounds)]
 
-    def init_server(self, params: Tree, model: Model) -> Server:
-        """Trees that the server keeps beside "params"."""
-        return {}
-
-    def begin_task(self, server: Server, task: int, model: Model) -> Server:
-        """The server's trees as a task after the first begins, whatever became of the rounds before."""
-        return server
-
     def sees(self, task: int, tasks: int) -> tuple[int, ...]:
-        """Tasks whose data the clients train on in this task."""
+        """Return the tasks whose data the clients train on in this task.
+
+        Called at the start of a run and in every round.
+        """
         return (task,)
 
+    def init_server(self, params: Tree, model: Model) -> Server:
+        """Return the trees that the server keeps beside "params".
+
+        Called once, at the start of a run. params: all parameters and buffers, with every head.
+        """
+        return {}
+
+    def notes(self, model: Model) -> list[str]:
+        """Return lines on what the method covers of this model and what it leaves out, shown at the start of a run."""
+        return []
+
     def heads(self, task: int, tasks: int) -> tuple[int, ...]:
-        """Tasks whose heads travel in this task."""
+        """Return the tasks whose heads are broadcast in this task. Called before every round."""
         return (task,)
 
     def frozen(self, task: int, model: Model) -> frozenset[str]:
-        """Parameters that no client trains in this task: the heads of the other tasks."""
+        """Return the names of the parameters that no client trains in this task. Called before every round.
+
+        By default these are the heads of the other tasks.
+        """
         heads = frozenset(name for other in range(model.tasks) for name in model.head(other))
         return heads - frozenset(model.head(task))
 
     def broadcast(self, server: Server, info: RoundInfo) -> TreesByOwner:
-        """All that goes down: the parts of `ctx.shared`."""
+        """Return the trees that all clients receive as `ctx.shared`, "params" among them.
+
+        Called by the server before every round. server: its trees, "params" and those of `init_server`.
+        """
         return {"params": tree.select(server["params"], info.names)}
 
     def loss(self, logits: Tensor, ctx: Ctx) -> Tensor:
-        """The batch's loss (): the mean cross-entropy. logits: (batch, classes), each sample through its own head."""
+        """Return the loss () of a minibatch, by default the mean cross-entropy.
+
+        Called in each evaluation of the gradient. logits: (batch, classes), each sample through its own head.
+        """
         return masked_mean(cross_entropy(logits, ctx.batch), ctx.batch.mask)
 
     def finish(self, params: Tree, ctx: Ctx, steps: int) -> tuple[Tree, Tree]:
-        """Upload w_global - w_local, a step in the sign of a gradient; state as it was."""
+        """Return the upload w_global - w_local, which has the sign of a gradient, and the unchanged state."""
         return {name: ctx.shared["params"][name] - leaf for name, leaf in params.items()}, ctx.state
 
     def work(
         self, params: Tree, client: Client, shared: TreesByOwner, state: Tree, info: RoundInfo
     ) -> tuple[Tree, Tree]:
-        """A client's part in a phase with `work`: what goes up (summed over clients, unweighted), and its new state."""
+        """Return a client's upload, which is summed over clients without weights, and its new state.
+
+        Called for each client in a phase with `work`, after local training if the phase trains. The model is in
+        evaluation mode. params: the broadcast, with the client's trained leaves in it; shared: the whole broadcast;
+        state: the strategy's state on the client.
+        """
         return {}, state
 
     def absorb(self, server: Server, mean: TreesByOwner, info: RoundInfo, lr: float) -> Server:
-        """The server's step, from the weighted mean of the uploads.
+        """Return the server's trees after a round.
 
-        mean["strategy"]: the mean of what `finish` sent; mean["work"]: the sum of what `work` sent; lr: server.lr.
-        Buffers (running statistics) are averages already: they take the whole step whatever lr.
+        Called by the server once the uploads are aggregated, after every `server_step`; not for an aborted round.
+        mean["strategy"]: the weighted mean of the `finish` uploads, as `server_step` left it, in a round in which
+        clients trained and the strategy uploaded; mean["work"]: the sum of the `work` uploads, in a phase with `work`;
+        lr: server.lr.
+        The default subtracts lr times mean["strategy"] from the parameters. Buffers (running statistics) are averages
+        already, and take the whole step for every lr.
         """
         if "strategy" not in mean:
             return server
@@ -97,13 +139,19 @@ class Strategy(LocalRegularizer):
         return {**server, "params": {**server["params"], **new}}
 
     def serve(self, server: Server, task: int) -> Tree:
-        """The model that answers for a task, and is evaluated on it."""
+        """Return the parameters that are evaluated on a task. Called for each evaluation."""
         return server["params"]
 
-    def notes(self, model: Model) -> list[str]:
-        """Lines for the start of a run: what the method covers of this model, and what it does not."""
-        return []
-
     def report(self, server: Server, model: Model) -> dict[str, Any]:
-        """Figures of the method's own for metrics.json; "subspace_use" maps layers to fractions."""
+        """Return the method's own figures for metrics.json; "subspace_use" maps layers to fractions.
+
+        Called at the end of each task.
+        """
         return {}
+
+    def begin_task(self, server: Server, task: int, model: Model) -> Server:
+        """Return the server's trees at the start of a task.
+
+        Called for every task but the first, even if rounds of the task before were aborted.
+        """
+        return server

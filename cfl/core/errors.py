@@ -2,22 +2,23 @@
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from math import inf
 from typing import Any
 
-MOST_NAMES = 8  # names that one line lists
-FEW_NAMES = 5  # so few are always listed
+MOST_NAMES = 8  # names in one line of a message
+FEW_NAMES = 5  # up to this number, all names are listed
 
 
 class CflError(Exception):
-    """Base of all errors raised by `cfl` on purpose; `cfl-run` prints them in one line."""
+    """Base class of the errors that `cfl` raises on purpose; `cfl-run` prints them in one line."""
 
 
 class ConfigError(CflError):
-    """An option, name or value that cannot be used; `cfl-run` exits with status 2."""
+    """An invalid option, name or value; `cfl-run` exits with status 2."""
 
 
 class DataError(CflError):
-    """A data set that is missing or cannot be dealt to the clients as asked."""
+    """A data set that is missing, or cannot be partitioned as configured."""
 
 
 class CheckpointError(CflError):
@@ -25,19 +26,19 @@ class CheckpointError(CflError):
 
 
 class Busy(CflError):
-    """A folder that another process writes to."""
+    """A folder that another process is writing to."""
 
 
 class UpdateError(CflError):
-    """A client's upload that cannot be used (NaN or infinity)."""
+    """An upload that cannot be aggregated, such as one with NaN or infinity."""
 
 
 class RoundAborted(CflError):
-    """A round that ends without a sum, such as one with too few clients left; the run goes on with the next one."""
+    """A round without an aggregate, for example with too few clients left; the run continues with the next round."""
 
 
 def unknown(kind: str, name: str, known: Iterable[object]) -> ConfigError:
-    """A ConfigError for a `name` that is not among the `known` ones, with the nearest valid one."""
+    """Make a ConfigError for an unknown `name` that suggests the nearest of the `known` names."""
     known = sorted(map(str, known))
     folded = {one.lower(): one for one in known}
     near = [folded[one] for one in get_close_matches(name.lower(), folded, n=1, cutoff=0.5)]
@@ -50,7 +51,7 @@ def unknown(kind: str, name: str, known: Iterable[object]) -> ConfigError:
 
 
 def wanted(schema: Mapping[str, Any]) -> str:
-    """What a JSON schema asks for, in words."""
+    """Describe in words the values that a JSON schema accepts."""
     if "anyOf" in schema:
         return " or ".join(map(wanted, schema["anyOf"]))
     if "const" in schema:
@@ -63,13 +64,13 @@ def wanted(schema: Mapping[str, Any]) -> str:
         "boolean": "true or false",
         "string": "a name",
         "object": "a group",
+        "null": "none",
     }
     text = words.get(schema["type"], schema["type"])
     if schema["type"] == "array":
         return f"a list (each {wanted(schema['items'])})"
     if schema["type"] not in ("integer", "number"):
         return text
-    low = f"[{schema['minimum']}" if "minimum" in schema else f"({schema.get('exclusiveMinimum', '-inf')}"
-    if "maximum" in schema:
-        return f"{text} in {low}, {schema['maximum']}]"
-    return f"{text} in {low}, {schema.get('exclusiveMaximum', 'inf')})"
+    low = f"[{schema['minimum']:.15g}" if "minimum" in schema else f"({schema.get('exclusiveMinimum', -inf):.15g}"
+    high = f"{schema['maximum']:.15g}]" if "maximum" in schema else f"{schema.get('exclusiveMaximum', inf):.15g})"
+    return text if (low, high) == ("(-inf", "inf)") else f"{text} in {low}, {high}"

@@ -1,4 +1,4 @@
-"""The process and the machine that a run takes place on: Ctrl-C, threads, devices."""
+"""The process and the machine of a run: Ctrl-C, threads, memory, devices."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
+import psutil
 import torch
 
 from cfl.core.errors import ConfigError
@@ -19,7 +20,10 @@ from cfl.core.errors import ConfigError
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[Callable[[], bool]]:
-    """Inside, the first Ctrl-C waits for the end of the round, so that the round is saved; a second stops at once."""
+    """Defer the first Ctrl-C to the end of the round, so that the round is saved; a second one stops at once.
+
+    Yields a function that tells whether Ctrl-C was pressed.
+    """
     asked: list[int] = []
 
     def ask(signum: int, frame: FrameType | None) -> None:
@@ -39,9 +43,9 @@ def interrupts() -> Iterator[Callable[[], bool]]:
 
 
 def keep_memory() -> None:
-    """Have the C library keep freed blocks of up to 32 MiB: gradients come and go at every step, and so do page faults.
+    """Let glibc keep freed blocks of up to 32 MiB, which saves the page faults of gradients at every step.
 
-    That is for the rest of the process. Elsewhere than in glibc nothing is done.
+    The setting lasts for the rest of the process. Other C libraries are left as they are.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt
@@ -51,7 +55,7 @@ def keep_memory() -> None:
 
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Inside, torch uses that many threads in an operation."""
+    """Set the number of threads of a torch operation inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -61,42 +65,36 @@ def threads(count: int) -> Iterator[None]:
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that it was told to do."""
+    """Wait for all operations queued on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def peak_bytes(device: torch.device | None = None) -> int:
-    """The most memory so far: tensors on a GPU, all of this process on a CPU."""
+    """Peak memory so far in bytes: of the tensors on a GPU, of the whole process on a CPU."""
     if device is not None and device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    with contextlib.suppress(FileNotFoundError, IndexError):  # not on all systems
+    with contextlib.suppress(FileNotFoundError, IndexError):  # Linux; psutil has no peak there
         status = Path("/proc/self/status").read_text(encoding="utf-8")
         return int(status.split("VmHWM:")[1].split()[0]) * 1024
-    import resource  # of a program started by another one, Linux has the other's peak here
+    import resource  # on Linux, a started program would see the peak of the program that started it
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of the device that can be had; files that the system keeps in memory give way."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
-    pages = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else os.sysconf("SC_PHYS_PAGES")
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    """Available memory of the device in bytes; on a CPU, caches that the system can drop count as available."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
 def device(name: str) -> torch.device:
-    """The device of a configuration's "auto", "cpu", "cuda" or "cuda:N"; ConfigError where it is not there."""
+    """Return the device for "auto", "cpu", "cuda" or "cuda:N". Raises ConfigError if torch sees no GPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():

@@ -15,7 +15,7 @@ def average_accuracy(acc: np.ndarray) -> float:
 def forgetting(acc: np.ndarray) -> float:
     """FGT: mean over all tasks but the last of acc[j, j] - acc[T-1, j] (FOT, eq. 13); negative values are kept.
 
-    NaN for a single task, of which nothing can be forgotten.
+    NaN for a single task, where forgetting is undefined.
     """
     return float((acc.diagonal() - acc[-1])[:-1].mean()) if len(acc) > 1 else float("nan")
 
@@ -41,12 +41,12 @@ def forward_transfer(acc: np.ndarray, untrained: np.ndarray) -> float:
 
 
 def learning_accuracy(acc: np.ndarray) -> float:
-    """Mean accuracy on each task just after it was learned (Riemer et al., 2019)."""
+    """Mean accuracy on each task right after training on it (Riemer et al., 2019)."""
     return float(acc.diagonal().mean())
 
 
 def summary(acc: np.ndarray, sequential: bool) -> dict[str, float]:
-    """ACC, FGT, and more; those of one model over time are NaN where tasks are not `sequential`."""
+    """ACC, FGT, BWT and learning accuracy; all but ACC are NaN if one model does not learn the tasks in sequence."""
     after = {
         "fgt": forgetting,
         "fgt_max": forgetting_from_best,

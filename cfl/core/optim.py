@@ -1,6 +1,6 @@
 """Local optimisers over trees: (init, update) pairs, equal to `torch.optim` to the bit.
 
-Only the names in the tree are touched: parameters of unused heads get neither weight decay nor momentum.
+An update touches only the names in the gradients: unused heads get neither weight decay nor momentum.
 """
 
 from collections.abc import Callable
@@ -8,18 +8,19 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
+from torch.optim.adam import adam as torch_adam
 from torch.optim.sgd import sgd as torch_sgd
 
 from cfl.core import tree
+from cfl.core.functorch import transforming
 from cfl.core.tree import Tree
 
 
 class Optimizer(NamedTuple):
-    """init(params) -> state; update(grads, state, params, lr, step), which writes to params and state; step from 0.
+    """init(params) -> state; update(grads, state, params, lr, step) writes to params and state; step counts from 0.
 
-    All is element by element, so leaves may have a further first dimension for the clients of a block.
-    momentum: the heavy-ball factor, 0 where there is none.
+    Updates are elementwise, so leaves may have an extra first dimension for the clients of a block.
+    momentum: heavy-ball factor, 0 without momentum.
     """
 
     init: Callable[[Tree], Tree]
@@ -39,9 +40,9 @@ def sgd(momentum: float = 0.0, weight_decay: float = 0.0) -> Optimizer:
             leaves,
             list(grads.values()),
             [state[name] if momentum else None for name in grads],
-            # one pass over memory; with momentum it rounds the last elements of a leaf otherwise than the first, and
-            # `torch.func`, under which methods are checked, does not know it
-            fused=not momentum and peek_interpreter_stack() is None and all(map(_fusible, leaves, grads.values())),
+            # One pass over memory. With momentum, the fused kernel rounds the last elements of a leaf differently, and
+            # `torch.func` does not support it.
+            fused=not momentum and not transforming() and all(map(_fusible, leaves, grads.values())),
             foreach=False,
             weight_decay=weight_decay,
             momentum=momentum,
@@ -62,28 +63,32 @@ def adam(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_dec
         return first | {f"square/{name}": torch.zeros_like(param) for name, param in params.items()}
 
     def update(grads: Tree, state: Tree, params: Tree, lr: float, step: int) -> None:
-        step_size = lr / (1 - beta1 ** (step + 1))
-        correction = (1 - beta2 ** (step + 1)) ** 0.5
-        for name, grad in _decayed(grads, params, weight_decay).items():
-            mean = state[f"mean/{name}"].lerp_(grad, 1 - beta1)
-            square = state[f"square/{name}"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-            params[name].addcdiv_(mean, square.sqrt().div_(correction).add_(eps), value=-step_size)
+        torch_adam(
+            [params[name] for name in grads],
+            list(grads.values()),
+            [state[f"mean/{name}"] for name in grads],
+            [state[f"square/{name}"] for name in grads],
+            [],
+            [torch.tensor(float(step)) for _ in grads],
+            foreach=False,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=eps,
+            maximize=False,
+        )
 
     return Optimizer(init, update)
 
 
 def _fusible(leaf: Tensor, grad: Tensor) -> bool:
-    """What torch's fused kernel takes for granted of the two, and where it gives the same bits as one after another."""
+    """Whether torch's fused kernel accepts the two tensors and gives the same bits as the loop."""
     alike = leaf.shape == grad.shape and leaf.dtype == grad.dtype and leaf.is_contiguous() and grad.is_contiguous()
     return alike and leaf.device.type == grad.device.type == "cpu" and leaf.dtype in (torch.float32, torch.float64)
 
 
-def _decayed(grads: Tree, params: Tree, weight_decay: float) -> Tree:
-    if not weight_decay:
-        return grads
-    return tree.map(lambda grad, param: torch.add(grad, param, alpha=weight_decay), grads, params)
-
-
 def build(name: Literal["sgd", "adam"], momentum: float, weight_decay: float) -> Optimizer:
-    """The optimiser of that name; Adam has no momentum to set."""
+    """Make the optimiser of that name; `momentum` has no effect on Adam."""
     return adam(weight_decay=weight_decay) if name == "adam" else sgd(momentum, weight_decay)

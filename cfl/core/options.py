@@ -1,15 +1,17 @@
 """Hyper-parameters as dataclass fields that document and check themselves.
 
-A strategy or regularizer is a frozen dataclass whose fields are made by `option`; the command line, `cfl-run describe`
-and the configuration read them from there and from nowhere else.
+A strategy or regularizer is a frozen dataclass whose fields are made by `option`. The command line, `cfl-run describe`
+and the configuration read the hyper-parameters from these fields alone.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from functools import cache
+from typing import Annotated, Any, TypeVar, get_type_hints
 
-from cfl.core.errors import ConfigError, unknown
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from cfl.core.errors import ConfigError, unknown, wanted
 
 T = TypeVar("T")
 
@@ -24,7 +26,7 @@ def option(
     at_least: float | None = None,
     at_most: float | None = None,
 ) -> Any:
-    """A hyper-parameter: its default, its meaning, where it comes from, and its valid values.
+    """Declare a hyper-parameter: default, meaning, source and valid values.
 
     above: exclusive lower bound; at_least, at_most: inclusive bounds; source: paper and section.
     """
@@ -35,8 +37,8 @@ def option(
 def build(cls: type[T], values: dict[str, Any], prefix: str) -> T:
     """Make a hyper-parameter dataclass from option values.
 
-    prefix: what stands before the names on the command line ("strategy", "regularizer.fedsol"), for error messages.
-    Raises ConfigError for unknown names (with the nearest valid one), wrong types and values out of range.
+    prefix: the group of the options on the command line ("strategy", "regularizer.fedsol"), for error messages.
+    Raises ConfigError for unknown names (with the nearest valid name), wrong types and values out of range.
     """
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
     hints = get_type_hints(cls)
@@ -49,12 +51,12 @@ def build(cls: type[T], values: dict[str, Any], prefix: str) -> T:
 
 
 def check(item: Any, prefix: str) -> None:
-    """Raise ConfigError where an object made without `build` has a value that `build` would not take."""
+    """Raise ConfigError if an object that was made without `build` has a value that `build` rejects."""
     cls = type(item)
     bare = [name for kind in cls.__mro__ for name, value in vars(kind).items() if isinstance(value, dataclasses.Field)]
     if bare:
         raise ConfigError(
-            f"{cls.__name__}.{bare[0]} is an option, but the class is no dataclass; add @dataclass(frozen=True)"
+            f"{cls.__name__}.{bare[0]} is an option, but {cls.__name__} is not a dataclass; add @dataclass(frozen=True)"
         )
     hints = get_type_hints(cls)
     for field in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
@@ -63,7 +65,7 @@ def check(item: Any, prefix: str) -> None:
 
 
 def describe(cls: type) -> list[dict[str, Any]]:
-    """The hyper-parameters of a class: a list of dicts with name, default, help, source and range, in field order."""
+    """List the hyper-parameters of a class in field order: dicts with name, default, help, source and range."""
     return [
         {"name": field.name, "default": field.default, **field.metadata, "range": _range(field.metadata)}
         for field in dataclasses.fields(cls)
@@ -72,22 +74,21 @@ def describe(cls: type) -> list[dict[str, Any]]:
 
 
 def _checked(name: str, value: Any, hint: Any, meta: Any) -> Any:
-    kinds = get_args(hint) if get_origin(hint) is not None else (hint,)
-    if isinstance(value, int) and not isinstance(value, bool) and float in kinds and int not in kinds:
-        value = float(value)
-    plain = tuple(kind for kind in kinds if isinstance(kind, type))
-    if plain and (not isinstance(value, plain) or isinstance(value, bool) and bool not in plain):
-        wanted = " or ".join("none" if kind is type(None) else kind.__name__ for kind in plain)
-        raise ConfigError(f"{name} must be {wanted}, not {value!r}")
-    if meta.get("choices") and value not in meta["choices"]:
-        raise unknown(f"value of {name}", str(value), map(str, meta["choices"]))
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        low, least, most = meta.get("above"), meta.get("at_least"), meta.get("at_most")
-        if not math.isfinite(value) or any(
-            (low is not None and value <= low, least is not None and value < least, most is not None and value > most)
-        ):
-            raise ConfigError(f"{name} must be in {_range(meta)}, not {value}")
-    return value
+    """The value, converted from int to float where the hint asks for a float."""
+    adapter = _adapter(hint, *(meta.get(bound) for bound in ("above", "at_least", "at_most")))
+    choices = meta.get("choices") or adapter.json_schema().get("enum")
+    if choices and isinstance(value, str) and value not in choices:
+        raise unknown(f"value of {name}", value, choices)
+    try:
+        return adapter.validate_python(value)
+    except ValidationError:
+        raise ConfigError(f"{name} must be {wanted(adapter.json_schema())}, not {value!r}") from None
+
+
+@cache
+def _adapter(hint: Any, above: float | None, at_least: float | None, at_most: float | None) -> TypeAdapter:
+    limits = Field(gt=above, ge=at_least, le=at_most)
+    return TypeAdapter(Annotated[hint, limits], config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
 def _range(meta: Any) -> str:

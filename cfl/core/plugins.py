@@ -1,6 +1,6 @@
-"""Registries of strategies, local regularizers, benchmarks and models, open to other packages by entry points.
+"""Registries of strategies, local regularizers, benchmarks and models, open to other packages through entry points.
 
-A third-party package adds to one with, in its own setup.cfg:
+A third-party package registers an object in its own setup.cfg:
 
     [options.entry_points]
     cfl.strategies =
@@ -17,9 +17,9 @@ from cfl.core.errors import ConfigError, unknown
 
 
 class Registry:
-    """Names to objects: built-in ones register as their modules are imported, others come by entry point.
+    """A map from names to objects: built-in objects register on import, third-party objects through entry points.
 
-    kind: the word that errors use; group: the entry-point group; home: the package that registers the built-ins.
+    kind: the word for an object in errors; group: the entry-point group; home: the package of the built-in objects.
     """
 
     def __init__(self, kind: str, group: str, home: str) -> None:
@@ -28,14 +28,14 @@ class Registry:
         self._sources: dict[str, str] = {}
 
     def register(self, name: str, source: str = "") -> Callable[[Any], Any]:
-        """Decorator that enters an object under `name`; raises ValueError where the name is taken.
+        """Decorator that registers an object as `name`. Raises ValueError if the name is taken.
 
-        source: paper and section, for objects that have no `source` of their own.
+        source: paper and section, for objects without an attribute `source`.
         """
 
         def enter(item: Any) -> Any:
             there = self._items.get(name, item)
-            if _place(there) != _place(item):  # the same place: a cell of a notebook that runs again
+            if _place(there) != _place(item):  # the same definition: a notebook cell that runs again
                 raise ValueError(f"{self.kind} '{name}' is registered already, by {there!r}; choose another name")
             self._items[name], self._sources[name] = item, source
             return item
@@ -43,16 +43,16 @@ class Registry:
         return enter
 
     def names(self) -> list[str]:
-        """All names, sorted, those of installed third-party packages included."""
+        """All names, sorted, including those of installed third-party packages."""
         import_module(self.home)
         return sorted({*self._items, *(point.name for point in _points(self.group))})
 
     def source(self, name: str) -> str:
-        """Where the object of that name comes from: paper and section."""
+        """Source of the object of that name: paper and section."""
         return getattr(self.get(name), "source", "") or self._sources.get(name, "")
 
     def get(self, name: str) -> Any:
-        """The object of that name; raises ConfigError with the nearest valid name."""
+        """Return the object of that name. Raises ConfigError with the nearest valid name."""
         import_module(self.home)
         if name not in self._items:
             for point in _points(self.group):
@@ -66,12 +66,12 @@ class Registry:
 
 @cache
 def _points(group: str) -> tuple[EntryPoint, ...]:
-    """What is installed does not change while a process runs, and looking for it takes long."""
+    """Entry points of a group, cached: they do not change while a process runs, and the search is slow."""
     return tuple(entry_points(group=group))
 
 
 def _place(item: Any) -> Any:
-    """Where a class or function is defined; of another object, itself."""
+    """Identity of an object: module and qualified name of a class or function, else its id."""
     return (item.__module__, item.__qualname__) if hasattr(item, "__qualname__") else id(item)
 
 
@@ -84,9 +84,9 @@ DEFAULT_METHOD = "fedavg"
 
 
 def roles(label: str) -> tuple[str, tuple[str, ...]]:
-    """The strategy and the local regularizers of "fot+fedsol"; regularizers alone run under FedAvg.
+    """Split "fot+fedsol" into the strategy and the local regularizers; regularizers alone run under FedAvg.
 
-    Raises ConfigError for a name that is neither, with the nearest one that is.
+    Raises ConfigError for an unknown name, with the nearest valid name.
     """
     first, *rest = (name.strip() for name in label.split("+"))
     if first not in strategies.names() and first in local.names():

@@ -1,8 +1,8 @@
-"""What all engines share: how the clients' results of a round become its outcome."""
+"""The engine interface, and how the results of a round's clients become its outcome."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,12 +10,8 @@ import torch
 from torch import Tensor
 
 from cfl.aggregation.plain import UploadSum
-from cfl.contract.data import Client
-from cfl.contract.regularizer import Gathers
-from cfl.contract.rounds import RoundInfo, TreesByOwner
-from cfl.core import tree
-from cfl.core.errors import RoundAborted, UpdateError
-from cfl.core.tree import Tree
+from cfl.contract import Gathers, RoundInfo, RoundInputs, TreesByOwner
+from cfl.core import RoundAborted, Tree, UpdateError, tree
 
 Observe = Callable[[int, Tree], None]
 Sums = Callable[[RoundInfo, Mapping[str, Gathers]], UploadSum]
@@ -23,13 +19,13 @@ Sums = Callable[[RoundInfo, Mapping[str, Gathers]], UploadSum]
 
 @dataclass
 class Outcome:
-    """What a round's clients give: their uploads put together, states, and figures.
+    """Result of a round's clients: aggregated uploads, new states, and figures.
 
-    mean: weighted means; plain sums of "work"; what regularizers send as their `gathers` says.
-    states: client id to new state; excluded: clients whose upload was not finite; aborted: why there is no sum.
-    bytes_up, bytes_down: of all clients, the second without what was broadcast; noise: see `Privacy`; clipped: entries
-    beyond the range of integers; shortened: clients whose upload was scaled down to dp.clip.
-    loss: mean training loss of the clients' last local epochs, None where nobody trained.
+    mean: weighted means of the strategy's uploads, sums of "work", and regularizers' uploads as their `gathers` says;
+    states: client id to new state; excluded: clients whose upload was not finite; aborted: reason for a missing sum;
+    bytes_up, bytes_down: bytes of all clients, the second without the broadcast; noise: see `Privacy`;
+    clipped: number of entries beyond the range of integers; shortened: number of clients whose upload was scaled down
+    to dp.clip; loss: mean training loss of the clients' last local epochs, None if no client trained.
     """
 
     mean: TreesByOwner = field(default_factory=dict)
@@ -44,34 +40,35 @@ class Outcome:
     loss: float | None = None
 
     def figures(self) -> dict[str, Any]:
-        """What a run records of it."""
+        """Return the figures that a run records."""
         names = ("excluded", "aborted", "clipped", "shortened", "loss")
         return {"clients": len(self.states), **{name: getattr(self, name) for name in names}}
 
     def traffic(self, info: RoundInfo, shared: TreesByOwner) -> dict[str, int]:
-        """Bytes of a round of all clients, with the broadcast `shared` to each; none for what is only a measurement."""
+        """Return the bytes of all clients, including the broadcast `shared` to each; 0 in a diagnostic phase."""
         broadcast = len(info.clients) * sum(map(tree.nbytes, shared.values()))
         counts = {"bytes_up": self.bytes_up, "bytes_down": broadcast + self.bytes_down}
         return dict.fromkeys(counts, 0) if info.phase.diagnostic else counts
 
     def faults(self, info: RoundInfo) -> Iterator[str]:
-        """What went wrong that a run can go on with."""
+        """Yield a message for each fault that does not stop the run."""
         for client in self.excluded:
-            yield f"client {client} left out: NaN or infinity in its update ({info.place})"
+            yield f"client {client} excluded: NaN or infinity in its update ({info.place})"
         if self.aborted is not None:
             yield f"round aborted, nothing is changed ({info.place}): {self.aborted}"
         if self.clipped:
             yield (
-                f"{self.clipped} entries of uploads were beyond the range of integers and clipped ({info.place}); "
+                f"{self.clipped} entries of uploads exceeded the range of integers and were clipped ({info.place}); "
                 "raise secure.bits or lower secure.fraction_bits"
             )
 
 
 @dataclass
 class Collected:
-    """What clients leave beside the sum of their uploads.
+    """Results of clients beside the sum of their uploads.
 
-    states, losses: of those whose uploads are in the sum, by id; a loss is the mean () of the last local epoch.
+    states, losses: by id, of the clients in the sum; a loss is the mean () of the last local epoch;
+    excluded: ids of the clients whose upload was not finite.
     """
 
     states: dict[int, Tree] = field(default_factory=dict)
@@ -80,9 +77,9 @@ class Collected:
 
 
 class Engine(Protocol):
-    """Computes rounds. gathers: of each regularizer, see `LocalRegularizer`; sums: makes the sum of uploads.
+    """Computes rounds. gathers: by regularizer, see `LocalRegularizer`; sums: makes the sum of a round's uploads.
 
-    grown: bytes that other processes have taken for it.
+    grown: bytes by which the engine's largest other process has grown.
     """
 
     grown: int = 0
@@ -93,35 +90,20 @@ class Engine(Protocol):
     @property
     def sums(self) -> Sums: ...
 
-    def collect(
-        self,
-        total: UploadSum,
-        info: RoundInfo,
-        shared: TreesByOwner,
-        states: Mapping[int, Tree],
-        clients: Sequence[Client],
-        observe: Observe | None,
-    ) -> Collected:
-        """Compute clients and add their uploads to `total`. Raises UpdateError for an upload that is not finite."""
+    def collect(self, total: UploadSum, inputs: RoundInputs, observe: Observe | None) -> Collected:
+        """Compute clients and add their uploads to `total`. Other parameters and errors are those of `round`."""
         ...
 
-    def round(
-        self,
-        info: RoundInfo,
-        shared: TreesByOwner,
-        states: Mapping[int, Tree],
-        clients: Sequence[Client],
-        observe: Observe | None = None,
-    ) -> Outcome:
-        """One round over the cohort's clients. Raises UpdateError for an upload that is not finite.
+    def round(self, inputs: RoundInputs, observe: Observe | None = None) -> Outcome:
+        """Compute a round of the cohort. observe: called with each client's id and model after its local training.
 
-        clients: of `info.uploading`, all or some; or, where those are none, one that shows what an upload looks like.
-        observe: called with each client's id and model after its local training.
+        Raises UpdateError for an upload that is not finite, unless such clients are excluded and others remain.
         """
+        info = inputs.info
         total, outcome = self.sums(info, self.gathers), Outcome()
         try:
             total.open()
-            found = self.collect(total, info, shared, states, clients, observe)
+            found = self.collect(total, inputs, observe)
             outcome.states = {id: found.states[id] for id in sorted(found.states)}
             outcome.excluded = sorted(found.excluded)
             if outcome.excluded and not outcome.states:
@@ -137,5 +119,5 @@ class Engine(Protocol):
         return outcome
 
     def close(self) -> None:
-        """Give back what an engine holds beyond a round; another round may still follow."""
+        """Release what the engine holds between rounds, such as processes. Another round may follow."""
         return

@@ -1,4 +1,4 @@
-"""`auto`: the engine, the block and the threads that compute the first steps of a run the fastest."""
+"""`engine=auto`: choose the fastest engine, block and number of threads by timing the first steps of a run."""
 
 from __future__ import annotations
 
@@ -6,31 +6,33 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from cfl.aggregation.plain import UploadSum
-from cfl.contract.data import Client, Share
-from cfl.contract.rounds import RoundInfo, TreesByOwner
-from cfl.core import machine
-from cfl.core.tree import Tree
+from cfl.contract import Client, RoundInputs, Share
+from cfl.core import UpdateError, machine
 from cfl.engines.base import Engine
 from cfl.engines.pool import forks
 
-STEPS, CLIENTS = 4, 32  # of a trial: steps of a client, clients
-WARM, LEAST, MOST = 2, 3, 20  # rounds of a trial before the timed ones; timed ones
-SECONDS = 0.4  # that a round of a trial may take, and that its timed ones take unless there are too many
-_HOPELESS = 1.5  # times the best time so far: a round that takes longer, once warm, is the last of its trial
-_BETTER = 0.95  # the share of the best time so far that a more involved choice has to stay below
-_CLOSE, _AGAIN = 1.3, 2  # times the best time: candidates that stay below are timed so many times again
-_MEMORY = 0.8  # share of what is free that a block may take
+STEPS, CLIENTS = 4, 32  # a trial has at most so many steps of a client, and clients
+WARM, LEAST, MOST = 2, 3, 20  # rounds of a trial: untimed rounds first, fewest timed rounds, most timed rounds
+SECONDS = 0.4  # target time of a round, which limits the clients of a trial; its timed rounds stop at this sum
+HOPELESS = 1.5  # a trial stops at a timed round that takes longer than this times the best time so far
+BETTER = 0.95  # a later, more involved choice must take less than this fraction of the best time so far
+CLOSE, AGAIN = 1.3, 2  # choices within CLOSE times the best time are timed AGAIN more times
+MEMORY = 0.8  # fraction of the free memory that a block may take
+# Errors of one engine that another engine may avoid. Memory is short: RuntimeError (torch.OutOfMemoryError is one),
+# MemoryError, or OSError from mmap and fork. vmap does not support a hook or the model: RuntimeError
+# (NotImplementedError is one), ValueError or TypeError; engines wrap the first two in UpdateError.
+FAILURES = (RuntimeError, MemoryError, OSError, ValueError, TypeError, UpdateError)
 
 
 class Choice(NamedTuple):
-    """An engine, the clients that are trained, or handed to a worker, at a time, and threads inside an operation."""
+    """An engine, the clients trained or handed to a worker at a time (block), and threads inside an operation."""
 
     engine: str
     block: int | None
@@ -38,7 +40,7 @@ class Choice(NamedTuple):
 
 
 def undecided(engine: str, block: int | None) -> bool:
-    """Whether a measurement has to decide something."""
+    """Return True if the engine or its block remains to be chosen."""
     return engine == "auto" or "vmapped" in engine and block is None
 
 
@@ -49,99 +51,110 @@ def choose(
     threads: int,
     device: torch.device,
     build: Callable[[str, int | None], Engine],
-    round: tuple[RoundInfo, TreesByOwner, Sequence[Client], Mapping[int, Tree]],
+    inputs: RoundInputs,
     batch_size: int,
 ) -> Choice:
-    """The fastest of the engines that are asked for, from the first steps of a round; nothing of it is kept.
+    """Return the fastest choice for `engine`, timed on the first steps of a round whose results are discarded.
 
-    Where steps are slow there are only few clients in a trial.
-    Blocks double as long as that saves time and memory lasts: so much as the block before took is measured.
-    Raises what the round raises where `engine` names one, which then has nothing to fall back to.
+    build: makes the engine of a name and a block; inputs: of the round.
+    engine, block, workers, threads, batch_size: as configured; a given block is kept.
+    With engine=auto, choices that fail are left out. With a named engine, an error of its smallest block is raised.
     """
-    info, shared, clients, states = round
-    short = [_shortened(client, batch_size) for client in clients[:CLIENTS]]
-
-    def timed(choice: Choice, some: Sequence[Client], most: float = math.inf) -> tuple[float, int]:
-        trial = build(choice.engine, choice.block)
-        with contextlib.closing(trial), machine.threads(choice.threads):
-            return _seconds(trial, device, partial(_round, trial, info, shared, states, some), most)
-
-    best, found = math.inf, dict[Choice, float]()
-    engines = _engines(engine, workers, threads, device)
-    if engine == "auto":
-        one, _ = timed(Choice(engines[0][0], block, threads), short[:1], 0.0)
-        short = short[: max(2 * workers, int(min(SECONDS / one, CLIENTS)))]
+    short = [_shortened(client, batch_size) for client in inputs.clients[:CLIENTS]]
+    trials = _Trials(build, device, workers, inputs._replace(clients=short))
+    engines = _engines(workers, threads, device) if engine == "auto" else [(engine, threads)]
+    if engine == "auto":  # slow steps are timed with fewer clients
+        one, _ = trials.measure(Choice(engines[0][0], block, threads), inputs._replace(clients=short[:1]), limit=0.0)
+        most = max(2 * workers, int(min(SECONDS / one, CLIENTS)))
+        trials.inputs = inputs._replace(clients=short[:most])
     for name, inside in engines:
-        last = math.inf
-        for candidate in [block] if block or "vmapped" not in name else _blocks(len(short), workers, name):
-            choice = Choice(name, candidate, inside)
-            try:
-                seconds, taken = timed(choice, short, _HOPELESS * best)
-            except Exception:  # too much memory, or a method or a model that vmap does not take
-                if engine != "auto" and last == math.inf:
-                    raise
-                break
-            best, found[choice] = min(best, seconds), seconds
-            if seconds > last * _BETTER:  # small blocks may be slower than none, and large ones faster
-                break
-            last = seconds
-            if 2 * taken * (workers if "pool" in name else 1) > _MEMORY * machine.free_bytes(device):
-                break
-    close = [choice for choice, seconds in found.items() if seconds <= _CLOSE * best]
-    for choice in _AGAIN * close if len(close) > 1 else ():  # on a busy machine once is not enough
-        found[choice] = min(found[choice], timed(choice, short)[0])
-    chosen, *others = close or [Choice("loop", None, threads)]
+        sizes = [block] if block or "vmapped" not in name else _blocks(len(trials.inputs.clients), workers, name)
+        trials.grow_blocks((Choice(name, size, inside) for size in sizes), required=engine != "auto")
+    chosen, *others = trials.repeat_close() or [Choice("loop", None, threads)]
     for choice in others:
-        if found[choice] < _BETTER * found[chosen]:
+        if trials.seconds[choice] < BETTER * trials.seconds[chosen]:
             chosen = choice
     return chosen
 
 
-def _engines(engine: str, workers: int, threads: int, device: torch.device) -> list[tuple[str, int]]:
-    """What can be the fastest, with threads: one process for a GPU; for a CPU one a core, or with a thread a core."""
-    if engine != "auto":
-        return [(engine, threads)]
+def _engines(workers: int, threads: int, device: torch.device) -> list[tuple[str, int]]:
+    """Candidate engines with their threads: on a GPU one process, on a CPU one process or one thread per worker."""
     if device.type != "cpu" or workers == 1:
         return [("loop", threads), ("vmapped", threads)]
     pools = [("pool", threads), ("pool+vmapped", threads)] if forks() else [("loop", threads)]
     if forks() and torch.cuda.is_available():
-        # Autograd on a machine with a GPU starts threads, after which no process can be forked.
+        # On a machine with a GPU, autograd starts threads in this process, which can then no longer fork.
         return pools
     return [*pools, *(("vmapped", count) for count in sorted({threads, workers}))]
 
 
 def _blocks(clients: int, workers: int, name: str) -> Iterator[int]:
-    """2, 4, 8, ... up to a worker's share of the clients."""
+    """Yield 2, 4, 8, ... up to the share of the clients of one process."""
     most = max(2, -(-clients // (workers if "pool" in name else 1)))
     yield from (2**power for power in range(1, math.ceil(math.log2(most))))
     yield most
 
 
-def _round(
-    engine: Engine, info: RoundInfo, shared: TreesByOwner, states: Mapping[int, Tree], clients: Sequence[Client]
-) -> None:
-    """A round whose sum is a plain one: keys and masks take the same time with every engine."""
-    engine.collect(UploadSum(info, engine.gathers), info, shared, states, clients, None)
-
-
 def _shortened(client: Client, batch_size: int) -> Client:
-    """The client with data for a few steps."""
+    """Return the client with data for at most `STEPS` steps per task."""
     kept = {task: Share(share.samples, share.rows[: STEPS * batch_size]) for task, share in client.shares.items()}
     return Client(client.id, kept, client.task, client.now)
 
 
-def _seconds(engine: Engine, device: torch.device, work: Callable[[], object], most: float) -> tuple[float, int]:
-    """The median time that the work takes, once it is warm, and how many bytes it made a process grow.
+@dataclass
+class _Trials:
+    """Timings of choices. seconds: the best time of each choice so far."""
 
-    most: seconds of the work after which it is not tried again.
-    """
-    before, times = machine.peak_bytes(device), list[float]()
-    while len(times) < WARM + LEAST or sum(times[WARM:]) < SECONDS and len(times) < WARM + MOST:
-        if len(times) > WARM and times[-1] > most:
-            break
-        machine.synchronize(device)
-        began = time.perf_counter()
-        work()
-        machine.synchronize(device)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[WARM:]), max(engine.grown, machine.peak_bytes(device) - before)
+    build: Callable[[str, int | None], Engine]
+    device: torch.device
+    workers: int
+    inputs: RoundInputs
+    seconds: dict[Choice, float] = field(default_factory=dict)
+
+    def grow_blocks(self, choices: Iterable[Choice], required: bool) -> None:
+        """Time choices of growing blocks until one fails or is not faster, or the next may not fit in memory.
+
+        required: raise an error of the first choice.
+        """
+        before = math.inf
+        for choice in choices:
+            limit = HOPELESS * min(self.seconds.values(), default=math.inf)
+            try:
+                seconds, grown = self.measure(choice, self.inputs, limit)
+            except FAILURES:
+                if required and before == math.inf:
+                    raise
+                return
+            self.seconds[choice] = seconds
+            doubled = 2 * grown * (self.workers if "pool" in choice.engine else 1)
+            if seconds > BETTER * before or doubled > MEMORY * machine.free_bytes(self.device):
+                return
+            before = seconds
+
+    def repeat_close(self) -> list[Choice]:
+        """Return the choices close to the best after more timings of each: on a busy machine, one is not enough."""
+        best = min(self.seconds.values(), default=math.inf)
+        close = [choice for choice, seconds in self.seconds.items() if seconds <= CLOSE * best]
+        for choice in AGAIN * close if len(close) > 1 else ():
+            self.seconds[choice] = min(self.seconds[choice], self.measure(choice, self.inputs)[0])
+        return close
+
+    def measure(self, choice: Choice, inputs: RoundInputs, limit: float = math.inf) -> tuple[float, int]:
+        """Return the median seconds of a round once it is warm, and the bytes by which a process grew.
+
+        limit: seconds; the first timed round that takes longer is the last.
+        """
+        engine, times = self.build(choice.engine, choice.block), list[float]()
+        with contextlib.closing(engine), machine.threads(choice.threads):
+            before = machine.peak_bytes(self.device)
+            for number in range(-WARM, MOST):
+                machine.synchronize(self.device)
+                began = time.perf_counter()
+                # A plain sum is enough: keys and masks take the same time with every engine.
+                engine.collect(UploadSum(inputs.info, engine.gathers), inputs, None)
+                machine.synchronize(self.device)
+                if number >= 0:  # after the first WARM rounds
+                    times.append(time.perf_counter() - began)
+                    if times[-1] > limit or len(times) >= LEAST and sum(times) >= SECONDS:
+                        break
+            return statistics.median(times), max(engine.grown, machine.peak_bytes(self.device) - before)

@@ -1,4 +1,4 @@
-"""Accuracy of models, and a look at the clients' models of a round before they are averaged."""
+"""Accuracy of models on test samples, and measurements on the clients' models before they are averaged."""
 
 from __future__ import annotations
 
@@ -11,42 +11,41 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from cfl.contract.data import Samples, Share
-from cfl.contract.rounds import RoundInfo
-from cfl.core import rng, tree
-from cfl.core.tree import Tree
-from cfl.models.handle import Model
+from cfl.contract import RoundInfo, Samples, Share
+from cfl.core import Tree, rng, tree
+from cfl.models import Model
 
 Observer = Callable[[RoundInfo, int, Tree], None]
 
 
 def accuracy(model: Model, params: Tree, samples: Samples, task: int, batch_size: int) -> float:
-    """Fraction of correct predictions on samples of one task, see `accuracies`."""
+    """Return the fraction of correct predictions on samples of one task; see `accuracies`."""
     return accuracies(model, {task: params}, {task: samples}, batch_size)[0]
 
 
 def accuracies(model: Model, served: Mapping[int, Tree], parts: Mapping[int, Samples], batch_size: int) -> list[float]:
-    """For each task of `served`, the fraction of correct predictions on its samples, in evaluation mode.
+    """Return for each task of `served` the fraction of correct predictions on its samples, in evaluation mode.
 
-    served: task to the parameters that answer for it, through the task's head; parts: task to its samples.
-    batch_size: samples at a time. Tasks for which the very same leaves answer share batches. Where normalisation uses
-    batch statistics no task does; there batches decide the result, and are drawn at random, by the model's seed.
+    served: task to the parameters that predict for it, through the task's head; parts: task to its samples;
+    batch_size: samples of a batch. Tasks whose parameters are the same tensors share batches. A model that normalises
+    by batch statistics takes each task alone, in batches drawn at random with the model's seed, because the batches
+    then decide the predictions.
     """
     model.module.eval()
-    alone = any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in model.module.modules())
+    separate = any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in model.module.modules())
     groups: dict[tuple[int, ...], list[int]] = {}
     for task, params in served.items():
         leaves = model.bind(params, task).values()
-        groups.setdefault((task,) if alone else tuple(map(id, leaves)), []).append(task)
+        groups.setdefault((task,) if separate else tuple(map(id, leaves)), []).append(task)
     correct: dict[int, list[Tensor]] = {task: [] for task in served}
     with torch.no_grad():
         for task, *others in groups.values():
             rows = {own: torch.arange(len(parts[own])) for own in (task, *others)}
-            if alone and len(parts[task]) > batch_size:  # sorted by classes, they would have batches of one class
+            if separate and len(parts[task]) > batch_size:  # samples sorted by class would give batches of one class
                 source = rng.generator(rng.key(model.seed, "evaluation", task))
                 rows = {task: torch.randperm(len(parts[task]), generator=source)}
             shares = {own: Share(parts[own], each.to(parts[own].targets.device)) for own, each in rows.items()}
-            for pieces in _batches(shares, batch_size, alone):
+            for pieces in _batches(shares, batch_size, separate):
                 x, y = (_joined(leaves) for leaves in zip(*pieces.values(), strict=True))
                 hits = model.logits(served[task], x, task).argmax(dim=1) == y
                 for own, mine in zip(pieces, hits.split([len(y) for _, y in pieces.values()]), strict=True):
@@ -56,9 +55,9 @@ def accuracies(model: Model, served: Mapping[int, Tree], parts: Mapping[int, Sam
 
 
 def _batches(shares: Mapping[int, Share], size: int, keep_together: bool) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
-    """The samples of all shares end to end, `size` at a time: task to inputs and labels.
+    """Yield the concatenated samples of all shares in batches of `size`: task to inputs and labels.
 
-    keep_together: one that would be left over alone joins the batch before, since it has no statistics.
+    keep_together: add a single last sample to the batch before, because one sample has no batch statistics.
     """
     *starts, total = itertools.accumulate((len(rows) for _, rows in shares.values()), initial=0)
     cuts = [*range(0, total, size), total]
@@ -73,14 +72,14 @@ def _batches(shares: Mapping[int, Share], size: int, keep_together: bool) -> Ite
 
 
 def _joined(leaves: tuple[Tensor, ...]) -> Tensor:
-    return leaves[0] if len(leaves) == 1 else torch.cat(leaves)  # a batch of images is not copied where it need not be
+    return leaves[0] if len(leaves) == 1 else torch.cat(leaves)  # no copy for a single task
 
 
 class LocalModels:
-    """The models of a round's clients after local training; an engine calls it with a client's id and parameters.
+    """Measures the clients' models of a round after local training: engines call it with each id and parameters.
 
-    score: accuracy of parameters on a task, a fraction, or None; observe: a user's own look at them, or None.
-    seconds: spent here.
+    score: returns the accuracy of parameters on a task, a fraction; observe: the user's observer; None skips either.
+    seconds: time spent in calls.
     """
 
     def __init__(
@@ -102,6 +101,6 @@ class LocalModels:
 
     @property
     def figures(self) -> dict[str, list[Any]]:
-        """By client, whatever the order in which an engine had them: id, accuracy, distance from the global model."""
+        """Columns, sorted by client: id, accuracy, and distance from the global model; empty without `score`."""
         rows = [(client, *self._found[client]) for client in sorted(self._found)]
         return dict(zip(("client", "accuracy", "drift"), map(list, zip(*rows, strict=True)), strict=False))

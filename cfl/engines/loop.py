@@ -1,4 +1,4 @@
-"""The `loop` engine: the clients of a round one after another, in the order of their ids."""
+"""The `loop` engine: the clients of a round one after another, in the order given."""
 
 from __future__ import annotations
 
@@ -13,22 +13,18 @@ from torch import Tensor
 
 from cfl.aggregation.gaussian import SampleNoise
 from cfl.aggregation.plain import UploadSum
+from cfl.contract import MEMORY, Batch, Client, Gathers, RoundInfo, RoundInputs, Strategy, TreesByOwner
 from cfl.contract.composed import STRATEGY, ComposedMethod, own_state
-from cfl.contract.data import MEMORY, Batch, Client
-from cfl.contract.regularizer import Gathers
-from cfl.contract.rounds import RoundInfo, TreesByOwner
-from cfl.contract.strategy import Strategy
-from cfl.core import rng
-from cfl.core.errors import MOST_NAMES, UpdateError
+from cfl.core import Tree, UpdateError, rng
+from cfl.core.errors import MOST_NAMES
 from cfl.core.optim import Optimizer
-from cfl.core.tree import Tree
 from cfl.engines.base import Collected, Engine, Observe, Sums
-from cfl.engines.step import LocalStep
-from cfl.models.handle import Model
+from cfl.engines.step import LocalStep, StepInputs
+from cfl.models import Model
 
 
 class Trained(NamedTuple):
-    """A client after local training. params: trained leaves and buffers; loss: mean () of the last local epoch."""
+    """A client after local training. params: trained leaves and buffers; loss: mean () over the last local epoch."""
 
     client: Client
     params: Tree
@@ -36,12 +32,22 @@ class Trained(NamedTuple):
     loss: Tensor
 
 
+class Finished(NamedTuple):
+    """A client after `finish`. params: its whole model; loss: as in `Trained`, None in a phase without training."""
+
+    client: Client
+    params: Tree
+    uploads: TreesByOwner
+    state: Tree
+    loss: Tensor | None
+
+
 @dataclass(frozen=True)
 class LoopEngine(Engine):
-    """Clients one by one.
+    """One client at a time.
 
-    weights: of a client in the mean, its samples or 1; on_bad_update: "raise" UpdateError or "exclude" the client.
-    sums: makes the sum of a round's uploads; noise: of the gradients, where single samples are protected.
+    weights: a client's weight in the mean, its number of samples or 1; on_bad_update: "raise" UpdateError or "exclude"
+    the client; sums: creates the sum of a round's uploads; noise: see `LocalStep`.
     """
 
     model: Model
@@ -59,39 +65,29 @@ class LoopEngine(Engine):
     def gathers(self) -> Mapping[str, Gathers]:
         return {owner: member.gathers for owner, member in self.composed.regularizers.items()}
 
-    def collect(
-        self,
-        total: UploadSum,
-        info: RoundInfo,
-        shared: TreesByOwner,
-        states: Mapping[int, Tree],
-        clients: Sequence[Client],
-        observe: Observe | None,
-    ) -> Collected:
-        found = Collected()
-        step, uploading = self.step(info), set(info.uploading)
-        before = _writes(shared, states)
-        for client, trained in self._after_training(step, info, shared, states, clients):
-            drawn, state = client.id in uploading, states[client.id]
-            uploads, state = self._uploads(step, info, shared, state, client, trained, observe if drawn else None)
+    def collect(self, total: UploadSum, inputs: RoundInputs, observe: Observe | None) -> Collected:
+        info, shared, _, states = inputs
+        found, before, uploading = Collected(), _writes(shared, states), set(info.uploading)
+        for client, params, uploads, state, loss in self._finished(inputs):
+            drawn = client.id in uploading
+            if observe is not None and drawn and loss is not None:
+                with self.model.evaluation():
+                    observe(client.id, params)
+            if info.phase.work:
+                uploads["work"], state = self._work(info, shared, params, state, client)
+            _check_memory(client, states[client.id], state, info)
             if not total.add(client.id, uploads, float(len(client)) if self.weights == "samples" else 1.0):
                 self._reject(client.id, info)
                 found.excluded.append(client.id)
             elif drawn:
-                found.states[client.id] = _own(state, states[client.id])
-                if trained is not None:
-                    found.losses[client.id] = trained.loss
-        written = [what for what, writes in _writes(shared, states).items() if writes != before[what]]
-        if written:  # in another process it would be lost
-            places = ", ".join(written[:MOST_NAMES]) + ", ..." * (len(written) > MOST_NAMES)
-            raise UpdateError(
-                f"a hook writes in place to {places} ({info.place}); "
-                "hooks leave what they are given as it is and return new tensors"
-            )
+                found.states[client.id] = _without_views(state, states[client.id])
+                if loss is not None:
+                    found.losses[client.id] = loss
+        _check_writes(before, _writes(shared, states), info)
         return found
 
     def step(self, info: RoundInfo) -> LocalStep:
-        """The local step of a round's clients."""
+        """Return the local step of a round's clients."""
         return LocalStep(
             self.model,
             info.task,
@@ -103,78 +99,51 @@ class LoopEngine(Engine):
             noise=self.noise,
         )
 
-    def trained(
-        self,
-        step: LocalStep,
-        info: RoundInfo,
-        shared: TreesByOwner,
-        states: Mapping[int, Tree],
-        clients: Sequence[Client],
-    ) -> Iterator[Trained]:
-        """Local training of each client, in any order."""
-        for client in clients:
-            with named("local training", [client], info):
-                yield self._train(step, info, shared, states[client.id], client)
+    def trained(self, step: LocalStep, inputs: RoundInputs) -> Iterator[Trained]:
+        """Train the clients locally and yield them in any order."""
+        for client in inputs.clients:
+            with named("local training", [client], inputs.info):
+                yield self._train(step, inputs, client)
 
-    def _after_training(
-        self,
-        step: LocalStep,
-        info: RoundInfo,
-        shared: TreesByOwner,
-        states: Mapping[int, Tree],
-        clients: Sequence[Client],
-    ) -> Iterator[tuple[Client, Trained | None]]:
+    def _finished(self, inputs: RoundInputs) -> Iterator[Finished]:
+        """Train and finish each client; a phase without training yields the clients as they are."""
+        info, shared, clients, states = inputs
         if not info.phase.train:
-            yield from ((client, None) for client in clients)
+            for client in clients:
+                yield Finished(client, shared["params"], {}, states[client.id], None)
             return
-        for trained in self.trained(step, info, shared, states, clients):
-            yield trained.client, trained
-
-    def _uploads(
-        self,
-        step: LocalStep,
-        info: RoundInfo,
-        shared: TreesByOwner,
-        state: Tree,
-        client: Client,
-        trained: Trained | None,
-        observe: Observe | None,
-    ) -> tuple[TreesByOwner, Tree]:
-        """A client's uploads and new state, after local training where there was some."""
-        uploads: TreesByOwner = {}
-        params, places = shared["params"], recorded(state, client)
-        if trained is not None:
+        step = self.step(info)
+        for client, params, steps, loss in self.trained(step, inputs):
             key = rng.key(info.key, "finish", client.id)
-            with named("finish", [client], info), rng.fork(key, client.device):
-                ctx = step.context(shared, state, trained.steps, key, lr=info.lr, client=torch.tensor(client.id))
-                uploads, state = self.composed.finish(trained.params, ctx, trained.steps)
-            params = {**params, **trained.params}
-            if observe is not None:
-                with self.model.evaluation():
-                    observe(client.id, params)
-        if info.phase.work:
-            own = own_state(state, STRATEGY)
-            key = rng.key(info.key, "work", client.id)
-            with (
-                named(f"work of phase {info.phase.name}", [client], info),
-                self.model.evaluation(),
-                rng.fork(key, client.device),
-            ):
-                uploads["work"], own = self.strategy.work(params, client, shared, own, info)
-            others = {name: leaf for name, leaf in state.items() if not name.startswith(f"{STRATEGY}/")}
-            state = {**{f"{STRATEGY}/{name}": leaf for name, leaf in own.items()}, **others}
-            if info.phase.stores and uploads["work"]:
-                raise UpdateError(f"a phase that only stores sends {list(uploads['work'])} ({info.place})")
-        stored = own_state(state, STRATEGY).get(MEMORY, places)
-        if stored is not places and not client.may_store(stored, places):
-            raise UpdateError(
-                f"client {client.id} stores samples that it does not hold ({info.place}); "
-                "a memory grows by places (task, position in the client's share) of the current data"
+            last = StepInputs(
+                shared, state=states[client.id], lr=info.lr, step=steps, key=key, client=torch.tensor(client.id)
             )
-        return uploads, state
+            with named("finish", [client], info), rng.fork(key, client.device):
+                uploads, state = self.composed.finish(params, step.context(last), steps)
+            yield Finished(client, {**shared["params"], **params}, uploads, state, loss)
 
-    def _train(self, step: LocalStep, info: RoundInfo, shared: TreesByOwner, state: Tree, client: Client) -> Trained:
-        """A client's local epochs."""
+    def _work(
+        self, info: RoundInfo, shared: TreesByOwner, params: Tree, state: Tree, client: Client
+    ) -> tuple[Tree, Tree]:
+        """Run the strategy's `work` for a client: its upload and the client's new state."""
+        own, key = own_state(state, STRATEGY), rng.key(info.key, "work", client.id)
+        with (
+            named(f"work of phase {info.phase.name}", [client], info),
+            self.model.evaluation(),
+            rng.fork(key, client.device),
+        ):
+            upload, own = self.strategy.work(params, client, shared, own, info)
+        if info.phase.stores and upload:
+            raise UpdateError(
+                f"work uploads {list(upload)} in a phase with stores=True ({info.place}); "
+                "the results of such a phase stay on the client"
+            )
+        others = {name: leaf for name, leaf in state.items() if not name.startswith(f"{STRATEGY}/")}
+        return upload, {**{f"{STRATEGY}/{name}": leaf for name, leaf in own.items()}, **others}
+
+    def _train(self, step: LocalStep, inputs: RoundInputs, client: Client) -> Trained:
+        """Train a client for its local epochs."""
+        info, shared, state = inputs.info, inputs.shared, inputs.states[client.id]
         local, index, id = step.start(shared["params"]), 0, torch.tensor(client.id)
         seen = self.composed.step_state(state)
         memories = self.memories(info, state, client)
@@ -184,13 +153,14 @@ class LoopEngine(Engine):
                 losses = []
                 for batch in client.gathered(*self.plan(info, client, epoch)):
                     key = rng.key(info.key, "step", client.id, index)
-                    local, loss = step(local, batch, shared, seen, info.lr, index, key, next(memories), id)
+                    given = StepInputs(shared, batch, next(memories), seen, info.lr, index, key, id)
+                    local, loss = step(local, given)
                     losses.append(loss)
                     index += 1
         return Trained(client, {**local.params, **local.buffers}, index, torch.stack(losses).mean())
 
     def plan(self, info: RoundInfo, client: Client, epoch: int) -> tuple[list[Tensor], int]:
-        """The positions in a client's data that each batch of an epoch holds, and the key of random changes to them."""
+        """Return the positions of each batch of an epoch in the client's data, and the key of random augmentation."""
         source = rng.generator(rng.key(info.key, "order", client.id, epoch))
         changes = rng.key(info.key, "augment", client.id, epoch)
         if self.noise is None:
@@ -198,12 +168,12 @@ class LoopEngine(Engine):
         return client.draws(self.batch_size, client.steps(self.batch_size), source), changes
 
     def memories(self, info: RoundInfo, state: Tree, client: Client) -> Iterator[Batch]:
-        """What a client draws from its memory, for each step."""
+        """Draw samples from a client's memory, once a step. Raises ValueError if they need a head that is absent."""
         places = recorded(state, client)
         strays = {task for task in places[:, 0].tolist() if task not in (info.task, *info.heads)}
         if strays and self.model.multi_head:
             raise ValueError(
-                f"its memory holds samples of tasks {strays}, whose heads do not travel; see Strategy.heads"
+                f"its memory holds samples of tasks {strays}, whose heads are not broadcast; see Strategy.heads"
             )
         return recalled(client, places, self.batch_size, rng.key(info.key, "memory", client.id))
 
@@ -217,7 +187,7 @@ class LoopEngine(Engine):
 
 @contextlib.contextmanager
 def named(what: str, clients: Sequence[Client], info: RoundInfo) -> Iterator[None]:
-    """Errors inside become an UpdateError that names the place."""
+    """Turn errors inside into an UpdateError that names clients, task, phase and round."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -226,27 +196,49 @@ def named(what: str, clients: Sequence[Client], info: RoundInfo) -> Iterator[Non
         raise UpdateError(f"{what} failed at {place}: {error}") from error
 
 
-def _own(state: Tree, before: Tree) -> Tree:
-    """A client's new state without views of anything larger, such as a block of clients, which they would keep."""
+def _check_memory(client: Client, before: Tree, after: Tree, info: RoundInfo) -> None:
+    """Raise UpdateError if the new state's memory points to samples that the client may not store."""
+    places = recorded(before, client)
+    stored = own_state(after, STRATEGY).get(MEMORY, places)
+    if stored is not places and not client.may_store(stored, places):
+        raise UpdateError(
+            f"client {client.id} stores samples that it does not hold ({info.place}); a memory may contain only "
+            "places (task, position in the client's share) of the current data and places that it contained before"
+        )
+
+
+def _check_writes(before: Mapping[str, int], after: Mapping[str, int], info: RoundInfo) -> None:
+    """Raise UpdateError for in-place writes of hooks: those of a worker process would be lost."""
+    written = [what for what, writes in after.items() if writes != before[what]]
+    if written:
+        places = ", ".join(written[:MOST_NAMES]) + ", ..." * (len(written) > MOST_NAMES)
+        raise UpdateError(
+            f"a hook writes in place to {places} ({info.place}); "
+            "hooks must not change their inputs; return new tensors instead"
+        )
+
+
+def _without_views(state: Tree, before: Tree) -> Tree:
+    """Return the new state with views copied: a view keeps its base in memory, such as the leaves of a whole block."""
     return {
         name: leaf.clone() if leaf._is_view() and leaf is not before.get(name) else leaf for name, leaf in state.items()
     }
 
 
 def _writes(shared: TreesByOwner, states: Mapping[int, Tree]) -> dict[str, int]:
-    """How often the broadcast and each client's state were written to; what lies in one arena counts together."""
+    """Count in-place writes to the broadcast and to each client's state. Leaves of one arena share a counter."""
     given = {"the broadcast": list(shared.values())}
     given |= {f"the state of client {id}": [state] for id, state in states.items()}
     return {what: sum(leaf._version for leaves in trees for leaf in leaves.values()) for what, trees in given.items()}
 
 
 def recorded(state: Tree, client: Client) -> Tensor:
-    """The places (m, 2) of the samples in a client's memory."""
+    """Return the places (m, 2) of the samples in a client's memory, see `MEMORY`."""
     return own_state(state, STRATEGY).get(MEMORY, torch.empty(0, 2, dtype=torch.int64)).to(client.device)
 
 
 def recalled(client: Client, places: Tensor, most: int, key: int) -> Iterator[Batch]:
-    """For each step, at most `most` samples of a client's memory (m, 2), drawn without replacement."""
+    """Yield for each step up to `most` samples of the memory `places` (m, 2), drawn without replacement."""
     whole = client.recall(places) if len(places) <= most else None
     for step in itertools.count():
         if whole is None:

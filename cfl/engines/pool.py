@@ -1,8 +1,8 @@
 """The `pool` engine: worker processes, each with one thread, compute the clients of a round in chunks.
 
-Workers are forked, so they have the model, the method and the data; a round's broadcast lies in memory that all share.
-A worker adds up the uploads of a chunk; the server puts the sums together in the order of the chunks, whoever computed
-them. So neither the number of workers nor the death of one changes a bit of the result.
+Workers are forked, so they inherit the model, the method and the data. Shared memory holds the broadcast of a round.
+A worker sums the uploads of a chunk, and the server merges these sums in the order of the chunks. So neither the number
+of workers nor the death of a worker changes a bit of the result.
 """
 
 from __future__ import annotations
@@ -22,41 +22,38 @@ import torch
 from torch import Tensor
 
 from cfl.aggregation.plain import UploadSum
-from cfl.contract.data import Client
-from cfl.contract.regularizer import Gathers
-from cfl.contract.rounds import RoundInfo, TreesByOwner
-from cfl.core import machine, tree
-from cfl.core.errors import ConfigError, UpdateError
-from cfl.core.tree import Tree
+from cfl.contract import Client, Gathers, RoundInfo, RoundInputs
+from cfl.core import ConfigError, Tree, UpdateError, machine, tree
 from cfl.engines.base import Collected, Engine, Observe, Sums
 from cfl.engines.loop import LoopEngine
 from cfl.engines.shared_memory import Arena, ArenaFull, portable
 from cfl.engines.vmapped import VmappedEngine
 
-DEATHS = 3  # of workers at the same chunk, after which a run gives up
-_SPARE = 1 << 20  # bytes
+DEATHS = 3  # a run ends when so many workers have died at the same chunk
+SPARE = 1 << 20  # bytes: first size of a worker's arena for chunks; that for results has the broadcast's size on top
 
 
 class PoolEngine(Engine):
-    """Chunks of `block` clients, or of the blocks of `inner`, computed by `workers` processes as `inner` does.
+    """Worker processes that compute chunks of clients with an engine `inner`.
 
-    known: objects that rounds refer to and that workers have from the start, such as the model and the data;
-    grown: bytes by which the largest of the workers has grown.
-    Raises ConfigError on a GPU, and where processes cannot be forked.
+    block: clients of a chunk; a vmapped `inner` brings its own blocks, which are then the chunks.
+    known: objects that rounds refer to and workers inherit, such as the model and the data.
+    grown: bytes by which the largest worker has grown.
+    Raises ConfigError on a GPU, or if this process cannot fork.
     """
 
     def __init__(self, inner: LoopEngine, workers: int, block: int, known: Iterable[object]) -> None:
         if not forks():
-            raise ConfigError("engine=pool forks processes, which this one cannot; use engine=vmapped or loop")
+            raise ConfigError("engine=pool forks processes, which this process cannot; use engine=vmapped or loop")
         if any(leaf.device.type != "cpu" for leaf in inner.model.params.values()):
-            raise ConfigError("engine=pool keeps CPU cores busy; on a GPU use engine=vmapped")
+            raise ConfigError("engine=pool runs on CPU cores only; on a GPU use engine=vmapped")
         self.inner, self.workers, self.block = inner, workers, block
-        self._known = list(known)
-        self._keys = {id(value): ("known", number) for number, value in enumerate(self._known)}
+        self.known = list(known)
+        self._known_keys = {id(value): ("known", number) for number, value in enumerate(self.known)}
         self.grown = 0
         self._workers: list[_Worker] = []
-        self._down = Arena(0)
-        self._round = count()
+        self._broadcasts = Arena(0)
+        self._rounds = count()
 
     @property
     def gathers(self) -> Mapping[str, Gathers]:
@@ -66,24 +63,17 @@ class PoolEngine(Engine):
     def sums(self) -> Sums:
         return self.inner.sums
 
-    def collect(
-        self,
-        total: UploadSum,
-        info: RoundInfo,
-        shared: TreesByOwner,
-        states: Mapping[int, Tree],
-        clients: Sequence[Client],
-        observe: Observe | None,
-    ) -> Collected:
-        chunks = self._chunks(clients, states)
-        header = self._broadcast((next(self._round), info, shared, observe is not None), len(chunks))
-        found, merged, early = Collected(), 0, dict[int, Any]()
-        with contextlib.closing(self._results(header, chunks, states, info)) as results:
+    def collect(self, total: UploadSum, inputs: RoundInputs, observe: Observe | None) -> Collected:
+        chunks = self._chunks(inputs.clients, inputs.states)
+        # The number makes each round's header unique, so workers notice a new broadcast in the same memory.
+        header = self._broadcast((next(self._rounds), inputs.info, inputs.shared, observe is not None), len(chunks))
+        found, due, early = Collected(), 0, dict[int, Any]()
+        with contextlib.closing(self._results(header, chunks, inputs)) as results:
             for number, result in results:
-                early[number] = result if number == merged else _copied(result)
-                while merged in early:  # in the order of the chunks, so that sums round alike
-                    self._take(early.pop(merged), states, total, found, observe)
-                    merged += 1
+                early[number] = result if number == due else _copied(result)  # the worker overwrites a waiting result
+                while due in early:  # in the order of the chunks, which decides how sums round
+                    self._merge(early.pop(due), inputs.states, total, found, observe)
+                    due += 1
         return found
 
     def close(self) -> None:
@@ -97,53 +87,52 @@ class PoolEngine(Engine):
         return [list(clients[begin : begin + self.block]) for begin in range(0, len(clients), self.block)]
 
     def _broadcast(self, message: Any, chunks: int) -> bytes:
-        """What workers need to find the message, with as many workers ready as there is work for."""
+        """Write the message to the shared arena, start missing workers, and return the header that locates it."""
         try:
-            header = self._down.write(message, self._key)
+            header = self._broadcasts.write(message, self.known_key)
         except ArenaFull as full:
             self.close()
-            self._down = Arena(2 * full.bytes)
-            header = self._down.write(message, self._key)
+            self._broadcasts = Arena(2 * full.bytes)
+            header = self._broadcasts.write(message, self.known_key)
         while len(self._workers) < min(self.workers, chunks):
-            self._workers.append(_Worker(self, self._down, _SPARE, self._down.bytes + _SPARE))
+            self._workers.append(_Worker(self, self._broadcasts, SPARE, self._broadcasts.bytes + SPARE))
         return header
 
     def _results(
-        self, header: bytes, chunks: list[list[Client]], states: Mapping[int, Tree], info: RoundInfo
+        self, header: bytes, chunks: list[list[Client]], inputs: RoundInputs
     ) -> Generator[tuple[int, dict[str, Any]]]:
-        """The number of each chunk, as they come, and what a worker has made of it, in memory that is used again."""
+        """Yield the number and the result of each chunk as it is done; the worker's next result overwrites it."""
         waiting, busy, deaths = deque(range(len(chunks))), dict[Connection, tuple[_Worker, int]](), Counter[int]()
         try:
             while waiting or busy:
                 free = [worker for worker in self._workers if worker.connection not in busy]
                 for worker in free[: len(waiting)]:
                     number = waiting.popleft()
-                    worker.send(header, (chunks[number], {client.id: states[client.id] for client in chunks[number]}))
+                    states = {client.id: inputs.states[client.id] for client in chunks[number]}
+                    worker.send(header, (chunks[number], states))
                     busy[worker.connection] = worker, number
                 for ready in wait(list(busy)):
                     assert isinstance(ready, Connection)
                     worker, number = busy.pop(ready)
-                    try:
-                        kind, value = worker.receive()
-                    except (EOFError, OSError):  # gone, or gone in the middle of an answer
-                        deaths[number] += 1
-                        self._mourn(worker, chunks[number], deaths[number], info)
-                        waiting.appendleft(number)
+                    kind, value = worker.receive()
+                    if kind == "result":
+                        yield number, value
                         continue
                     if kind == "error":
                         raise value
+                    waiting.appendleft(number)
                     if kind == "full":
                         worker.start(results=2 * value)
-                        waiting.appendleft(number)
-                        continue
-                    yield number, value
+                    else:
+                        deaths[number] += 1
+                        self._replace(worker, chunks[number], deaths[number], inputs.info)
         finally:
-            for worker, _ in busy.values():  # of a round that is given up
+            for worker, _ in busy.values():  # of a round that ends early
                 worker.stop()
                 self._workers.remove(worker)
 
-    def _mourn(self, worker: _Worker, chunk: list[Client], deaths: int, info: RoundInfo) -> None:
-        """Put a new worker in the place of a dead one."""
+    def _replace(self, worker: _Worker, chunk: list[Client], deaths: int, info: RoundInfo) -> None:
+        """Restart a dead worker. Raises UpdateError after `DEATHS` deaths at the same chunk."""
         code = worker.stop()
         if deaths == DEATHS:
             self._workers.remove(worker)
@@ -154,7 +143,7 @@ class PoolEngine(Engine):
             )
         worker.start()
 
-    def _take(
+    def _merge(
         self,
         result: Mapping[str, Any],
         states: Mapping[int, Tree],
@@ -162,6 +151,7 @@ class PoolEngine(Engine):
         found: Collected,
         observe: Observe | None,
     ) -> None:
+        """Add the result of a chunk to `total` and `found`, without references to the worker's memory."""
         total.merge(result["part"])
         for id, state in result["states"].items():
             found.states[id] = {
@@ -177,45 +167,21 @@ class PoolEngine(Engine):
                 for id, params in result["models"].items():
                     observe(id, tree.clone(params))
 
-    def _key(self, value: object) -> Any:
-        return self._keys.get(id(value))
+    def known_key(self, value: object) -> Any:
+        return self._known_keys.get(id(value))
 
-    def _serve(self, connection: Connection, others: Sequence[Connection], down: Arena, up: Arena, own: Arena) -> None:
-        """A worker's life: chunks in, results out, until the server's end of the connection is gone."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends the round first
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        for other in others:
-            other.close()
-        torch.set_num_threads(1)
-        machine.keep_memory()
-        recall = {"known": self._known.__getitem__}
-        header, round, before = b"", None, machine.peak_bytes()
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                sent, task = connection.recv()
-                if sent != header:
-                    header, round = sent, down.read(sent, recall)
-                answer: tuple[str, Any]
-                try:
-                    answer = "result", up.write(self._chunk(round, before, *own.read(task, recall)))
-                except ArenaFull as full:
-                    answer = "full", full.bytes
-                except Exception as error:
-                    answer = "error", portable(error)
-                connection.send(answer)
+    def compute(self, round: Any, before: int, clients: list[Client], states: dict[int, Tree]) -> dict[str, Any]:
+        """Compute a chunk. round: number, description, broadcast, and True if local models are observed.
 
-    def _chunk(self, round: Any, before: int, clients: list[Client], states: dict[int, Tree]) -> dict[str, Any]:
-        """The work of a chunk. round: number, info, broadcast, and whether somebody looks at the local models.
-
-        before: the most bytes that the process had when it began.
+        before: peak bytes of the process when it started.
         """
         _, info, shared, observed = round
         total, models = self.sums(info, self.gathers), dict[int, Tree]()
         keep = (lambda id, params: models.update({id: tree.clone(params)})) if observed else None
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            found = self.inner.collect(total, info, shared, states, clients, keep)
-        changed = {  # None for a leaf that is as it came
+            found = self.inner.collect(total, RoundInputs(info, shared, clients, states), keep)
+        changed = {  # None for an unchanged leaf
             id: {name: None if leaf is states[id].get(name) else leaf for name, leaf in state.items()}
             for id, state in found.states.items()
         }
@@ -230,57 +196,83 @@ class PoolEngine(Engine):
 
 
 def forks() -> bool:
-    """Whether this process can fork workers."""
+    """Return True if this process can fork workers."""
     return "fork" in multiprocessing.get_all_start_methods() and not multiprocessing.current_process().daemon
 
 
 class _Worker:
-    """A process and the memory that it shares with the server. down: where broadcasts are; sizes in bytes."""
+    """A process with two arenas that it shares with the server. chunks, results: their sizes in bytes."""
 
-    def __init__(self, pool: PoolEngine, down: Arena, tasks: int, results: int) -> None:
-        self.pool, self.down = pool, down
-        self.own, self.up = Arena(tasks), Arena(results)
+    def __init__(self, pool: PoolEngine, broadcasts: Arena, chunks: int, results: int) -> None:
+        self.pool, self.broadcasts = pool, broadcasts
+        self.chunks, self.results = Arena(chunks), Arena(results)
         self.start()
 
-    def start(self, tasks: int = 0, results: int = 0) -> None:
-        """Fork, in place of the process before, with larger memory where that is asked for."""
+    def start(self, chunks: int = 0, results: int = 0) -> None:
+        """Fork the process, after the end of a previous one. chunks, results: new sizes in bytes of its arenas."""
         if hasattr(self, "process"):
             self.stop()
-        self.own, self.up = Arena(tasks) if tasks else self.own, Arena(results) if results else self.up
+        self.chunks = Arena(chunks) if chunks else self.chunks
+        self.results = Arena(results) if results else self.results
         context = multiprocessing.get_context("fork")
         self.connection, theirs = context.Pipe()
-        others = [self.connection, *(worker.connection for worker in self.pool._workers if worker is not self)]
-        self.process = context.Process(
-            target=self.pool._serve, args=(theirs, others, self.down, self.up, self.own), daemon=True
-        )
+        inherited = [self.connection, *(worker.connection for worker in self.pool._workers if worker is not self)]
+        self.process = context.Process(target=self._serve, args=(theirs, inherited), daemon=True)
         self.process.start()
         theirs.close()
 
-    def send(self, header: bytes, task: Any) -> None:
-        """Have it compute a chunk of the round that the header finds."""
+    def send(self, header: bytes, chunk: Any) -> None:
+        """Let the process compute a chunk of the round that the header locates."""
         try:
-            written = self.own.write(task, self.pool._key)
+            written = self.chunks.write(chunk, self.pool.known_key)
         except ArenaFull as full:
-            self.start(tasks=2 * full.bytes)
-            written = self.own.write(task, self.pool._key)
-        with contextlib.suppress(ConnectionError):  # a dead worker is noticed at `receive`
+            self.start(chunks=2 * full.bytes)
+            written = self.chunks.write(chunk, self.pool.known_key)
+        with contextlib.suppress(ConnectionError):  # `receive` reports a dead process
             self.connection.send((header, written))
 
     def receive(self) -> tuple[str, Any]:
-        """Its answer. Raises EOFError where it is dead."""
-        kind, value = self.connection.recv()
-        return kind, self.up.read(value) if kind == "result" else value
+        """Return ("result", result), ("error", exception), ("full", bytes that a result takes) or ("dead", None)."""
+        try:
+            kind, value = self.connection.recv()
+            return kind, self.results.read(value) if kind == "result" else value
+        except (EOFError, OSError):  # the process ended, possibly in the middle of an answer
+            return "dead", None
 
     def stop(self) -> int | None:
-        """End the process; its exit code."""
+        """End the process and return its exit code."""
         self.connection.close()
-        self.process.kill()  # it has nothing to put in order, and a handler of SIGTERM may be the parent's
+        self.process.kill()  # not SIGTERM: the process has nothing to clean up, and may inherit a handler
         self.process.join()
         return self.process.exitcode
 
+    def _serve(self, connection: Connection, inherited: Sequence[Connection]) -> None:
+        """Run in the process: receive chunks and send results until the server closes its end of the connection."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C and ends its workers
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for other in inherited:
+            other.close()
+        torch.set_num_threads(1)
+        machine.keep_memory()
+        pool, recall = self.pool, {"known": self.pool.known.__getitem__}
+        header, round, before = b"", None, machine.peak_bytes()
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                sent, chunk = connection.recv()
+                if sent != header:
+                    header, round = sent, self.broadcasts.read(sent, recall)
+                answer: tuple[str, Any]
+                try:
+                    answer = "result", self.results.write(pool.compute(round, before, *self.chunks.read(chunk, recall)))
+                except ArenaFull as full:
+                    answer = "full", full.bytes
+                except Exception as error:  # of any kind: the server raises it
+                    answer = "error", portable(error)
+                connection.send(answer)
+
 
 def _copied(value: Any) -> Any:
-    """The same plain data with copies of all tensors."""
+    """Copy plain data and all its tensors."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, Mapping):

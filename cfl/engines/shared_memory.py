@@ -1,4 +1,4 @@
-"""Memory that processes share: one writes an object, and the others read its tensors where they lie."""
+"""Memory shared by processes: one process writes an object, the others read its tensors without a copy."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ALIGNED = 64  # bytes, as vector instructions like it
+_ALIGNED = 64  # bytes, for vector instructions
 
 
 class ArenaFull(Exception):
-    """What is to be written takes more bytes than the arena has. bytes: how many."""
+    """An object does not fit into an arena. bytes: the size that it takes."""
 
     def __init__(self, bytes: int) -> None:
         super().__init__(bytes)
@@ -25,9 +25,9 @@ class ArenaFull(Exception):
 
 
 class Arena:
-    """Shared memory of a fixed size in bytes, for processes that are forked after it is made.
+    """Shared memory of a fixed size in bytes, for processes forked after its creation.
 
-    It has no name and no file: it is gone with the last process that knows it. Pages take memory once written to.
+    It has no name and no file, and ends with the last process that maps it. A page takes memory only once written.
     """
 
     def __init__(self, bytes: int) -> None:
@@ -36,10 +36,10 @@ class Arena:
         self._view = torch.frombuffer(self._memory, dtype=torch.uint8)
 
     def write(self, value: Any, known: Callable[[Any], Any] = lambda value: None) -> bytes:
-        """Put an object's CPU tensors and arrays into the arena, and give what `read` needs beside it, pickled.
+        """Write an object's CPU tensors and arrays to the arena; return the pickled rest, which `read` takes.
 
-        known: gives for an object that the reader has already what the reader's `recall` finds it by, else None.
-        Raises ArenaFull; what was written before is then lost all the same.
+        known: returns (kind, *key) for an object that the reader already has, else None; `read` looks it up by them.
+        Overwrites the previous object. Raises ArenaFull if the tensors and arrays do not fit.
         """
         leaves: list[Tensor] = []
         ends = [0]
@@ -50,13 +50,13 @@ class Arena:
                 return None if found is None else ("known", found)
             tensor = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf.detach()
             shape = tuple(tensor.shape)
-            if outline := tensor.numel() > 1 and not any(tensor.stride()):  # one number, expanded
+            if expanded := tensor.numel() > 1 and not any(tensor.stride()):  # a single number
                 tensor = tensor[(0,) * tensor.dim()]
-            flat = tensor.reshape(-1).contiguous() if tensor.numel() else tensor.new_empty(0)  # numpy's has no stride
+            flat = tensor.reshape(-1).contiguous() if tensor.numel() else tensor.new_empty(0)  # NumPy's have stride 0
             leaves.append(flat.view(torch.uint8))
             begin = -(-ends[-1] // _ALIGNED) * _ALIGNED
             ends.append(begin + len(leaves[-1]))
-            return "leaf", begin, ends[-1], tensor.dtype, shape, outline, isinstance(leaf, Tensor)
+            return "leaf", begin, ends[-1], tensor.dtype, shape, expanded, isinstance(leaf, Tensor)
 
         file = io.BytesIO()
         pickler = pickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -69,15 +69,18 @@ class Arena:
         return file.getvalue()
 
     def read(self, pickled: bytes, recall: Mapping[str, Callable[..., Any]] | None = None) -> Any:
-        """The object that was written. Its tensors are the arena's memory: the next `write` changes them."""
+        """Return the written object. Its tensors are views of the arena: the next `write` overwrites them.
+
+        recall: for each kind, a function from the key to the known object.
+        """
 
         def find(token: Any) -> Any:
             if token[0] == "known":
                 kind, *key = token[1]
                 return (recall or {})[kind](*key)
-            _, begin, end, dtype, shape, outline, is_tensor = token
+            _, begin, end, dtype, shape, expanded, is_tensor = token
             flat = self._view[begin:end].view(dtype)
-            leaf = flat.expand(shape) if outline else flat.reshape(shape)
+            leaf = flat.expand(shape) if expanded else flat.reshape(shape)
             return leaf if is_tensor else leaf.numpy()
 
         unpickler = pickle.Unpickler(io.BytesIO(pickled))
@@ -86,12 +89,12 @@ class Arena:
 
 
 def portable(error: Exception) -> Exception:
-    """The error, with where it was raised as a note; one that pickling loses becomes a RuntimeError of its name."""
+    """Return a picklable copy of an error with its traceback as a note; a RuntimeError if pickling fails."""
     trace = "".join(traceback.format_exception(error))
     try:
         found = pickle.loads(pickle.dumps(error))
-    except Exception as lost:  # whatever its constructor, or a class inside a function, may raise
+    except Exception as lost:  # of any kind: pickling calls the error's own constructor
         found = RuntimeError(f"{type(error).__name__}: {error}")
-        found.add_note(f"(it could not be passed on between processes: {lost})")
+        found.add_note(f"(pickling the original error failed: {lost})")
     found.add_note(trace)
     return found

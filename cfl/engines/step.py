@@ -1,4 +1,4 @@
-"""The one local step: the same code runs a client at a time or under `torch.func.vmap`."""
+"""The local step. Every engine runs it, for one client or under `torch.func.vmap` for several."""
 
 from __future__ import annotations
 
@@ -10,33 +10,49 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 
 from cfl.aggregation.gaussian import SampleNoise
+from cfl.contract import EMPTY, Batch, Ctx, Samples
 from cfl.contract.composed import ComposedMethod
-from cfl.contract.context import Ctx
-from cfl.contract.data import EMPTY, Batch, Samples
 from cfl.contract.losses import masked_mean
-from cfl.core import tree
+from cfl.core import Tree, tree
+from cfl.core.functorch import transforming
 from cfl.core.optim import Optimizer
-from cfl.core.tree import Tree
-from cfl.models.handle import Model
+from cfl.models import Model
 
 
 class Local(NamedTuple):
-    """What a client carries from step to step: trainable leaves, the task's buffers, the optimiser's state."""
+    """What a client carries from step to step: trainable leaves, buffers of the task, state of the optimiser."""
 
     params: Tree
     buffers: Tree
     optimizer: Tree
 
 
+class StepInputs(NamedTuple):
+    """Inputs of a local step besides `Local`.
+
+    shared: the broadcast; batch: empty after the last step; memory: samples drawn from the client's memory;
+    state: the client's state, as far as the hooks may see it; lr: learning rate; step: number of the step, from 0;
+    key: integer for the step's random draws; client: () int64, the client's id.
+    """
+
+    shared: Mapping[str, Tree]
+    batch: Batch = EMPTY
+    memory: Batch = EMPTY
+    state: Tree = {}
+    lr: float = 0.0
+    step: int = 0
+    key: int = 0
+    client: Tensor = torch.tensor(-1)
+
+
 @dataclass(frozen=True)
 class LocalStep:
-    """One local step of a task: gradient of the mean loss and all penalties, then the optimiser.
+    """A local step of a task: the gradient of the mean loss and all penalties, then an update by the optimiser.
 
-    frozen: names that do not train; heads: tasks whose heads came down beside the task's own; public: inputs that
-    everybody may see, if any; noise: what bounds each sample's part in the gradient and hides it, if anything does.
+    frozen: names that do not train; heads: tasks whose heads train besides the task's own; public: the public data,
+    if any; noise: clipping and noise of DP-SGD, None without example-level differential privacy.
     """
 
     model: Model
@@ -49,24 +65,13 @@ class LocalStep:
     noise: SampleNoise | None = None
 
     def start(self, params: Tree) -> Local:
-        """The carry before the first step, a copy; params: all that came down."""
+        """Return the carry before the first step, with copies of the trainable leaves. params: the broadcast model."""
         names = self.model.trainable(self.task, self.heads)
         trained = tree.clone(tree.select(params, (name for name in names if name not in self.frozen)))
         return Local(trained, tree.select(params, self.model.buffers(self.task)), self.optimizer.init(trained))
 
-    def context(
-        self,
-        shared: Mapping[str, Tree],
-        state: Tree,
-        index: int,
-        key: int,
-        batch: Batch = EMPTY,
-        memory: Batch = EMPTY,
-        buffers: Tree | None = None,
-        lr: float = 0.0,
-        client: Tensor | None = None,
-    ) -> Ctx:
-        """What the hooks see at step `index`; after the last step there is no batch. client: () int64, its id."""
+    def context(self, inputs: StepInputs, buffers: Tree | None = None) -> Ctx:
+        """Return what the hooks see at a step. buffers: the client's own, by default those of the broadcast."""
 
         def forward(
             params: Tree,
@@ -76,7 +81,7 @@ class LocalStep:
             dropout: bool = True,
             features: bool = False,
         ) -> Tensor:
-            leaves = {**shared["params"], **(buffers or {}), **params}
+            leaves = {**inputs.shared["params"], **(buffers or {}), **params}
             for name in self.model.buffers(self.task):  # normalisation layers write to their buffers
                 leaves[name] = leaves[name].clone()
             with contextlib.nullcontext() if dropout else self.model.without_dropout():
@@ -87,49 +92,38 @@ class LocalStep:
                 return self._logits(leaves, batch)
 
         return Ctx(
-            shared,
-            state,
-            batch,
-            memory,
+            inputs.shared,
+            inputs.state,
+            inputs.batch,
+            inputs.memory,
             forward,
             self.model,
             self.task,
-            index,
-            lr,
-            key,
+            inputs.step,
+            inputs.lr,
+            inputs.key,
             momentum=self.optimizer.momentum,
-            client=torch.tensor(-1) if client is None else client,
+            client=inputs.client,
             public=self.public,
         )
 
-    def __call__(
-        self,
-        local: Local,
-        batch: Batch,
-        shared: Mapping[str, Tree],
-        state: Tree,
-        lr: float,
-        index: int,
-        key: int,
-        memory: Batch = EMPTY,
-        client: Tensor | None = None,
-    ) -> tuple[Local, Tensor]:
-        """Step `index`: the carry after it, whose leaves are written in place, and the loss that `gradient` gives."""
-        ctx = self.context(shared, state, index, key, batch, memory, local.buffers, lr, client)
+    def __call__(self, local: Local, inputs: StepInputs) -> tuple[Local, Tensor]:
+        """Return the carry after a step, whose weights and optimiser are updated in place, and `gradient`'s loss."""
+        ctx = self.context(inputs, local.buffers)
         grads, buffers, loss = self.gradient(local.params, local.buffers, ctx)
-        self.optimizer.update(grads, local.optimizer, local.params, lr, index)
+        self.optimizer.update(grads, local.optimizer, local.params, inputs.lr, inputs.step)
         return local._replace(buffers=buffers), loss
 
     def gradient(self, params: Tree, buffers: Tree, ctx: Ctx) -> tuple[Tree, Tree, Tensor]:
-        """What the optimiser gets, the buffers after the step, and the mean loss () over the batch, penalties aside.
+        """Return the gradient for the optimiser, the buffers after the step, and the mean loss () without penalties.
 
-        The loss is that of the weights as they are, or, if `around` never looked at those, of where it looked first.
+        The loss is that at `params`, or that at the first other point if `around` asks for no gradient at `params`.
         """
-        here: list[tuple[Tensor, Tree]] = []
+        here: list[tuple[Tensor, Tree]] = []  # loss and buffers of each pass at `params`
         elsewhere: list[tuple[Tensor, Tree]] = []
 
         def grad_fn(at: Tree, seen: Ctx) -> Tree:
-            grads, aux = (self._gradient if self.noise is None else self._private)(at, buffers, seen)
+            grads, aux = (self._gradient if self.noise is None else self._private_gradient)(at, buffers, seen)
             (here if at is params else elsewhere).append(aux)
             return grads
 
@@ -137,25 +131,34 @@ class LocalStep:
             ctx = ctx._replace(batch=self.composed.augment(ctx.batch, ctx))
         grads = self.composed.around(grad_fn)(params, ctx)
         grads = self.composed.adjust(grads, params, ctx)
-        if buffers and not here:  # running statistics are of the weights as they are
+        if buffers and not here:  # running statistics are always those of a pass at `params`
             here.append(self._pass(params, buffers, ctx)[2:])
         loss, after = (here or elsewhere)[0]
         return grads, after, loss
 
+    def loss(self, params: Tree, buffers: Tree, ctx: Ctx) -> tuple[Tensor, tuple[Tensor, Tree]]:
+        """Return the loss () with penalties, and as auxiliary output the loss () without them and the new buffers."""
+        logits, features, loss, buffers = self._pass(params, buffers, ctx)
+        aux = loss, buffers
+        if self.composed.acting["penalty"]:
+            loss = loss + self.composed.penalty(params, logits, ctx._replace(features=features))
+        return loss, aux
+
     def _gradient(self, params: Tree, buffers: Tree, ctx: Ctx) -> tuple[Tree, tuple[Tensor, Tree]]:
-        if peek_interpreter_stack() is not None:  # inside `torch.func`: under vmap, or where a hook transforms
-            return torch.func.grad(self._loss, has_aux=True)(params, buffers, ctx)
-        with torch.enable_grad():  # the same operations with less between them
+        """Return the gradient of `loss` by `params`, and its auxiliary output."""
+        if transforming():  # under vmap, or inside a transform of a hook
+            return torch.func.grad(self.loss, has_aux=True)(params, buffers, ctx)
+        with torch.enable_grad():  # the same operations, with less overhead than torch.func
             leaves = {name: leaf.detach().requires_grad_() for name, leaf in params.items()}
-            total, (loss, after) = self._loss(leaves, buffers, ctx)
+            total, (loss, after) = self.loss(leaves, buffers, ctx)
         aux = loss.detach(), tree.map(torch.detach, after)
-        if not total.requires_grad:  # nothing trains, or no weight enters the loss
+        if not total.requires_grad:  # nothing trains, or the loss depends on no weight
             return tree.map(torch.zeros_like, params), aux
         grads = torch.autograd.grad(total, tuple(leaves.values()), allow_unused=True, materialize_grads=True)
         return dict(zip(params, grads, strict=True)), aux
 
-    def _private(self, params: Tree, buffers: Tree, ctx: Ctx) -> tuple[Tree, tuple[Tensor, Tree]]:
-        """The gradient with each sample's part in it bounded, and noise; the models here have no buffers."""
+    def _private_gradient(self, params: Tree, buffers: Tree, ctx: Ctx) -> tuple[Tree, tuple[Tensor, Tree]]:
+        """Return the noisy mean of the clipped per-sample gradients. Models under DP-SGD have no buffers."""
         assert self.noise is not None
 
         def of_one(*leaves: Tensor) -> tuple[Tree, Tensor]:
@@ -167,15 +170,8 @@ class LocalStep:
         grads, losses = torch.func.vmap(of_one, randomness="different")(*leaves)
         return self.noise(grads, ctx.batch.mask, ctx.key), (masked_mean(losses, ctx.batch.mask), buffers)
 
-    def _loss(self, params: Tree, buffers: Tree, ctx: Ctx) -> tuple[Tensor, tuple[Tensor, Tree]]:
-        logits, features, loss, buffers = self._pass(params, buffers, ctx)
-        aux = loss, buffers
-        if self.composed.acting["penalty"]:
-            loss = loss + self.composed.penalty(params, logits, ctx._replace(features=features))
-        return loss, aux
-
     def _pass(self, params: Tree, buffers: Tree, ctx: Ctx) -> tuple[Tensor, Tensor | None, Tensor, Tree]:
-        """Logits, features, mean loss, and the buffers after a pass at `params`."""
+        """Return logits, features, mean loss () and new buffers of a forward pass at `params`."""
         buffers = tree.map(torch.clone, buffers)  # normalisation layers write to their buffers
         watched: AbstractContextManager[list[Tensor]] = contextlib.nullcontext([])
         if self.composed.acting["penalty"]:
@@ -185,6 +181,7 @@ class LocalStep:
         return logits, seen[-1] if seen else None, self.composed.loss(logits, ctx), buffers
 
     def _logits(self, leaves: Tree, batch: Batch) -> Tensor:
+        """Return the logits (batch, classes), each sample's from the head of its own task."""
         if batch.task is None:
             return self.model.logits(leaves, batch.x, self.task)
         return self.model.own_logits(leaves, batch.x, self.task, batch.task)

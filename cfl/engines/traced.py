@@ -1,9 +1,9 @@
-"""Traces: the tensor operations of a block's step, recorded once and repeated without what leads to them.
+"""Traces: the tensor operations of a block's step, recorded once and then repeated without Python overhead.
 
-A step of many small clients is mostly overhead: of `vmap`, of autograd, of hooks. `make_fx` sees through all three. A
-trace does the same operations on the same shapes, so its results are those of the step to the bit, and a run does not
-depend on when it was made. That holds for hooks and modules whose results depend on what they are given alone; state of
-their own, or Python's random numbers, would stay what they were at the trace.
+With many small clients a step is mostly overhead of `vmap`, autograd and hooks. `make_fx` records the tensor operations
+below all three. A trace does the same operations on the same shapes, so its results equal those of the step to the bit,
+whenever it was recorded. This holds for hooks and modules whose results depend on their inputs alone: internal state
+and Python's random numbers would keep the values that they had at the recording.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from cfl.contract.context import Ctx
-from cfl.core.tree import Tree
+from cfl.contract import Ctx
+from cfl.core import Tree
 
-AFTER, MOST = 8, 64  # times that shapes must have come before they are traced; traces that are kept
-_FROZEN = frozenset(("step", "lr", "key"))  # numbers of a context that change, and that a trace would keep
+AFTER, MOST = 8, 64  # a trace is recorded when its shapes come for the eighth time; number of traces kept
+_FROZEN = frozenset(("step", "lr", "key"))  # fields of a context that change between steps; a trace would freeze them
 
 Trees = Mapping[str, Tree]
 Work = Callable[[Trees, type[Ctx]], Trees]
 
 
 class Traces:
-    """What has been traced so far, by the shapes of the inputs."""
+    """Recorded traces, by the shapes of the inputs."""
 
     def __init__(self) -> None:
         self._times: Counter[Hashable] = Counter()
@@ -34,9 +34,10 @@ class Traces:
         self._of_one_task: set[Hashable] = set()
 
     def __call__(self, work: Work, inputs: Trees, task: int, alike: bool) -> Trees:
-        """work(inputs, Ctx), by a trace where there is one. alike: only hooks could tell the task from another.
+        """Return work(inputs, Ctx), by a trace if possible. alike: the model runs the same operations for every task.
 
-        work: its operations are decided by the shapes of its inputs, the task, and contexts, made as the given class.
+        work: its operations depend on nothing but the shapes of its inputs, the task, and the contexts that it creates
+        with the class given as its second argument.
         """
         shapes = tuple(
             (owner, *((name, leaf.shape, leaf.stride(), leaf.dtype) for name, leaf in tree.items()))
@@ -47,7 +48,7 @@ class Traces:
             self._times[place] += 1
             if self._times[place] < AFTER or len(self._known) == MOST:
                 return work(inputs, Ctx)
-            trace, read = _traced(work, inputs)
+            trace, read = record(work, inputs)
             if place == shapes and "task" in read:
                 self._of_one_task.add(shapes)
                 place = task, shapes
@@ -56,14 +57,14 @@ class Traces:
         return work(inputs, Ctx) if known is None else known(inputs)
 
 
-def _traced(work: Work, inputs: Trees) -> tuple[Callable[[Trees], Trees] | None, set[str]]:
-    """The work's trace, None where it cannot be traced, and what it reads of contexts."""
-    from torch.fx.experimental.proxy_tensor import make_fx  # slow to import, and most runs need none
+def record(work: Work, inputs: Trees) -> tuple[Callable[[Trees], Trees] | None, set[str]]:
+    """Return a trace of the work, or None if it cannot be traced, and the fields of contexts that the work reads."""
+    from torch.fx.experimental.proxy_tensor import make_fx  # slow to import, and most runs do not need it
 
     read: set[str] = set()
 
     class Noted(Ctx):
-        """A context that notes what is read of it."""
+        """A context that notes which of its fields are read."""
 
         def __getattribute__(self, name: str) -> Any:
             read.add(name)
@@ -81,9 +82,9 @@ def _traced(work: Work, inputs: Trees) -> tuple[Callable[[Trees], Trees] | None,
     devices = [leaves[0].device] if leaves[0].is_cuda else []
     try:
         with torch.random.fork_rng(devices):
-            # with fake tensors, which have no values: what asks for one is not traced, rather than traced with it
+            # Fake tensors have no values: work that branches on one fails here instead of freezing the branch.
             graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*leaves)
-    except Exception:  # whatever is in the way of a trace: the step runs as it did, and raises what is wrong with it
+    except Exception:  # the step runs untraced, and raises its own error if it has one
         return None, read
     _tidy(graph)
 
@@ -96,7 +97,7 @@ def _traced(work: Work, inputs: Trees) -> tuple[Callable[[Trees], Trees] | None,
 
 
 def _tidy(graph: fx.GraphModule) -> None:
-    """Take out the operations that give what they or those before them get, and those whose results nobody needs."""
+    """Remove operations that return one of their own inputs, and operations whose results are unused."""
     aten = torch.ops.aten
     views = (aten.expand.default, aten.view.default, aten._unsafe_view.default)
     for node in graph.graph.nodes:
@@ -107,12 +108,12 @@ def _tidy(graph: fx.GraphModule) -> None:
         elif node.target == aten.mul.Scalar and how == [1]:
             same = given
         elif node.target == aten.transpose.int and given.target == aten.transpose.int and how == [*given.args[1:]]:
-            same = given.args[0]
+            same = given.args[0]  # two transposes cancel out
         else:
             continue
         node.replace_all_uses_with(same)
         graph.graph.erase_node(node)
-    # what draws random numbers stays, so that those after it are the same
+    # Random draws stay even if unused: the draws after them depend on the generator's state.
     drawn = torch.Tag.nondeterministic_seeded
     graph.graph.eliminate_dead_code(lambda node: node.is_impure() or drawn in getattr(node.target, "tags", ()))
     graph.recompile()

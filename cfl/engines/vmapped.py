@@ -1,8 +1,9 @@
-"""The `vmapped` engine: the local steps of a block of clients at once, by `torch.func.vmap` over the one local step.
+"""The `vmapped` engine: the local steps of a block of clients at once, by `torch.func.vmap` over the local step.
 
-Clients of a block are sorted by their steps, so those that are done drop off its end. Batches of unequal size are
-padded and masked; in a network with batch statistics, which would see the padding, batches of equal size go together.
-Random draws inside a step, dropout above all, are those of the block: equal in law to one client at a time.
+A block is sorted by number of steps, so clients that have finished drop off its end. Batches of unequal size are padded
+and masked. Batch statistics would include the padding, so with batch normalisation only clients with batches of equal
+size take a step together. Random draws inside a step, above all of dropout, are made for the whole block: their values
+differ from those of the `loop` engine, their distribution does not.
 """
 
 from __future__ import annotations
@@ -10,69 +11,103 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import repeat
+from itertools import repeat, zip_longest
 from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import pad_sequence
 
-from cfl.contract.context import Ctx
-from cfl.contract.data import Batch, Client
-from cfl.contract.rounds import RoundInfo, TreesByOwner
-from cfl.core import rng, tree
-from cfl.core.tree import Tree
+from cfl.contract import Batch, Client, Ctx, RoundInfo, RoundInputs, TreesByOwner
+from cfl.core import Tree, rng, tree
 from cfl.engines.loop import LoopEngine, Trained, named, recorded
-from cfl.engines.step import Local, LocalStep
-from cfl.engines.traced import Traces
+from cfl.engines.step import Local, LocalStep, StepInputs
+from cfl.engines.traced import Traces, Trees
 
 _ALL = slice(None)
 
 
+class Group(NamedTuple):
+    """Clients of a block that take a step together.
+
+    at: positions in the block; places: the same as an index; drawn: samples that each client draws from its memory.
+    """
+
+    at: list[int]
+    places: slice | Tensor
+    drawn: list[Batch]
+
+
 @dataclass
 class Block:
-    """Clients that train together, those with the most steps first. state: what hooks see of them, stacked.
+    """Clients that train together, those with the most steps first.
 
-    plans: for each client and each of its steps, the positions in its data of the batch, and what gives the key of
-    random changes to it; memories: what each draws from its memory, step by step.
+    local: stacked weights; state: stacked states, as far as the hooks of a step may see them; plans: for each client
+    and step, the positions of the batch in the client's data and the parts of the key of random augmentation;
+    memories: for each client, the samples that it draws from its memory at each step.
     """
 
     clients: list[Client]
+    local: Local
     state: Tree
     plans: list[list[tuple[Tensor, tuple[int, int]]]]
     memories: list[Iterator[Batch]]
 
     def __post_init__(self) -> None:
+        self.ids = torch.tensor([client.id for client in self.clients])
+        self.sizes = [[len(part) for part, _ in plan] for plan in self.plans]
         self.steps = [len(plan) for plan in self.plans]
-        self._sizes = [[len(part) for part, _ in plan] for plan in self.plans]
-        self._seen: tuple[list[Batch], Tree] = [], {}
-        shares = [client.shares[client.task] for client in self.clients]
-        self._samples = shares[0].samples
+        self._memory: tuple[list[Batch], Tree] = [], {}
+        self._samples = self.clients[0].shares[self.clients[0].task].samples
         self._plain = not self._samples.augment and all(client.now == (client.task,) for client in self.clients)
-        if self._plain:  # one gather a step for all clients: rows of the samples (clients, steps, batch)
-            most = max(self.steps)
-            every = torch.tensor([sizes + [0] * (most - len(sizes)) for sizes in self._sizes])
-            mask = torch.arange(max(1, int(every.max()))) < every[:, :, None]
-            held = [
-                share.rows[torch.cat([part for part, _ in plan])]
-                for share, plan in zip(shares, self.plans, strict=True)
-            ]
-            self._mask = mask.to(held[0].device)
-            self._rows = torch.zeros(mask.shape, dtype=torch.int64, device=held[0].device)
-            self._rows[self._mask] = torch.cat(held)
-            self._mask = self._mask.to(torch.float32)
+        if self._plain:
+            self._rows, self._mask = self._all_rows()
 
-    def sizes(self, index: int, live: int) -> list[int]:
-        """Samples in the batch of step `index` of each of the first `live` clients."""
-        return [sizes[index] for sizes in self._sizes[:live]]
+    def weights(self, places: slice | Tensor) -> Local:
+        """Return the weights of some clients, as views if `places` is a slice."""
+        return self.local if places is _ALL else Local(*(tree.map(itemgetter(places), part) for part in self.local))
 
-    def batch(self, index: int, at: list[int]) -> Tree:
-        """The batches of step `index` of some clients, padded to the longest: leaves (clients, batch, ...)."""
+    def inputs(self, group: Group, index: int) -> dict[str, Tree]:
+        """Return the inputs of a group's step `index` that differ between clients: leaves (clients, ...)."""
+        return {
+            "batch": self._batch(group.at, index),
+            "memory": self._recalled(group.drawn),
+            "state": tree.map(itemgetter(group.places), self.state),
+            "client": {"id": self.ids[group.places]},
+        }
+
+    def write(self, places: slice | Tensor, weights: Local) -> None:
+        """Write weights of some clients back. With a slice, all but the buffers are views and written already."""
+        copies = isinstance(places, Tensor)
+        pairs = zip(self.local, weights, strict=True) if copies else [(self.local.buffers, weights.buffers)]
+        for whole, part in pairs:
+            for name, leaf in part.items():
+                whole[name][places] = leaf
+
+    def _all_rows(self) -> tuple[Tensor, Tensor]:
+        """Return the sample rows and the masks of all batches: both (clients, steps, batch), padded with 0.
+
+        One gather a step then serves all clients.
+        """
+        sizes = torch.tensor([*zip_longest(*self.sizes, fillvalue=0)]).T.contiguous()
+        mask = torch.arange(max(1, int(sizes.max()))) < sizes[:, :, None]
+        held = [
+            client.shares[client.task].rows[torch.cat([part for part, _ in plan])]
+            for client, plan in zip(self.clients, self.plans, strict=True)
+        ]
+        rows = torch.zeros(mask.shape, dtype=torch.int64, device=held[0].device)
+        mask = mask.to(rows.device)
+        rows[mask] = torch.cat(held)
+        return rows, mask.to(torch.float32)
+
+    def _batch(self, at: list[int], index: int) -> Tree:
+        """Return the batches of step `index` of some clients, padded to the longest: leaves (clients, batch, ...)."""
         if not self._plain:
             mine = ((self.clients[i], *self.plans[i][index]) for i in at)
             return _stacked([client.batch(part, rng.key(*change)) for client, part, change in mine])
-        width = max(1, *(self._sizes[i][index] for i in at))
+        width = max(1, *(self.sizes[i][index] for i in at))
         which = slice(len(at)) if at[-1] + 1 == len(at) else at
         rows, mask = self._rows[which, index, :width], self._mask[which, index, :width].contiguous()
         flat = rows.flatten()
@@ -80,39 +115,32 @@ class Block:
         ids = self._samples.index[flat]
         return {"x": x.unflatten(0, rows.shape), "y": y.view(rows.shape), "mask": mask, "ids": ids.view(rows.shape)}
 
-    def memory(self, drawn: list[Batch]) -> Tree:
-        """Draws from memories, padded to the longest and stacked; most clients have the same at every step."""
-        before, stacked = self._seen
+    def _recalled(self, drawn: list[Batch]) -> Tree:
+        """Stack draws from memories, padded to the longest. Keeps the last stack: most draws repeat at every step."""
+        before, stacked = self._memory
         if len(before) != len(drawn) or any(a is not b for a, b in zip(before, drawn, strict=True)):
             stacked = _stacked(drawn)
-            self._seen = drawn, stacked
+            self._memory = drawn, stacked
         return stacked
 
 
 @dataclass(frozen=True)
 class VmappedEngine(LoopEngine):
-    """Clients in blocks of `block`; those whose hooks see states of other shapes than all others' go alone."""
+    """Blocks of up to `block` clients. Clients of a block have states of equal shapes, as far as a step sees them."""
 
     block: int = 16
     traces: Traces = field(default_factory=Traces, compare=False)
 
-    def trained(
-        self,
-        step: LocalStep,
-        info: RoundInfo,
-        shared: TreesByOwner,
-        states: Mapping[int, Tree],
-        clients: Sequence[Client],
-    ) -> Iterator[Trained]:
-        for block in self.blocks(clients, states):
-            with named("local training", block, info):
+    def trained(self, step: LocalStep, inputs: RoundInputs) -> Iterator[Trained]:
+        for block in self.blocks(inputs.clients, inputs.states):
+            with named("local training", block, inputs.info):
                 if len(block) == 1:
-                    yield self._train(step, info, shared, states[block[0].id], block[0])
+                    yield self._train(step, inputs, block[0])
                 else:
-                    yield from self._train_block(step, info, shared, states, block)
+                    yield from self._train_block(step, inputs, block)
 
     def blocks(self, clients: Sequence[Client], states: Mapping[int, Tree]) -> list[list[Client]]:
-        """Clients whose hooks see states of equal shapes, those with the most steps first, `block` at a time."""
+        """Group clients by the shapes of the states that a step sees, sort by steps, and cut into blocks."""
         alike: dict[object, list[Client]] = {}
         for client in clients:
             seen = self.composed.step_state(states[client.id])
@@ -124,108 +152,86 @@ class VmappedEngine(LoopEngine):
             found += [ordered[begin : begin + self.block] for begin in range(0, len(ordered), self.block)]
         return found
 
-    def _train_block(
-        self, step: LocalStep, info: RoundInfo, shared: TreesByOwner, states: Mapping[int, Tree], block: list[Client]
-    ) -> Iterator[Trained]:
-        together = self._block(info, states, block)
-        start = step.start(shared["params"])
-        params, buffers = (
-            tree.map(lambda leaf: leaf.expand(len(block), *leaf.shape).clone(), part) for part in start[:2]
-        )
-        local, steps = Local(params, buffers, step.optimizer.init(params)), together.steps
-        ids = torch.tensor([client.id for client in block])
-        dtype = next((leaf.dtype for leaf in params.values()), torch.float32)
-        losses = torch.zeros(len(block), steps[0], device=block[0].device, dtype=dtype)
+    def _train_block(self, step: LocalStep, inputs: RoundInputs, clients: list[Client]) -> Iterator[Trained]:
+        """Train the clients of a block for their local epochs."""
+        info, block, device = inputs.info, self._block(step, inputs, clients), clients[0].device
+        dtype = next((leaf.dtype for leaf in block.local.params.values()), torch.float32)
+        losses = torch.zeros(len(clients), block.steps[0], device=device, dtype=dtype)
         self.model.module.train()
-        with rng.fork(rng.key(info.key, "local", *ids.tolist()), block[0].device):
-            for index in range(steps[0]):
-                live = sum(index < count for count in steps)
-                drawn = [next(memory) for memory in together.memories[:live]]
-                for at in self._alike(together.sizes(index, live), drawn):
-                    places = _places(at, live, len(block))
-                    own = {
-                        "batch": together.batch(index, at),
-                        "memory": together.memory([drawn[i] for i in at]),
-                        "state": tree.map(itemgetter(places), together.state),
-                        "client": {"id": ids[places]},
-                    }
-                    losses[places, index] = self._advance(step, local, places, own, shared, info, index).to(losses)
-        losses = _last(losses, torch.tensor(steps, device=losses.device), self.epochs)
-        leaves = local.params | local.buffers
-        for client, count, loss, *parts in zip(block, steps, losses, *leaves.values(), strict=True):
+        with rng.fork(rng.key(info.key, "local", *block.ids.tolist()), device):
+            for index in range(block.steps[0]):
+                for group in self._groups(block, index):
+                    local = block.weights(group.places)
+                    own = {"params": local.params, "buffers": local.buffers, **block.inputs(group, index)}
+                    found = self._gradients(step, info, inputs.shared, own, index)
+                    step.optimizer.update(found["grads"], local.optimizer, local.params, info.lr, index)
+                    block.write(group.places, local._replace(buffers=found["buffers"]))
+                    losses[group.places, index] = found["losses"][""].to(losses)
+        losses = _last(losses, torch.tensor(block.steps, device=device), self.epochs)
+        leaves = block.local.params | block.local.buffers
+        for client, count, loss, *parts in zip(clients, block.steps, losses, *leaves.values(), strict=True):
             yield Trained(client, dict(zip(leaves, parts, strict=True)), count, loss)
 
-    def _block(self, info: RoundInfo, states: Mapping[int, Tree], clients: list[Client]) -> Block:
+    def _block(self, step: LocalStep, inputs: RoundInputs, clients: list[Client]) -> Block:
+        """Return a block before its first step: every client starts from the broadcast."""
+        params, buffers = (
+            tree.map(lambda leaf: leaf.expand(len(clients), *leaf.shape).clone(), part)
+            for part in step.start(inputs.shared["params"])[:2]
+        )
         plans = []
         for client in clients:
-            epochs = [self.plan(info, client, epoch) for epoch in range(self.epochs)]
+            epochs = [self.plan(inputs.info, client, epoch) for epoch in range(self.epochs)]
             plans.append([(part, (key, number)) for parts, key in epochs for number, part in enumerate(parts)])
-        seen = [self.composed.step_state(states[client.id]) for client in clients]
-        return Block(clients, tree.stack(seen), plans, list(self._memories(info, states, clients)))
+        state = tree.stack([self.composed.step_state(inputs.states[client.id]) for client in clients])
+        memories = list(self._memories(inputs, clients))
+        return Block(clients, Local(params, buffers, step.optimizer.init(params)), state, plans, memories)
 
-    def _memories(
-        self, info: RoundInfo, states: Mapping[int, Tree], clients: list[Client]
-    ) -> Iterator[Iterator[Batch]]:
-        """What each client draws from its memory; those that have none draw the same nothing."""
-        nothing: dict[int, Iterator[Batch]] = {}
+    def _memories(self, inputs: RoundInputs, clients: list[Client]) -> Iterator[Iterator[Batch]]:
+        """Yield the draws of each client from its memory. Clients without a memory share one empty batch."""
+        empty: dict[int, Iterator[Batch]] = {}
         for client in clients:
-            state, samples = states[client.id], id(client.shares[client.task].samples)
+            state, samples = inputs.states[client.id], id(client.shares[client.task].samples)
             if len(recorded(state, client)):
-                yield self.memories(info, state, client)
+                yield self.memories(inputs.info, state, client)
             else:
-                if samples not in nothing:
-                    nothing[samples] = repeat(next(self.memories(info, state, client)))
-                yield nothing[samples]
+                if samples not in empty:
+                    empty[samples] = repeat(next(self.memories(inputs.info, state, client)))
+                yield empty[samples]
 
-    def _alike(self, sizes: list[int], drawn: list[Batch]) -> list[list[int]]:
-        """Places in a block that take a step together: all, or those without need of padding where it does harm."""
-        if not self._batch_statistics:
-            return [list(range(len(sizes)))]
-        groups: dict[tuple[int, int], list[int]] = {}
-        for place, (size, memory) in enumerate(zip(sizes, drawn, strict=True)):
-            groups.setdefault((size, len(memory.y)), []).append(place)
-        return list(groups.values())
+    def _groups(self, block: Block, index: int) -> list[Group]:
+        """Return who takes step `index` together: all clients, or with batch statistics those that need no padding."""
+        live = sum(index < count for count in block.steps)
+        drawn = [next(memory) for memory in block.memories[:live]]
+        groups = [list(range(live))]
+        if self._batch_statistics:
+            alike: dict[tuple[int, int], list[int]] = {}
+            for place, memory in enumerate(drawn):
+                alike.setdefault((block.sizes[place][index], len(memory.y)), []).append(place)
+            groups = list(alike.values())
+        return [Group(at, _places(at, live, len(block.clients)), [drawn[i] for i in at]) for at in groups]
 
-    def _advance(
-        self,
-        step: LocalStep,
-        local: Local,
-        at: Tensor | slice,
-        own: dict[str, Tree],
-        shared: TreesByOwner,
-        info: RoundInfo,
-        index: int,
-    ) -> Tensor:
-        """One local step of the clients at some places of a block, in place; their losses (clients,).
+    def _gradients(
+        self, step: LocalStep, info: RoundInfo, shared: TreesByOwner, own: dict[str, Tree], index: int
+    ) -> Trees:
+        """Compute the gradients, the buffers after step `index`, and the losses (clients,) of a group, without updates.
 
-        own: what differs between clients beside their weights: "batch", "memory", "state" and "client".
+        own: what differs between clients: "params", "buffers", "batch", "memory", "state" and "client".
         """
         key = rng.key(info.key, "step", int(own["client"]["id"][0]), index)
 
-        def gradients(inputs: Mapping[str, Tree], kind: type[Ctx]) -> Mapping[str, Tree]:
-            sent = {owner.removeprefix("shared/"): leaves for owner, leaves in inputs.items() if owner not in mine}
+        def gradients(inputs: Trees, kind: type[Ctx]) -> Trees:
+            sent = {owner.removeprefix("shared/"): leaves for owner, leaves in inputs.items() if owner not in own}
 
             def gradient(params: Tree, buffers: Tree, batch: Tree, memory: Tree, state: Tree, client: Tree) -> tuple:
-                seen = Batch(**batch), Batch(**memory)
-                ctx = step.context(sent, state, index, key, *seen, buffers, info.lr, client["id"])
-                return step.gradient(params, buffers, kind(*ctx))
+                given = StepInputs(sent, Batch(**batch), Batch(**memory), state, info.lr, index, key, client["id"])
+                return step.gradient(params, buffers, kind(*step.context(given, buffers)))
 
-            grads, buffers, losses = torch.func.vmap(gradient, randomness="different")(*(inputs[name] for name in mine))
+            grads, buffers, losses = torch.func.vmap(gradient, randomness="different")(*(inputs[name] for name in own))
             return {"grads": grads, "buffers": buffers, "losses": {"": losses}}
 
-        now = local if at is _ALL else Local(*(tree.map(itemgetter(at), leaves) for leaves in local))
-        mine = {"params": now.params, "buffers": now.buffers, **own}
-        inputs = mine | {f"shared/{owner}": leaves for owner, leaves in shared.items()}
+        inputs = own | {f"shared/{owner}": leaves for owner, leaves in shared.items()}
         alike = not self.model.multi_head and not self.model.buffers_per_task
-        found = self.traces(gradients, inputs, info.task, alike)
-        step.optimizer.update(found["grads"], now.optimizer, now.params, info.lr, index)
-        for name, leaf in found["buffers"].items():
-            local.buffers[name][at] = leaf
-        if isinstance(at, Tensor):  # a slice is a view of the block, and written already
-            for whole, part in ((local.params, now.params), (local.optimizer, now.optimizer)):
-                for name, leaf in part.items():
-                    whole[name][at] = leaf
-        return found["losses"][""]
+        return self.traces(gradients, inputs, info.task, alike)
 
     @cached_property
     def _batch_statistics(self) -> bool:
@@ -233,21 +239,21 @@ class VmappedEngine(LoopEngine):
 
 
 def _places(at: list[int], live: int, clients: int) -> slice | Tensor:
-    """Places in a block as an index; a slice, whose leaves are views of the block's, where they are all that train."""
+    """Return positions in a block as an index: a slice, which gives views, if they are all clients that still train."""
     if len(at) == live:
         return _ALL if live == clients else slice(live)
     return torch.tensor(at)
 
 
 def _last(losses: Tensor, steps: Tensor, epochs: int) -> Tensor:
-    """The mean over each client's last epoch (clients,) of losses (clients, steps), of which each made `steps`."""
+    """Return the mean loss (clients,) over each client's last epoch. losses: (clients, steps); steps: by client."""
     index, first = torch.arange(losses.shape[1], device=losses.device), steps - steps // epochs
     chosen = (first[:, None] <= index) & (index < steps[:, None])
     return losses.where(chosen, 0).sum(1) / (steps - first)
 
 
 def _stacked(batches: Sequence[Batch]) -> Tree:
-    """Batches padded to the longest and stacked, by field, without those that are None."""
+    """Stack batches by field, padded to the longest, without the fields that are None."""
     fields = [name for name, leaf in batches[0]._asdict().items() if leaf is not None]
     alike = len({len(batch.y) for batch in batches}) == 1
     stack = torch.stack if alike else partial(pad_sequence, batch_first=True)

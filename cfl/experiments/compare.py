@@ -1,45 +1,44 @@
-"""Many runs: which ones a comparison needs, and what is known of those that are finished.
+"""Runs of a comparison: plan them, find the finished ones, and read their results.
 
-A run's folder is named by method, seed and a hash of what decides its result. So a killed comparison finds its runs
-again, several can share a folder, and what is finished is read and not run again.
+A run's folder is named by method, seed and a hash of the options that decide the result. So a killed comparison finds
+its runs again, comparisons can share a folder, and finished runs are read instead of repeated.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from cfl.assembly.resolve import dump, load, resolve
 from cfl.config.overrides import read_value, read_yaml, scoped
 from cfl.config.schema import RunConfig
-from cfl.core import options, plugins
-from cfl.core.errors import ConfigError
+from cfl.core import ConfigError, options, plugins, unknown
 from cfl.core.plugins import roles
-from cfl.run import checkpoint
-from cfl.run.run_folder import read_json
+from cfl.runtime import checkpoint
+from cfl.runtime.run_folder import read_json
 
 HOW = ("engine", "block", "workers", "threads", "device", "checkpoint_every")
-"""Options of how a run is computed: two that differ in nothing else have the same result, up to rounding."""
+"""Options that change how a run is computed, but not its result, up to rounding."""
 OWN = ("benchmark", "method", "seed")
-"""Options that name a run among others."""
+"""Options that tell runs apart; commands take them as arguments, not by `--set`."""
 
 
 def digest(config: RunConfig) -> str:
-    """Ten hex digits that differ between runs of different results."""
+    """Hash the options that decide a run's result: ten hex digits."""
     decisive = {name: value for name, value in dump(config).items() if name not in HOW}
     return checkpoint.fingerprint(decisive)[:10]
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run and the folder that it has, or is to have. name: for people, among its like."""
+    """A planned or finished run, and its folder. name: for messages."""
 
     name: str
     config: RunConfig
@@ -47,11 +46,11 @@ class Run:
 
     @cached_property
     def digest(self) -> str:
-        """The hash of its configuration; the name of a stored folder may have one of an earlier version."""
+        """Hash of the configuration; the folder's name may contain the hash of an earlier version."""
         return digest(self.config)
 
     def results(self) -> dict[str, Any] | None:
-        """Its metrics, `timing` as in timing.json, and what `spent` makes of it; None where not finished.
+        """Return the metrics, the result of `spent`, and `timing` as in timing.json; None if the run is not finished.
 
         Raises ConfigError for a damaged file.
         """
@@ -62,17 +61,18 @@ class Run:
 
 
 def spent(timing: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """`client_seconds` and `server_seconds` of a run's timing.json; nothing where it was not stored."""
+    """Return `client_seconds` and `server_seconds` from the contents of timing.json; empty if nothing was stored."""
     return {f"{who.removesuffix('s')}_seconds": sum(timing[who].values()) for who in ("clients", "server") if timing}
 
 
-def place(name: str, config: RunConfig, folder: Path) -> Run:
-    """A run in a folder of many."""
-    return Run(name, config, folder / f"{config.label}-seed{config.seed}-{digest(config)}")
+def place(name: str, config: RunConfig, folder: Path, stored: Mapping[str, Path] = MappingProxyType({})) -> Run:
+    """Return a run with its own folder inside `folder`, or with the folder of an equal run in `stored` (by digest)."""
+    own = digest(config)
+    return Run(name, config, stored.get(own, folder / f"{config.label}-seed{config.seed}-{own}"))
 
 
 def alone(config: RunConfig) -> str:
-    """A name for the folder of a run that is not one of many; its hash is there if options are not the preset's."""
+    """Name the folder of a single run; the name ends in a hash if options differ from the preset."""
     name = f"{config.benchmark}-{config.label}-seed{config.seed}"
     with suppress(ConfigError):  # some methods need options
         if digest(resolve(config.benchmark, method=config.label, seed=config.seed)) == digest(config):
@@ -80,15 +80,19 @@ def alone(config: RunConfig) -> str:
     return f"{name}-{digest(config)}"
 
 
-def finished(*folders: Path) -> dict[str, Path]:
-    """The folders of finished runs below some folders, at any depth, by the hash of their configurations.
+def continuation(folder: Path) -> list[str]:
+    """Return the command that continues the run in a folder."""
+    return ["cfl-run", "train", "--config", str(folder / "config.yaml"), "--output", str(folder), "--resume"]
 
-    Raises ConfigError for a folder that is not there, whose runs would be computed again, and names a run that has
-    options which are not known here.
+
+def finished(*folders: Path) -> dict[str, Path]:
+    """Find the finished runs in some folders, at any depth: digest to folder.
+
+    Raises ConfigError for a missing folder, since its runs would be repeated, and for a run with unknown options.
     """
     for folder in folders:
         if not folder.is_dir():
-            raise ConfigError(f"'{folder}' is no folder; name one that holds finished runs")
+            raise ConfigError(f"'{folder}' is not a folder; name a folder with finished runs")
     paths = [path.parent for folder in folders for path in sorted(folder.rglob("metrics.json"))]
     found = {}
     for path in (path for path in paths if (path / "config.yaml").is_file()):
@@ -96,12 +100,12 @@ def finished(*folders: Path) -> dict[str, Path]:
         try:
             found[digest(load(data))] = path
         except ConfigError as error:
-            raise ConfigError(f"the run '{path}' is of another version, move it away: {error}") from None
+            raise ConfigError(f"the run '{path}' is from another version, move it away: {error}") from None
     return found
 
 
 def finished_in(folder: Path) -> dict[str, Path]:
-    """As `finished`, in the folder of a comparison: it may not be there yet, what is not known here is passed over."""
+    """Find the finished runs directly in an output folder, which may be missing; skip runs with unknown options."""
     found = {}
     for path in sorted(folder.glob("*/metrics.json")):
         with suppress(ConfigError):
@@ -111,7 +115,7 @@ def finished_in(folder: Path) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in their seeds alone. varied: option to value, of those that are varied and that it has."""
+    """Runs that differ in the seed only. varied: the varied options that the method has, with their values."""
 
     method: str
     varied: Mapping[str, Any]
@@ -119,15 +123,15 @@ class Group:
 
     @property
     def label(self) -> str:
-        """The method, and the options in which it differs from other groups of the method."""
+        """The method and its varied options."""
         return _label(self.method, self.varied)
 
     def results(self) -> list[dict[str, Any]]:
-        """The metrics of its finished runs."""
+        """Return the results of the finished runs."""
         return [metrics for run in self.runs if (metrics := run.results()) is not None]
 
     def counterparts(self, groups: Sequence[Group], method: str) -> list[Group]:
-        """The groups of another method with the same values of the varied options that both have."""
+        """Select the groups of `method` that agree in all varied options that both groups have."""
         return [
             other
             for other in groups
@@ -147,46 +151,51 @@ def plan(
     scale: str | None = None,
     engine: str | None = None,
 ) -> list[Group]:
-    """The runs of methods x settings x seeds, in that order.
+    """Plan the runs of methods x settings x seeds, in that order.
 
-    methods: "fedavg,fot+fedsol"; seeds: "0..2" or "0,3,5"; overrides: "key=value" for all runs; vary: "key=a,b", each
-    combination of which is a setting. A method gets those of the others' hyper-parameters not.
-    Raises ConfigError in one line for whatever cannot be run: nothing may show after hours.
+    methods: "fedavg,fot+fedsol"; seeds: "0..2" or "0,3,5"; overrides: "key=value" for all runs; vary: "key=a,b", whose
+    combinations are the settings. Hyper-parameters that a method does not define are not passed to it.
+    Raises ConfigError in one line for every invalid option, so that nothing fails after hours.
     """
     names, numbers = [name.strip() for name in methods.split(",")], seeds_of(seeds)
     if len(set(names)) < len(names):
         raise ConfigError(f"--methods takes each method once, not '{methods}'")
-    plugins.benchmarks.get(benchmark)  # which a configuration may not know, but a run has to
+    plugins.benchmarks.get(benchmark)  # `resolve` accepts benchmarks that are not registered
     groups: dict[str, Group] = {}
-    there = finished_in(folder)  # an earlier version may have named them by another hash
-    varying = [_values(text) for text in vary]
-    for name, count in Counter(values[0][0] for values in varying).items():
-        if count > 1:
-            raise ConfigError(f"--vary takes {name} once, with all its values: --vary {name}=A,B")
-    for combination in itertools.product(*varying):
-        settings = [f"{name}={json.dumps(value, default=str)}" for name, value in combination]
-        own = for_methods(names, [*overrides, *settings])
-        for name in names:
-            varied = {key: value for (key, value), text in zip(combination, settings, strict=True) if text in own[name]}
-            label, runs = _label(name, varied), []
-            if label in groups:  # what a method does not have is not varied for it
+    stored = finished_in(folder)  # an earlier version may have named a folder by another hash
+    varying = _varying(vary)
+    for values in itertools.product(*varying.values()):
+        setting = dict(zip(varying, values, strict=True))
+        texts = {name: f"{name}={json.dumps(value, default=str)}" for name, value in setting.items()}
+        own = for_methods(names, [*overrides, *texts.values()])
+        for method in names:
+            varied = {name: value for name, value in setting.items() if texts[name] in own[method]}
+            label, runs = _label(method, varied), []
+            if label in groups:  # the method lacks an option in which this setting differs from an earlier one
                 continue
             for seed in numbers:
-                config = resolve(benchmark, method=name, overrides=own[name], seed=seed, scale=scale, engine=engine)
-                run = place(f"{label}, seed {seed}", config, folder)
-                runs.append(replace(run, folder=there.get(run.digest, run.folder)))
-            groups[label] = Group(name, varied, runs)
+                config = resolve(benchmark, method=method, overrides=own[method], seed=seed, scale=scale, engine=engine)
+                runs.append(place(f"{label}, seed {seed}", config, folder, stored))
+            groups[label] = Group(method, varied, runs)
     return sorted(groups.values(), key=lambda group: names.index(group.method))
 
 
-def for_methods(names: Sequence[str], overrides: Sequence[str], fixed: Sequence[str] = OWN) -> dict[str, list[str]]:
-    """The methods, each with the overrides that are for it: of hyper-parameters its own.
+def reference(groups: Sequence[Group], method: str | None) -> str:
+    """Return the method with which the others are paired, by default the first; ConfigError if no group has it."""
+    known = [group.method for group in groups]
+    if method is not None and method not in known:
+        raise unknown("method of --against", method, {*known})
+    return known[0] if method is None else method
 
-    Raises ConfigError for an option that no method has, and for one that is `fixed` otherwise.
+
+def for_methods(names: Sequence[str], overrides: Sequence[str], fixed: Sequence[str] = OWN) -> dict[str, list[str]]:
+    """Select the overrides of each method: all but the hyper-parameters of other methods.
+
+    Raises ConfigError for an option that no method has, and for a `fixed` option.
     """
     for name in (text.partition("=")[0].strip() for text in overrides):
         if name in fixed:
-            raise ConfigError(f"--set cannot take {name}, which is given otherwise; see the command's --help")
+            raise ConfigError(f"--set cannot take {name}; the command sets it by an argument of its own, see --help")
     known: dict[str, list[str]] = {}
     for name in names:
         method, regularizers = roles(name)
@@ -196,12 +205,8 @@ def for_methods(names: Sequence[str], overrides: Sequence[str], fixed: Sequence[
     return scoped(overrides, known)
 
 
-def _label(method: str, varied: Mapping[str, Any]) -> str:
-    return ", ".join([method, *(f"{name}={value}" for name, value in varied.items())])
-
-
 def seeds_of(text: str) -> list[int]:
-    """The seeds of "0..2" (both ends included) or "0,3,5"."""
+    """Read seeds from "0..2" (both ends included) or "0,3,5"."""
     first, dots, last = text.partition("..")
     try:
         numbers = list(range(int(first), int(last) + 1)) if dots else [int(part) for part in text.split(",")]
@@ -212,13 +217,24 @@ def seeds_of(text: str) -> list[int]:
     return numbers
 
 
-def _values(text: str) -> list[tuple[str, Any]]:
-    """The pairs of name and value of "key=a,b"."""
-    name, equals, values = text.partition("=")
-    name = name.strip()
-    found = read_value(name, f"[{values}]") if equals and name else []
-    if not found:
-        raise ConfigError(f"--vary takes key=value,value, such as strategy.threshold=0.8,0.9, not '{text}'")
-    if name in (*HOW, *OWN):
-        raise ConfigError(f"--vary cannot take {name}, which is no setting of a method; see 'cfl-run compare --help'")
-    return [(name, value) for value in found]
+def _label(method: str, varied: Mapping[str, Any]) -> str:
+    return ", ".join([method, *(f"{name}={value}" for name, value in varied.items())])
+
+
+def _varying(vary: Sequence[str]) -> dict[str, list[Any]]:
+    """Read the options to vary, each with its values, from texts such as "key=a,b"."""
+    varying: dict[str, list[Any]] = {}
+    for text in vary:
+        name, equals, values = text.partition("=")
+        name = name.strip()
+        found = read_value(name, f"[{values}]") if equals and name else []
+        if not found:
+            raise ConfigError(f"--vary takes key=value,value, such as strategy.threshold=0.8,0.9, not '{text}'")
+        if name in (*HOW, *OWN):
+            raise ConfigError(
+                f"--vary cannot take {name}: it is not an option of a method; see 'cfl-run compare --help'"
+            )
+        if name in varying:
+            raise ConfigError(f"--vary takes {name} once, with all its values: --vary {name}=A,B")
+        varying[name] = found
+    return varying

@@ -1,4 +1,4 @@
-"""Runs in processes of their own, several at a time."""
+"""Run several configurations in parallel, each in a separate process."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from typing import Any
 from cfl.assembly.resolve import dump, load
 from cfl.config.overrides import read_yaml
 from cfl.config.schema import RunConfig
-from cfl.core import machine
-from cfl.core.errors import Busy, CflError
+from cfl.core import Busy, CflError, machine
 from cfl.experiments.compare import HOW, Run
-from cfl.run.run_folder import RunFolder
-from cfl.run.sinks import NullSink, task_line
+from cfl.runtime.run_folder import RunFolder
+from cfl.runtime.sinks import NullSink, task_line
 
-_LOOK = 1.0  # seconds between looks at runs that another process is at
+_LOOK = 1.0  # seconds between checks of runs that another process works on
 
 
 def run_all(
@@ -37,16 +36,16 @@ def run_all(
     data_root: Path | None = None,
     download: bool = False,
 ) -> dict[str, str]:
-    """Finish all runs; returns the names of those that failed, with the reason, and does not stop at them.
+    """Finish all runs and return the reason of each failure by name of the run; a failure does not stop the others.
 
-    jobs: runs at a time; None: one a core, or one where a run takes all cores itself. What is finished is left as it
-    is, what another process is at is waited for, and what was begun is continued.
-    Ctrl-C has every run saved after its round; a second one stops at once.
+    jobs: number of parallel runs; None: one per core, or 1 if a run uses all cores or a GPU by itself.
+    Finished runs are kept, unfinished runs are continued, and runs of another process are waited for.
+    Ctrl-C saves every run after its current round; a second Ctrl-C stops at once.
     """
     missing = [run for run in runs if run.results() is None]
     if jobs is None:
-        alone = any(run.config.engine not in ("loop", "vmapped") or run.config.device != "cpu" for run in missing)
-        jobs = 1 if alone else machine.cores()
+        greedy = any(run.config.engine not in ("loop", "vmapped") or run.config.device != "cpu" for run in missing)
+        jobs = 1 if greedy else machine.cores()
     board = Board(len(runs), len(runs) - len(missing), quiet)
     crew = _Crew(missing, board, data_root, download)
     with board, ThreadPoolExecutor(jobs) as pool:
@@ -55,7 +54,7 @@ def run_all(
             for worker in workers:
                 worker.result()
         except KeyboardInterrupt:
-            board.warn("interrupted: runs are saved after their rounds; give the same command again to go on")
+            board.warn("interrupted: each run is saved after its round; repeat the command to continue")
             raise
         finally:
             crew.stop()
@@ -63,7 +62,7 @@ def run_all(
 
 
 class Board:
-    """Lines on what runs do, and on a terminal a bar for each that is running; quiet: faults only."""
+    """Progress of all runs: a line per event and, on a terminal, a bar per active run. quiet: show warnings only."""
 
     def __init__(self, total: int, finished: int, quiet: bool) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -73,7 +72,7 @@ class Board:
         self._quiet, self._total, self._done = quiet, total, finished
         self._rows: dict[str, Any] = {}
         if finished:
-            self.say(f"{finished} of {total} runs are there already")
+            self.say(f"{finished} of {total} runs are finished already")
 
     def __enter__(self) -> Board:
         self._bars.start()
@@ -83,13 +82,13 @@ class Board:
         self._bars.stop()
 
     def round(self, name: str, done: int, total: int) -> None:
-        """A run is that far."""
+        """Show that a run has done `done` of `total` rounds."""
         if name not in self._rows:
             self._rows[name] = self._bars.add_task(name, total=total)
         self._bars.update(self._rows[name], completed=done, total=total)
 
     def end(self, name: str, metrics: dict[str, Any] | None) -> None:
-        """A run has ended. metrics: None where it has none."""
+        """Show that a run has ended. metrics: None if it failed."""
         if name in self._rows:
             self._bars.remove_task(self._rows.pop(name))
         if metrics is not None:
@@ -97,17 +96,17 @@ class Board:
             self.say(f"{name}: done, ACC {metrics['acc']:.1%} ({self._done} of {self._total} runs)")
 
     def say(self, text: str) -> None:
-        """A line above the bars."""
+        """Print a line above the bars."""
         if not self._quiet:
             self._bars.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        """A line on standard error, which the bars leave alone."""
+        """Print a line to standard error, which the bars do not use."""
         print(text, file=sys.stderr, flush=True)
 
 
 class _Crew:
-    """What the threads share that have a process each. failed: name of a run to reason."""
+    """Queue of runs for several threads, each with a process of its own. failed: name of a run to reason."""
 
     def __init__(self, runs: Sequence[Run], board: Board, data_root: Path | None, download: bool) -> None:
         self._waiting, self._board, self._data = list(runs), board, (data_root, download)
@@ -115,7 +114,7 @@ class _Crew:
         self.failed: dict[str, str] = {}
 
     def work(self) -> None:
-        """Take runs and have a process compute them, until none is left."""
+        """Send runs to a process, one after another, until the queue is empty."""
         process: BaseProcess | None = None
         while (run := self._next()) is not None:
             if process is None or not process.is_alive():
@@ -128,12 +127,12 @@ class _Crew:
             except (EOFError, OSError):
                 process.join()
                 if not self._stopped:
-                    self._fail(run, f"its process ended with status {process.exitcode}; give the command again")
+                    self._fail(run, f"its process ended with status {process.exitcode}; repeat the command")
             if run not in self._waiting:
                 self._board.end(run.name, run.results())
 
     def stop(self) -> None:
-        """Have the runs saved after their rounds, and end the processes; a Ctrl-C meanwhile ends them at once."""
+        """Interrupt the processes, which save their runs after the round; Ctrl-C meanwhile ends them at once."""
         with self._lock:
             self._stopped = True
         try:
@@ -148,9 +147,9 @@ class _Crew:
             raise
 
     def _start(self) -> tuple[Connection, BaseProcess | None]:
-        # Not a fork of this process, which has threads, but of one that has only imported what a run needs.
+        # Do not fork this process, which has threads: the fork server has only imported the modules of a run.
         context: Any = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
-        multiprocessing.set_forkserver_preload(["cfl.run.runner"])
+        multiprocessing.set_forkserver_preload(["cfl.runtime.runner"])
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, *self._data))
         with self._lock:
@@ -162,7 +161,7 @@ class _Crew:
         return ours, process
 
     def _next(self) -> Run | None:
-        """The first run that nobody is at; None where no run is left."""
+        """Take the first run that no other process works on; None if no run is left."""
         while True:
             with self._lock:
                 for run in list(self._waiting):
@@ -177,7 +176,7 @@ class _Crew:
             time.sleep(_LOOK)
 
     def _follow(self, run: Run, channel: Connection) -> None:
-        """Read what the run's process says, to the end of the run."""
+        """Handle the messages of the run's process until the run ends."""
         while (message := channel.recv())[0] != "end":
             kind, value = message
             if kind == "round":
@@ -197,7 +196,7 @@ class _Crew:
 
 
 class _Channel(NullSink):
-    """The sink of a run in a process: it tells the one that started it, and stops the run where that one is gone."""
+    """Sink of a run in a process: sends all events to the parent process, and stops the run if the parent is gone."""
 
     def __init__(self, channel: Connection) -> None:
         self._channel, self._alone = channel, False
@@ -212,22 +211,22 @@ class _Channel(NullSink):
         self.send("warn", text)
 
     def send(self, kind: str, value: Any) -> None:
-        """Tell something to the process that started this one."""
+        """Send a message to the parent process."""
         try:
             self._channel.send((kind, value))
         except OSError:
             if not self._alone:
                 self._alone = True
-                signal.raise_signal(signal.SIGINT)  # saved after the round, as with Ctrl-C; a second one would not wait
+                signal.raise_signal(signal.SIGINT)  # as Ctrl-C: saves after the round; a second one would not wait
 
 
 def _serve(channel: Connection, data_root: Path | None, download: bool) -> None:  # pragma: no cover
-    """Compute the runs that come, one after another: what they import takes longer than some of them."""
-    from cfl.run.runner import run
+    """Compute all runs sent by the parent: a process per run would spend more time on imports than on a short run."""
+    from cfl.runtime.runner import run
 
     if hasattr(os, "setpgid"):
-        os.setpgid(0, 0)  # Ctrl-C at the terminal goes to the process that started this one, which passes it on
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have the background jobs of scripts ignore it
+        os.setpgid(0, 0)  # Ctrl-C at the terminal reaches the parent only, which passes it on
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells make background jobs of scripts ignore it
     sink = _Channel(channel)
     with suppress(EOFError, KeyboardInterrupt):
         while True:
@@ -245,7 +244,7 @@ def _serve(channel: Connection, data_root: Path | None, download: bool) -> None:
 
 
 def _as_begun(config: dict[str, Any], folder: Path) -> RunConfig:
-    """The configuration with how the run was computed when it began, since only that continues it to the byte."""
+    """Return the configuration with the `HOW` options of the run's start: only they continue it to the byte."""
     path = folder / "config.yaml"
     before = read_yaml(path) if path.exists() else {}
     return load({**config, **{name: before[name] for name in HOW if name in before}})

@@ -1,6 +1,6 @@
-"""The papers' tables: what each cell printed, which runs are to give the same, and what they gave.
+"""Tables of the papers: the printed numbers of each cell, the runs that reproduce it, and their results.
 
-The tables are in `cfl/experiments/papers/*.yaml`. Their numbers are as printed there: percent, seconds or megabytes.
+The tables are stored in `cfl/experiments/papers/*.yaml`, with numbers as printed: percent, seconds or megabytes.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,18 +21,18 @@ import numpy as np
 from cfl.assembly.resolve import resolve
 from cfl.config.overrides import read_yaml
 from cfl.config.schema import RunConfig
-from cfl.core.errors import unknown
+from cfl.core import unknown
 from cfl.experiments.compare import OWN, Run, finished, finished_in, for_methods, place
 
 Results = Mapping[str, Any]
-_OPTIONS = ("set", "exact", "reduced")  # at every scale; at paper scale alone; at all others
+_OPTIONS = ("set", "exact", "reduced")  # at every scale; at paper scale only; at the other scales
 
 
 @dataclass(frozen=True)
 class Score:
-    """A number of a paper, or of ours: mean, population standard deviation (None where there is none), runs.
+    """A number of a paper or of our runs. std: population standard deviation, None if unknown; runs: their number.
 
-    digits: as many as the paper prints after the point.
+    digits: number of decimals that the paper prints.
     """
 
     mean: float
@@ -40,7 +41,7 @@ class Score:
     digits: int = field(default=2, compare=False)
 
     def gap(self, printed: Score) -> float | None:
-        """This less the printed one in standard deviations of both together; None for a single run of ours."""
+        """Difference from the printed score, over the root of the summed variances; None for a single run of ours."""
         if self.std is None:
             return None
         spread = math.hypot(self.std, printed.std or 0.0)
@@ -49,7 +50,10 @@ class Score:
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """A cell of a table. paper: what it printed, by measure (None: nothing); spec: what runs, by name of a key."""
+    """A cell of a table. paper: printed score by measure, None if not printed.
+
+    spec: benchmark and method of its runs, without a method if cfl lacks it, and options under each key of `_OPTIONS`.
+    """
 
     part: str
     row: str
@@ -59,17 +63,25 @@ class Cell:
 
     @property
     def method(self) -> str:
-        """What runs; empty where it is not in cfl."""
+        """Method of the runs; empty if cfl lacks it."""
         return str(self.spec.get("method", ""))
 
-    def runs(self, seeds: Iterable[int], scale: str, overrides: Sequence[str], folder: Path) -> list[Run]:
-        """Its runs in a folder of many; none where the method is not in cfl."""
+    def runs(
+        self,
+        seeds: Iterable[int],
+        scale: str,
+        overrides: Sequence[str],
+        folder: Path,
+        stored: Mapping[str, Path] = MappingProxyType({}),
+    ) -> list[Run]:
+        """Return a run per seed, placed as by `place`; no runs if cfl lacks the method."""
         if not self.method:
             return []
         own = [*self.spec["set"], *self.spec["exact" if scale == "paper" else "reduced"], *overrides]
         name = ", ".join(filter(None, (self.column, self.part, self.row)))
         config = resolve(self.spec["benchmark"], method=self.method, overrides=own, scale=scale)
-        return [place(f"{name}, seed {seed}", config.model_copy(update={"seed": seed}), folder) for seed in seeds]
+        configs = [config.model_copy(update={"seed": seed}) for seed in seeds]
+        return [place(f"{name}, seed {config.seed}", config, folder, stored) for config in configs]
 
 
 @dataclass(frozen=True)
@@ -91,31 +103,31 @@ class Table:
         folder: Path,
         stored: Sequence[Path] = (),
     ) -> dict[Cell, list[Run]]:
-        """The runs of its cells in a folder of many, or where a finished one is stored.
+        """Return the runs of the cells selected by `only`, with folders inside `folder`.
 
-        only: see `only`. Raises ConfigError for what cannot run like this.
+        A run that is finished in `folder`, or at any depth of the `stored` folders, keeps its folder.
+        Raises ConfigError for options that cannot run.
         """
-        there, cells = finished_in(folder) | finished(*stored), self.only(only)
+        known, cells = finished_in(folder) | finished(*stored), self.only(only)
         own = for_methods(list({cell.method for cell in cells} - {""}), overrides, (*OWN, "scale"))
-
-        def found(run: Run) -> Run:
-            return replace(run, folder=there.get(run.digest, run.folder))
-
-        return {cell: [*map(found, cell.runs(seeds, scale, own.get(cell.method, ()), folder))] for cell in cells}
+        return {cell: cell.runs(seeds, scale, own.get(cell.method, ()), folder, known) for cell in cells}
 
     def only(self, names: Sequence[str]) -> list[Cell]:
-        """Its cells in the parts, columns and rows named (any of a kind, and all kinds); ConfigError for others."""
-        own = {cell: (cell.part, cell.row, cell.column) for cell in self.cells}
-        kinds = [set(kind) for kind in zip(*own.values(), strict=True)]
+        """Select cells by names of parts, rows and columns; ConfigError for an unknown name.
+
+        Several names of one kind select their union; names of different kinds select the intersection.
+        """
+        places = {cell: (cell.part, cell.row, cell.column) for cell in self.cells}
+        kinds = [set(kind) for kind in zip(*places.values(), strict=True)]
         for name in names:
             if not any(name in kind for kind in kinds):
                 raise unknown(f"part, row or column of {self.name}", name, set.union(*kinds) - {""})
         kept = [kind & set(names) or kind for kind in kinds]
-        return [c for c, places in own.items() if all(one in kind for one, kind in zip(places, kept, strict=True))]
+        return [cell for cell, own in places.items() if all(map(set.__contains__, kept, own))]
 
 
 def scores(measures: Sequence[str], runs: Sequence[Run]) -> dict[str, Score]:
-    """What the finished ones of a cell's runs gave, by measure; empty where none is finished."""
+    """Scores of the finished runs of a cell, by measure; empty if no run is finished."""
     found = [(results, run.config) for run in runs if (results := run.results()) is not None]
     out = {}
     for name in measures if found else ():
@@ -126,7 +138,7 @@ def scores(measures: Sequence[str], runs: Sequence[Run]) -> dict[str, Score]:
 
 @cache
 def tables() -> dict[str, Table]:
-    """All tables by name."""
+    """Read all tables, by name."""
     found = {}
     for path in sorted((files("cfl.experiments") / "papers").iterdir(), key=lambda path: path.name):
         for name, data in read_yaml(path).items():
@@ -135,7 +147,7 @@ def tables() -> dict[str, Table]:
 
 
 def table(name: str) -> Table:
-    """The table of that name; raises ConfigError with the nearest one."""
+    """Return the table of this name; ConfigError with the nearest name if unknown."""
     if name not in tables():
         raise unknown("table", name, tables())
     return tables()[name]
@@ -147,6 +159,7 @@ def _cells(data: Mapping[str, Any]) -> Iterable[Cell]:
         columns = whole.get("columns", data.get("columns"))
         for row, printed in rows.items():
             for (column, own), numbers in zip(columns.items(), printed, strict=True):
+                # Later layers win; their options are appended.
                 layers = [data.get("rows", {}).get(row, {}), whole, own]
                 layers += [layer.get("rows", {}).get(row, {}) for layer in (whole, own)]
                 spec = {key: one for layer in layers for key, one in layer.items() if key in ("benchmark", "method")}
@@ -161,14 +174,14 @@ def _flat(texts: Iterable[Any]) -> Iterable[str]:
 
 
 def _score(text: str) -> Score | None:
-    """The number of "85.68±0.57", "7.15" or "-"."""
+    """Read "85.68±0.57", "7.15" or "-"."""
     mean, _, std = text.partition("±")
     digits = max(len(number.partition(".")[2]) for number in (mean, std))
     return None if text == "-" else Score(float(mean), float(std) if std else None, digits=digits)
 
 
 def measure(name: str) -> tuple[str, Callable[[Results, RunConfig], float]]:
-    """Title and function of a measure: from results and configuration of a run to what the papers print."""
+    """Title of a measure, and its function of a run's results and configuration, in the papers' units."""
     plain, number = re.fullmatch(r"([a-z_]+)(\d*)", name).groups()  # type: ignore[union-attr]
     title, function = _MEASURES[plain]
     return title.format(number), partial(function, int(number)) if number else function
@@ -189,9 +202,9 @@ def _use(results: Results, config: RunConfig) -> float:
 
 
 def _times(results: Results, config: RunConfig, phase: str) -> float:
-    """How often a client took part in a phase of FOT, over all clients, where every round has a whole cohort.
+    """Count participations in a phase of FOT, over all clients, if every round has a full cohort.
 
-    NaN for rounds by the names of tasks, some of which may not be in the run.
+    NaN for rounds given by the names of tasks, since the run may lack some of these tasks.
     """
     tasks, rounds = len(results["accuracy_matrix"]), config.rounds
     if isinstance(rounds, Mapping):
@@ -203,17 +216,17 @@ def _times(results: Results, config: RunConfig, phase: str) -> float:
 
 
 def _measured(config: RunConfig) -> int:
-    """Clients whose layer inputs FOT measures after a task, where all have data of it."""
+    """Count the clients whose layer inputs FOT measures after a task, if all have data of the task."""
     return config.cohort if config.strategy["participants"] == "sampled" else config.partition.clients
 
 
 def _each(total: float | None, times: float) -> float:
-    """NaN for a phase that the run did not come to, and for seconds that were not stored."""
+    """Divide, or return NaN for a phase that the run did not reach and for seconds that were not stored."""
     return math.nan if total is None else total / times
 
 
 def _seconds(phase: str) -> Callable[[Results, RunConfig], float]:
-    """Of one client: a local epoch, or what it does once after a task."""
+    """Seconds of one client: per local epoch in phase "train", else per participation."""
     return lambda results, config: _each(
         results["timing"].get("clients", {}).get(phase),
         _times(results, config, phase) * (config.local.epochs if phase == "train" else 1),
@@ -221,13 +234,14 @@ def _seconds(phase: str) -> Callable[[Results, RunConfig], float]:
 
 
 def _sent(phase: str) -> Callable[[Results, RunConfig], float]:
+    """Megabytes that a client sends per participation in a phase."""
     return lambda results, config: _each(
         results["bytes_by_phase"].get(phase, {}).get("up"), 1_000_000 * _times(results, config, phase)
     )
 
 
 def _basis(results: Results, config: RunConfig) -> float:
-    """The basis goes down with the model; the first one is empty, so that two tasks show none."""
+    """Megabytes of the basis, broadcast with the model; the first basis is empty, so NaN for fewer than three tasks."""
     tasks, model = len(results["accuracy_matrix"]), _sent("train")(results, config)
     if tasks < 3:
         return math.nan
@@ -236,7 +250,7 @@ def _basis(results: Results, config: RunConfig) -> float:
 
 
 def _cost(number: int, results: Results, config: RunConfig) -> float:
-    """t R 2 M + (t - 1)(A + O): the arithmetic of FOT's Table 13, with R of the paper and what a run has sent."""
+    """t R 2 M + (t - 1)(A + O): the arithmetic of FOT's Table 13, with the paper's R and the run's M, A and O."""
     rounds = resolve(config.benchmark).rounds
     assert isinstance(rounds, int)
     once = _sent("gpse")(results, config) + _basis(results, config)

@@ -1,4 +1,4 @@
-"""Models by name; any other `nn.Module` can be passed to `cfl.run` as it is."""
+"""Built-in models by name; `cfl.run` also takes any other `nn.Module`."""
 
 from collections.abc import Mapping, Sequence
 from inspect import Parameter, signature
@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from cfl.core import plugins
-from cfl.core.errors import ConfigError, unknown
+from cfl.core import ConfigError, plugins, unknown
 from cfl.models.alexnet import alexnet_cl
 from cfl.models.cnn import cnn
-from cfl.models.handle import Layer, Model
+from cfl.models.handle import Model
+from cfl.models.layers import Layer
 from cfl.models.mlp import mlp
 from cfl.models.resnet import resnet8, resnet18, resnet18_cifar
 from cfl.models.vgg import vgg11
@@ -31,7 +31,7 @@ plugins.models.register("vit_small", source="Dosovitskiy et al., ICLR 2021")(vit
 
 
 def filled(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a model's builder, with its defaults; raises ConfigError for one that it does not have."""
+    """Complete the options of a model with its builder's defaults; raises ConfigError for an unknown option."""
     known = dict(list(signature(plugins.models.get(name)).parameters.items())[2:])
     for option in options:
         if option not in known:
@@ -42,7 +42,7 @@ def filled(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build(name: str, input_shape: Sequence[int], outputs: int, options: Mapping[str, Any]) -> nn.Module:
-    """A fresh module of that name; raises ConfigError where name, options or shape do not fit."""
+    """Build a fresh module; raises ConfigError for an unknown name or option, or a shape the model cannot take."""
     options = filled(name, options)
     try:
         return plugins.models.get(name)(input_shape, outputs, **options)
@@ -52,9 +52,9 @@ def build(name: str, input_shape: Sequence[int], outputs: int, options: Mapping[
 
 
 def sample(name: str, options: Mapping[str, Any]) -> nn.Module | None:
-    """A module of that name without any weights, to look at its layers; None where it does not take colour images."""
+    """Build a module on the meta device, to inspect its layers; None if the model does not take colour images."""
     try:
         with torch.device("meta"):
             return build(name, (3, 32, 32), 2, options)
-    except ConfigError:  # the run, which knows the shape of its inputs, says what is wrong
+    except ConfigError:  # the run builds the model for its own input shape and reports the error
         return None

@@ -1,10 +1,10 @@
-"""The AlexNet-like network of FOT's Split CIFAR-100: no biases, no normalisation."""
+"""The AlexNet-like network of FOT's Split CIFAR-100, without biases or normalisation."""
 
 from collections.abc import Sequence
 
 from torch import nn
 
-from cfl.models.cnn import whole
+from cfl.models.cnn import images, whole
 from cfl.models.dropout import Dropout
 
 
@@ -13,20 +13,16 @@ def alexnet_cl(
 ) -> nn.Module:
     """AlexNet-like network (FOT, CIFAR-100): three convolutions, two hidden layers; 6,704,128 parameters with 10 heads.
 
-    dropout: rates after the two first convolutions, after the third, and after the two hidden layers (one rate);
-    width: filters of the first convolution; twice and four times as many in the next, 32 times as many hidden units.
+    dropout: rates after each of the three convolutions, and one rate after both hidden layers;
+    width: filters of the first convolution; the next two have 2 and 4 times as many, hidden layers 32 times as many
+    units. Raises ValueError for images below 19 x 19 pixels.
     """
     whole(width=width)
-    if len(input_shape) != 3:
-        raise ValueError("it needs images (channels, height, width)")
+    channels, side, _ = images(input_shape, at_least=19)
     if not isinstance(dropout, list | tuple) or len(dropout) != 4:
         raise ValueError(f"model.dropout must be a list of four rates, not {dropout}")
-    channels, height, _ = input_shape
-    side = height
     for kernel in (4, 3, 2):
         side = (side - kernel + 1) // 2
-    if side < 1:
-        raise ValueError("images must have at least 19 x 19 pixels")
 
     def block(inputs: int, filters: int, kernel: int, rate: float) -> list[nn.Module]:
         return [nn.Conv2d(inputs, filters, kernel, bias=False), nn.ReLU(), Dropout(rate), nn.MaxPool2d(2)]

@@ -1,4 +1,4 @@
-"""The convolutional network of McMahan et al. (AISTATS 2017), and what the builders of image models share."""
+"""The convolutional network of McMahan et al. (AISTATS 2017), and helpers of all builders of image models."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,11 +7,11 @@ from torch import nn
 
 
 def cnn(input_shape: Sequence[int], outputs: int, width: int = 32, hidden: int = 512) -> nn.Module:
-    """Two convolutions 5 x 5 with pooling, one hidden layer, biases (McMahan et al., 2017): 1,663,370 for MNIST.
+    """Two 5 x 5 convolutions with pooling, one hidden layer (McMahan et al., 2017): 1,663,370 parameters for MNIST.
 
-    FedSOL (CVPR 2024) trains it too, on MNIST with the grey channel repeated; here the first layer takes the channels
-    as they are. width: filters of the first convolution, the second has twice as many; hidden: units of the hidden
-    layer, whose outputs are the features. Raises ValueError for images below 4 x 4 pixels.
+    FedSOL (CVPR 2024) repeats the grey channel of MNIST for it; here the first convolution takes one channel.
+    width: filters of the first convolution, the second has twice as many; hidden: units of the hidden layer, whose
+    outputs are the features. All layers have biases. Raises ValueError for images below 4 x 4 pixels.
     """
     channels, height, width_in = images(input_shape, at_least=4)
     whole(width=width, hidden=hidden)
@@ -30,7 +30,7 @@ def cnn(input_shape: Sequence[int], outputs: int, width: int = 32, hidden: int =
 
 
 def images(input_shape: Sequence[int], at_least: int = 1) -> tuple[int, int, int]:
-    """Channels, height and width; raises ValueError for what is no image, or one with fewer pixels along a side."""
+    """Channels, height and width of an image shape; raises ValueError for other shapes and sides below `at_least`."""
     if len(input_shape) != 3:
         raise ValueError("it needs images (channels, height, width)")
     channels, height, width = input_shape
@@ -40,14 +40,14 @@ def images(input_shape: Sequence[int], at_least: int = 1) -> tuple[int, int, int
 
 
 def whole(**options: Any) -> None:
-    """Raise ValueError for options of a model that are not whole numbers of at least 1."""
+    """Raise ValueError for a model option that is not a whole number of at least 1."""
     for name, value in options.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"model.{name} must be a whole number of at least 1, not {value!r}")
 
 
 def he_normal(module: nn.Module) -> None:
-    """Draw all convolutions anew: N(0, 2 / (filters x kernel size)) (He et al., 2015), and biases of 0."""
+    """Initialise convolutions with weights from N(0, 2 / (filters x kernel size)) (He et al., 2015) and biases of 0."""
     for layer in module.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")

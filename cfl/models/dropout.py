@@ -1,16 +1,16 @@
-"""Dropout with a cheap mask."""
+"""Dropout with a mask that is cheap to draw on a CPU."""
 
 import torch
 from torch import Tensor, nn
 
 
 class Dropout(nn.Dropout):
-    """`nn.Dropout` in law; its masks are uniform numbers compared, cheaper on a CPU than torch's Bernoulli draws."""
+    """`nn.Dropout` in distribution, with masks from uniform draws: faster on a CPU than torch's Bernoulli draws."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x of any shape, with each element zero at probability `p` and the others over 1 - p, while training."""
+        """In training mode, set each element of x to zero with probability p and divide the others by 1 - p."""
         if not self.training or not self.p or x.is_cuda:
             return super().forward(x)
-        drawn = torch.rand_like(x, dtype=torch.promote_types(x.dtype, torch.float32))  # half floats are too coarse
+        drawn = torch.rand_like(x, dtype=torch.promote_types(x.dtype, torch.float32))  # half precision is too coarse
         kept = (drawn >= self.p).to(x.dtype)
         return x * (kept / (1 - self.p) if self.p < 1 else kept)

@@ -1,4 +1,4 @@
-"""Multi-layer perceptron; with hidden (400, 400, 400) and dropout (.2, .5, .5) the Permuted MNIST model of FOT."""
+"""Multi-layer perceptron; with hidden (400, 400, 400) and dropout (.2, .5, .5) FOT's model for Permuted MNIST."""
 
 import math
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ def mlp(
 ) -> nn.Module:
     """Multi-layer perceptron with ReLU and biases (FOT: 784-400-400-400-10, 638,810 parameters).
 
-    hidden: widths of the hidden layers; dropout: rate after each hidden layer, or empty for none.
-    Raises ValueError for anything else.
+    hidden: widths of the hidden layers; dropout: rate after each hidden layer, or empty for no dropout.
+    Raises ValueError for other values.
     """
     if not _all(hidden, int) or min(hidden, default=1) < 1:
         raise ValueError(
@@ -37,7 +37,7 @@ def mlp(
 
 
 def _all(values: object, kind: type | UnionType) -> bool:
-    """Whether this is a list (or tuple) of that kind; true and false are no numbers."""
+    """True for a list or tuple of values of that kind; booleans do not count as numbers."""
     return isinstance(values, list | tuple) and all(
         isinstance(value, kind) and not isinstance(value, bool) for value in values
     )

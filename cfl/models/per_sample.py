@@ -1,8 +1,9 @@
-"""Squares of the gradients of single samples, summed over a batch, without a gradient of each sample where it can be.
+"""Sums over a batch of the squared gradients of single samples, if possible without each sample's gradient.
 
-For a Linear layer that a sample enters once, the gradient of a sample's loss is an outer product, delta x^T, whose
-square is that of delta times that of x: the sum over samples is one matrix product. Where a sample enters a layer at
-many positions (convolutions, tokens) its gradient is formed; what is no such layer goes through `torch.func.vmap`.
+For a Linear layer that a sample enters once, the gradient of a sample's loss is an outer product, delta x^T. Its square
+is the outer product of squared delta and squared x, so the sum over samples is one matrix product. For a layer that a
+sample enters at many positions (convolutions, tokens), each sample's gradient is formed. All other parameters use
+`torch.func.vmap`.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cfl.core import tree
-from cfl.core.tree import Tree
-from cfl.models.handle import Layer, Model
+from cfl.core import Tree, tree
+from cfl.models.handle import Model
+from cfl.models.layers import Layer
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-_NUMBERS = 2**24  # of single samples' gradients at a time: 64 MiB in float32
+_NUMBERS = 2**24  # entries of single samples' gradients in memory at a time: 64 MiB in float32
 
 
 def squared_gradients(
     model: Model, params: Tree, names: Iterable[str], loss: Loss, x: Tensor, y: Tensor, task: int
 ) -> Tree:
-    """Sum over samples of the squared gradient of their own loss by the leaves `names`, in the model's current mode.
+    """Sum over samples of the squared gradient of each sample's loss, for the leaves `names`, in the current mode.
 
-    loss: logits (batch, classes) and labels (batch,) to losses (batch,); x: (batch, ...). No sample may touch another,
-    as it does in batch statistics.
+    loss: maps logits (batch, classes) and labels (batch,) to losses (batch,); x: (batch, ...); y: (batch,).
+    A sample's outputs must not depend on other samples, as they do with batch statistics.
     """
     wanted = list(names)
     calls = _calls(model, params, loss, x, y, task)
@@ -38,10 +39,10 @@ def squared_gradients(
         if layer.weight in wanted and seen and all(len(inputs) == len(y) for inputs, _ in seen):
             inputs = torch.cat([layer.inputs(inputs) for inputs, _ in seen], dim=1)
             deltas = torch.cat([_positions(delta, layer)[..., layer.rows] for _, delta in seen], dim=1)
-            for name, part in ((layer.weight, _weight(inputs, deltas)), (layer.bias, deltas.sum(1).square().sum(0))):
+            for name, own in ((layer.weight, _weight(inputs, deltas)), (layer.bias, deltas.sum(1).square().sum(0))):
                 if name in wanted:
-                    whole = sums.setdefault(name, torch.zeros_like(params[name]))
-                    whole[layer.rows] = part.reshape(whole[layer.rows].shape)
+                    leaf = sums.setdefault(name, torch.zeros_like(params[name]))
+                    leaf[layer.rows] = own.reshape(leaf[layer.rows].shape)
     rest = [name for name in wanted if name not in sums]
     sums |= _by_vmap(model, params, rest, loss, x, y, task) if rest else {}
     return tree.select(sums, wanted)
@@ -50,7 +51,7 @@ def squared_gradients(
 def _calls(
     model: Model, params: Tree, loss: Loss, x: Tensor, y: Tensor, task: int
 ) -> dict[str, list[tuple[Tensor, Tensor]]]:
-    """By a layer's path, for each of its calls: what enters, and the gradient of the summed loss by what comes out."""
+    """Inputs and gradient of the summed loss with respect to the output, for each call of each layer, by its path."""
     seen: list[tuple[str, Tensor, Tensor]] = []
 
     def hook(path: str) -> Callable[..., Tensor]:
@@ -76,19 +77,19 @@ def _calls(
 
 
 def _positions(delta: Tensor, layer: Layer) -> Tensor:
-    """A gradient by a layer's output as (batch, positions, outputs)."""
+    """Reshape the gradient with respect to a layer's output to (batch, positions, outputs)."""
     if isinstance(layer.module, nn.Linear):
         return delta.reshape(delta.shape[0], -1, delta.shape[-1])
     return delta.flatten(2).transpose(1, 2)
 
 
 def _weight(inputs: Tensor, deltas: Tensor) -> Tensor:
-    """(outputs, d) from inputs (batch, positions, d) and deltas (batch, positions, outputs)."""
+    """Sum of squares (outputs, d) for inputs (batch, positions, d) and deltas (batch, positions, outputs)."""
     if inputs.shape[1] == 1:
         return deltas[:, 0].square().T @ inputs[:, 0].square()
     size = max(1, _NUMBERS // (deltas.shape[2] * inputs.shape[2]))
-    parts = zip(deltas.split(size), inputs.split(size), strict=True)
-    return torch.stack([(delta.transpose(1, 2) @ x).square().sum(0) for delta, x in parts]).sum(0)
+    chunks = zip(deltas.split(size), inputs.split(size), strict=True)
+    return torch.stack([(delta.transpose(1, 2) @ x).square().sum(0) for delta, x in chunks]).sum(0)
 
 
 def _by_vmap(model: Model, params: Tree, names: list[str], loss: Loss, x: Tensor, y: Tensor, task: int) -> Tree:

@@ -1,4 +1,4 @@
-"""ResNets of basic blocks (He et al., CVPR 2016): FOT's reduced ResNet-18, the usual one for CIFAR, and ResNet-8."""
+"""ResNets of basic blocks (He et al., CVPR 2016): FOT's reduced ResNet-18, ResNet-18 for CIFAR, and ResNet-8."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from cfl.models.cnn import he_normal, images, whole
 
 
 class _Block(nn.Module):
-    """Basic residual block; written out of place so that gradient hooks see every tensor."""
+    """Basic residual block without in-place operations, so that gradient hooks see every tensor."""
 
     def __init__(self, inputs: int, filters: int, stride: int, norm: bool) -> None:
         super().__init__()
@@ -27,9 +27,10 @@ class _Block(nn.Module):
 
 
 class _ResNet(nn.Module):
-    """Stem, four stages of `depth` blocks with width, 2, 4 and 8 times width filters, average pooling, linear head.
+    """Stem, four stages of `depth` blocks, pooling, linear head; stage i (from 0) has width * 2**i filters.
 
-    enter, leave: poolings after the stem and before the head; pixels: that the latter leaves.
+    enter: pooling after the stem, None for no pooling; leave: pooling before the head, None for a global average;
+    pixels: pixels that `leave` returns.
     """
 
     def __init__(
@@ -70,8 +71,9 @@ def resnet18(
 ) -> nn.Module:
     """Reduced ResNet-18 (FOT): 1,122,140 parameters for 5-Datasets, 3,025,440 for Mini-ImageNet (width 32, norm).
 
-    width: filters of the first stage, doubled in each of the four; norm: batch normalisation after each convolution.
-    Raises ValueError for images of which less than 2 x 2 pixels are left to average (below 9 x 9, at stride 1).
+    width: filters of the first stage, each later stage has twice as many; stem_stride: of the first convolution;
+    norm: batch normalisation after each convolution.
+    Raises ValueError for images that leave less than 2 x 2 pixels to average (below 9 x 9, at stride 1).
     """
     whole(width=width, stem_stride=stem_stride)
     channels, *sides = images(input_shape, at_least=8 * stem_stride + 1)
@@ -89,9 +91,10 @@ def resnet18(
 
 
 def resnet18_cifar(input_shape: Sequence[int], outputs: int, width: int = 64, norm: bool = True) -> nn.Module:
-    """The usual ResNet-18 for CIFAR: stem 3 x 3, no pooling after it; 11,173,962 parameters for 10 classes.
+    """ResNet-18 as usual for CIFAR: 3 x 3 stem, no pooling after it; 11,173,962 parameters for 10 classes.
 
-    width: filters of the first stage, doubled in each of the four; norm: batch normalisation after each convolution.
+    width: filters of the first stage, each later stage has twice as many; norm: batch normalisation after each
+    convolution.
     """
     channels, *_ = images(input_shape)
     whole(width=width)
@@ -101,8 +104,8 @@ def resnet18_cifar(input_shape: Sequence[int], outputs: int, width: int = 64, no
 def resnet8(input_shape: Sequence[int], outputs: int, width: int = 64, norm: bool = True) -> nn.Module:
     """ResNet-8 (FedProj, 2025): one block a stage, pooling after the stem; 4,903,242 parameters for 10 classes.
 
-    width: filters of the first stage, doubled in each of the four; norm: batch normalisation after each convolution.
-    Convolutions start as in He et al. (2015), as they do in the authors' code.
+    width: filters of the first stage, each later stage has twice as many; norm: batch normalisation after each
+    convolution. Convolutions are initialised as in He et al. (2015), as in the authors' code.
     """
     channels, *_ = images(input_shape)
     whole(width=width)

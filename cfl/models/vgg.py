@@ -1,7 +1,6 @@
 """VGG-11 (Simonyan & Zisserman, ICLR 2015, configuration A) for small images.
 
-The loop over the configuration is written out: torchvision's VGG takes three channels only, works in place, and comes
-with a classifier of nearly 500 MB.
+torchvision's VGG takes three channels only, uses in-place operations, and has a classifier of nearly 500 MB.
 """
 
 from collections.abc import Sequence
@@ -10,19 +9,19 @@ from torch import nn
 
 from cfl.models.cnn import he_normal, images, whole
 
-_STAGES = ((1,), (2,), (4, 4), (8, 8), (8, 8))  # filters of each convolution, in widths; a pooling after each stage
+_STAGES = ((1,), (2,), (4, 4), (8, 8), (8, 8))  # filters of each convolution over `width`; a pooling after each stage
 
 
 def vgg11(
     input_shape: Sequence[int], outputs: int, width: int = 64, hidden: Sequence[int] = (), norm: bool = False
 ) -> nn.Module:
-    """Eight convolutions 3 x 3, five poolings, one linear layer: 9,225,610 parameters for 3 x 32 x 32 and 10 classes.
+    """Eight 3 x 3 convolutions, five poolings, one linear layer: 9,225,610 parameters for 3 x 32 x 32 and 10 classes.
 
-    width: filters of the first convolution, the last has eight times as many; hidden: widths of layers with ReLU
+    width: filters of the first convolution, the last has eight times as many; hidden: widths of hidden layers with ReLU
     before the classifier, (512, 512) in the code of FedSOL (CVPR 2024, Table 3); norm: batch normalisation after each
-    convolution. Convolutions start as in He et al. (2015), as in FedSOL's code: with PyTorch's own values the signal
-    dies out. Pooling rounds up, so that images of up to 32 x 32 pixels end as one pixel; FedSOL's code enlarges those
-    of 28 x 28 instead.
+    convolution. Convolutions are initialised as in He et al. (2015), as in FedSOL's code: with PyTorch's defaults the
+    signal vanishes. Pooling rounds sizes up, so images of up to 32 x 32 pixels end as one pixel; FedSOL's code enlarges
+    images of 28 x 28 pixels instead.
     """
     channels, height, width_in = images(input_shape)
     if not isinstance(hidden, list | tuple):

@@ -1,14 +1,14 @@
 """A small vision transformer (Dosovitskiy et al., ICLR 2021), about as large as the SL-ViT of FedSOL's Table 3.
 
-It is the plain transformer: without what SL-ViT (Lee et al., 2021) adds for small data sets, namely shifted patches, a
-learned temperature, and attention that leaves out a token's own.
+It is the plain transformer. SL-ViT (Lee et al., 2021) adds, for small data sets, shifted patches, a learned
+temperature, and a mask of each token's attention to itself.
 
-Every product with a weight is a layer of its own, so all of them take part in subspaces: `patches` (d = channels x
-patch x patch), and in each block `qkv` (queries, keys and values have the same inputs, hence one basis), `out`,
-`mlp.0` and `mlp.3`. Class token, positions and normalisation do not.
+Every weight matrix belongs to a Linear or Conv2d layer, so subspace methods can project all of them: `patches`
+(d = channels x patch x patch), and in each block `qkv` (queries, keys and values have the same inputs, hence one
+basis), `out`, `mlp.0` and `mlp.3`. They do not project class token, positions and normalisation.
 
-torchvision's VisionTransformer has no layers for the four projections of attention, takes square images of three
-channels only, and its attention runs a model at a time under `torch.func.vmap` and has no second derivative on a CPU.
+torchvision's VisionTransformer has no layers for the four projections of attention and takes square images of three
+channels only. Under `torch.func.vmap` its attention runs one model at a time, and it has no second derivative on a CPU.
 """
 
 import math
@@ -22,7 +22,7 @@ from cfl.models.dropout import Dropout
 
 
 class _Block(nn.Module):
-    """Self-attention, then a perceptron with four times the width, each on normalised tokens and added to them."""
+    """Self-attention, then a perceptron of four times the width; each takes normalised tokens and has a residual."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -39,10 +39,10 @@ class _Block(nn.Module):
         return x + self.dropout(self.mlp(self.norm2(x)))
 
     def _attend(self, qkv: Tensor) -> Tensor:
-        """(batch, tokens, width) from queries, keys and values side by side: (batch, tokens, 3 width)."""
+        """Attention (batch, tokens, width) of queries, keys and values side by side (batch, tokens, 3 width)."""
         batch, tokens, _ = qkv.shape
         q, k, v = qkv.reshape(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        # written out: F.scaled_dot_product_attention has no rule for vmap and no second derivative on a CPU
+        # F.scaled_dot_product_attention has no rule for vmap and no second derivative on a CPU
         weights = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax(-1)
         return (weights @ v).transpose(1, 2).flatten(2)
 
@@ -81,9 +81,9 @@ def vit_small(
 ) -> nn.Module:
     """Vision transformer with a class token: 2,693,578 parameters for 10 classes of 3 x 32 x 32.
 
-    patch: side of a patch, in pixels; width: of a token; depth: number of blocks; heads: of the attention;
+    patch: side of a patch, in pixels; width: numbers in a token; depth: number of blocks; heads: attention heads;
     dropout: rate after the positions, the attention, and both layers of the perceptron.
-    Raises ValueError where the image cannot be cut into patches, or the width shared out among the heads.
+    Raises ValueError if `patch` does not divide both sides of the image, or `heads` does not divide `width`.
     """
     channels, height, width_in = images(input_shape)
     whole(patch=patch, width=width, depth=depth, heads=heads)
@@ -93,6 +93,6 @@ def vit_small(
             "set model.patch to a divisor of both sides"
         )
     if width % heads:
-        raise ValueError(f"model.width must be a multiple of model.heads, but {width} is none of {heads}")
+        raise ValueError(f"model.width must be a multiple of model.heads, but {width} is not a multiple of {heads}")
     patches = (height // patch) * (width_in // patch)
     return _ViT(channels, patches, outputs, patch, width, depth, heads, dropout)

@@ -1,1 +1,1 @@
-"""Tables and plots of results; percent and megabytes appear here and nowhere else."""
+"""Tables, figures and pages of results. Only this package converts fractions to percent and bytes to megabytes."""

@@ -1,4 +1,4 @@
-"""What `cfl-run describe` shows of a benchmark, a method, a model or a regularizer."""
+"""Output of `cfl-run describe` for a benchmark, method, model or regularizer."""
 
 import inspect
 from collections.abc import Callable
@@ -6,8 +6,7 @@ from importlib.resources import files
 from typing import Any
 
 from cfl.assembly.resolve import resolve
-from cfl.core import options
-from cfl.core.errors import ConfigError
+from cfl.core import ConfigError, options
 from cfl.report import tables
 
 PROTECTIONS: dict[str, list[str]] = {
@@ -15,16 +14,16 @@ PROTECTIONS: dict[str, list[str]] = {
     "dp.level=client": ["dp.noise_multiplier=1", "agg.weights=uniform", "sampling=poisson"],
     "dp.level=example": ["dp.noise_multiplier=1", "agg.weights=uniform"],
 }
-"""What can protect a run's uploads, with what else it takes."""
+"""Options that protect the uploads of a run, each with the further options that it needs."""
 
 
 def summary(item: Any) -> str:
-    """A line on what a registry holds."""
+    """One line about a registered object."""
     return getattr(item, "summary", None) or (item.__doc__ or "").strip().partition("\n")[0]
 
 
 def blocks(kind: str, name: str, item: Any, source: str) -> list[Any]:
-    """Texts and tables, to be printed one after another. kind: of the registry, such as "methods"."""
+    """Texts and tables to print in order. kind: name of the registry, such as "methods"; source: paper and section."""
     title = f"{name} ({kind.removesuffix('s')}): {summary(item)}" + (f"\nSource: {source}" if source else "")
     if kind == "benchmarks":
         return [title, _preset(name)]
@@ -36,17 +35,17 @@ def blocks(kind: str, name: str, item: Any, source: str) -> list[Any]:
 
 
 def _privacy(name: str, item: Any) -> list[tuple[str, str]]:
-    """What a client sends for a method, what the server learns, and which options can protect it."""
-    learns = "what each client sends" + ("" if item.gathers == "stack" else "; under secure aggregation only the sum")
-    rows = [("a client sends", item.sends or "nothing beside the update"), ("the server learns", learns)]
+    """Rows on the uploads of a client, on what the server learns from them, and on each of the `PROTECTIONS`."""
+    learns = "each client's upload" + ("" if item.gathers == "stack" else "; only the sum with secure aggregation")
+    rows = [("a client sends", item.sends or "nothing besides the update"), ("the server learns", learns)]
     for option, further in PROTECTIONS.items():
         reason = refused(name, [option, *further])
-        rows.append((option, f"no: {reason}" if reason else "can protect it"))
+        rows.append((option, f"not supported: {reason}" if reason else "supported"))
     return rows
 
 
 def _parameters(builder: Callable[..., Any]) -> list[dict[str, Any]]:
-    """Rows of a model builder's own parameters: those after input shape and number of outputs."""
+    """Rows on the parameters of a model builder that follow input shape and number of outputs."""
     own = list(inspect.signature(builder, eval_str=True).parameters.values())[2:]
     return [
         {
@@ -62,13 +61,13 @@ def _parameters(builder: Callable[..., Any]) -> list[dict[str, Any]]:
 
 def _preset(name: str) -> str:
     path = files("cfl") / "presets" / f"{name}.yaml"
-    return path.read_text(encoding="utf-8") if path.is_file() else "No preset: the options' own defaults hold."
+    return path.read_text(encoding="utf-8") if path.is_file() else "No preset: all options have their defaults."
 
 
 def refused(method: str, settings: list[str]) -> str | None:
-    """Why a method or regularizer, at its defaults, cannot run under one of `PROTECTIONS`; None where it can.
+    """Return why a method or regularizer cannot run at its defaults with these settings; None if it can.
 
-    settings: overrides as for `cfl-run --set`.
+    settings: overrides as for `cfl-run --set`, such as an entry of `PROTECTIONS`.
     """
     try:
         resolve("permuted-digits", method=method, overrides=[*settings, "public.name=mnist"])

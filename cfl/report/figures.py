@@ -1,4 +1,4 @@
-"""The figures of groups that are compared: what they show, as SVG."""
+"""Figures of compared groups, as SVG with a description of the values shown."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -8,24 +8,24 @@ import numpy as np
 
 from cfl.report import plots
 from cfl.report.plots import Series, Style
-from cfl.report.runs import Group, Run
+from cfl.report.runs import FinishedRun, RunGroup
 
-Styles = Mapping[str, Style]  # by the label of a group
-Values = Callable[[Run], Sequence[float] | np.ndarray]  # of a run, empty where they are not stored
-_FEW = 40  # bars that can be told apart in a figure
-_POINTS = 250  # of a line; of more the means are drawn
+Styles = Mapping[str, Style]  # label of a group to its style
+Values = Callable[[FinishedRun], Sequence[float] | np.ndarray]  # empty if the run did not store them
+_FEW = 40  # largest number of bars that a reader can tell apart
+_POINTS = 250  # largest number of points of a line; longer lines show means
 
 
 class Figure(NamedTuple):
-    """A title, the SVG, and the label of the group that it shows; none where it shows all."""
+    """A title, the SVG, and the label of the group shown; empty if the figure shows all groups."""
 
     title: str
     svg: str
     label: str = ""
 
 
-def accuracy(groups: Sequence[Group], styles: Styles) -> Iterator[Figure]:
-    """Accuracy over the stream and of each task, forgetting, and the training loss where it is stored."""
+def accuracy(groups: Sequence[RunGroup], styles: Styles) -> Iterator[Figure]:
+    """Accuracy over the stream and per task, forgetting, and the training loss if it is stored."""
     curves: dict[str, Values] = {
         "Mean accuracy on the tasks seen so far": lambda run: _mean(_matrix(run).T),
         "Accuracy on the first task": lambda run: _matrix(run)[:, 0],
@@ -48,11 +48,11 @@ def accuracy(groups: Sequence[Group], styles: Styles) -> Iterator[Figure]:
         rows = next(rows for group in groups if (rows := _training(group.runs[0])))
         starts = [place for place in range(1, len(rows)) if rows[place]["task"] != rows[place - 1]["task"]]
         look = {"marks": False, "breaks": starts, "xlabel": "round of training", "ylabel": "loss"}
-        yield _lines("Training loss; dotted lines: a new task", [_thinned(one) for one in series], **look)
+        yield _lines("Training loss (dotted lines: start of a task)", [_thinned(one) for one in series], **look)
 
 
-def matrices(groups: Sequence[Group]) -> Iterator[Figure]:
-    """The accuracy matrix of each group, the mean over its runs."""
+def matrices(groups: Sequence[RunGroup]) -> Iterator[Figure]:
+    """Accuracy matrix of each group, mean over its runs."""
     for group in groups:
         rows = _mean([_matrix(run) for run in group.runs])
         about = f"Accuracy matrix of {group.label}; the last row in percent: {_numbers(rows[-1])}"
@@ -61,13 +61,13 @@ def matrices(groups: Sequence[Group]) -> Iterator[Figure]:
         yield Figure("", drawn, group.label)
 
 
-def subspaces(groups: Sequence[Group]) -> Iterator[Figure]:
-    """For methods that have them, of each layer the protected share of its inputs, the energy that it covers, and what
-    a projection took away of the steps."""
+def subspaces(groups: Sequence[RunGroup]) -> Iterator[Figure]:
+    """For methods with subspaces, by layer: protected share of the input space, input energy that it covers, and
+    step energy that the projection removed."""
     titles = {
         "subspace_use": "share of the input space in use, %",
         "coverage": "input energy covered, %",
-        "removed": "energy of the steps projected away, %",
+        "removed": "step energy removed by projection, %",
     }
     for group in groups:
         reports = [run.metrics["by_task"] for run in group.runs if run.metrics.get("by_task")]
@@ -88,7 +88,7 @@ def _lines(title: str, series: Sequence[Series], **look: Any) -> Figure:
 
 def _about(title: str, series: Sequence[Series]) -> str:
     last = [f"{one.label} {one.mean[~np.isnan(one.mean)][-1]:.3g}" for one in series]
-    return f"{title}. The last values: {', '.join(last)}"
+    return f"{title}. Last values: {', '.join(last)}"
 
 
 def _numbers(values: Iterable[float], names: Sequence[str] = ()) -> str:
@@ -96,8 +96,8 @@ def _numbers(values: Iterable[float], names: Sequence[str] = ()) -> str:
     return ", ".join(map(" ".join, zip(names, texts, strict=True)) if names else texts)
 
 
-def _series(groups: Sequence[Group], styles: Styles, values: Values) -> list[Series]:
-    """Mean and deviation over the runs of each group; groups without any value are left out."""
+def _series(groups: Sequence[RunGroup], styles: Styles, values: Values) -> list[Series]:
+    """Mean and standard deviation over the runs of each group, without groups that have no values."""
     out = []
     for group in groups:
         rows = [row for run in group.runs if len(row := values(run))]
@@ -107,7 +107,7 @@ def _series(groups: Sequence[Group], styles: Styles, values: Values) -> list[Ser
 
 
 def _mean(stack: Any) -> np.ndarray:
-    """Mean over the first axis of what is there; NaN where nothing is."""
+    """Mean over the first axis without NaN; NaN if all values are NaN."""
     return np.ma.filled(np.ma.masked_invalid(stack).mean(axis=0), np.nan)
 
 
@@ -116,28 +116,28 @@ def _std(stack: Any) -> np.ndarray:
 
 
 def _thinned(one: Series) -> Series:
-    """At most as many points as can be seen, the means of those that fall together."""
+    """Reduce a line to at most `_POINTS` points, each the mean of neighbouring points."""
     parts = np.array_split(np.arange(len(one.mean)), min(_POINTS, len(one.mean)))
     x, mean, std = (np.array([_mean(values[part]) for part in parts]) for values in (one.x, one.mean, one.std))
     return replace(one, x=x, mean=mean, std=std)
 
 
-def _matrix(run: Run) -> np.ndarray:
+def _matrix(run: FinishedRun) -> np.ndarray:
     """(tasks, tasks) percent, NaN for tasks not yet seen."""
     return 100 * np.array(run.metrics["accuracy_matrix"], dtype=float)
 
 
-def _forgotten(run: Run) -> np.ndarray:
-    """Of every task but the last; nothing where one model does not learn them one after another."""
+def _forgotten(run: FinishedRun) -> np.ndarray:
+    """Accuracy lost on every task but the last, percent; empty if forgetting is not defined for the run."""
     matrix = _matrix(run)
     return (matrix.diagonal() - matrix[-1])[:-1] if run.metrics.get("fgt") is not None else np.empty(0)
 
 
-def _training(run: Run) -> list[dict[str, Any]]:
-    """The rounds of phases that train."""
+def _training(run: FinishedRun) -> list[dict[str, Any]]:
+    """Rows of the rounds in training phases."""
     phases = {row["phase"] for row in run.rounds if row["loss"] is not None}
     return [row for row in run.rounds if row["phase"] in phases]
 
 
-def _losses(run: Run) -> np.ndarray:
+def _losses(run: FinishedRun) -> np.ndarray:
     return np.array([row["loss"] for row in _training(run)], dtype=float)

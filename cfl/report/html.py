@@ -1,4 +1,4 @@
-"""A page on runs: one HTML file without scripts, which asks the network for nothing."""
+"""Report page on finished runs: one HTML file without scripts or network requests."""
 
 import json
 import re
@@ -14,20 +14,21 @@ from cfl.core.version import __version__
 from cfl.report import figures, tables
 from cfl.report.figures import Figure
 from cfl.report.plots import Style
-from cfl.report.runs import Found, Group, Run, Scene, command, differing, option_text, overview, scenes
+from cfl.report.runs import FinishedRun, Found, RunGroup, Scene, command, differing, option_text, overview, scenes
 from cfl.report.tables import Cell
 
-_NAMED = 4  # groups that a sentence can name
+_NAMED = 4  # largest number of groups that a sentence names
 Styles = Mapping[str, Style]
 _WORDS = (
-    "Scores: mean ± population standard deviation over seeds; the best is bold. ACC: mean accuracy on all tasks after "
-    "the last one. FGT: mean loss of accuracy since a task was learned. LA: mean accuracy just after learning. "
-    "MB: 1e6 bytes of all clients in the whole run. Seconds: wall-clock time of all rounds."
+    "Scores are mean ± population standard deviation over seeds; the best scores are bold. ACC is the mean accuracy on "
+    "all tasks after the last task. FGT is the mean accuracy lost since a task was learned. LA is the mean accuracy "
+    "just after learning a task. MB are 1e6 bytes, summed over all clients and rounds. Seconds are the wall-clock time "
+    "of all rounds."
 )
 
 
 def page(found: Found, *, date: str) -> str:
-    """The page: summary, figures, costs, privacy, configuration, how to repeat; date: when it is written."""
+    """Build the page: summary, figures, costs, privacy, configuration, commands. date: day of writing, as text."""
     shown = scenes(found.runs)
     several = len(shown) > 1
     labels = dict.fromkeys(group.label for scene in shown for group in scene.groups)
@@ -44,11 +45,11 @@ def page(found: Found, *, date: str) -> str:
         *(_scene(scene, styles, several) for scene in shown),
         _section("Privacy spent", _privacy(shown, several)),
         _section("Configuration", *_configuration(shown, several)),
-        _section("How to repeat it", *_repeat(shown, several)),
+        _section("Commands to repeat the runs", *_repeat(shown, several)),
         _section(
-            "The summary for a text",
+            "Summary table as text",
             _folded("Markdown", tables.markdown(*table)),
-            _folded("LaTeX, with the package booktabs", tables.latex(*table)),
+            _folded("LaTeX (requires the booktabs package)", tables.latex(*table)),
         ),
     ]
     return _document(title, "\n".join(filter(None, parts)))
@@ -56,7 +57,7 @@ def page(found: Found, *, date: str) -> str:
 
 def _document(title: str, body: str) -> str:
     style = (files("cfl") / "report" / "page.css").read_text(encoding="utf-8")
-    # Whatever the names in a run hold: no script runs and nothing is fetched.
+    # Names in a run may contain HTML: the policy blocks scripts and requests.
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     return f"""<!doctype html>
 <html lang="en">
@@ -78,7 +79,7 @@ def _document(title: str, body: str) -> str:
 
 
 def _verdict(scene: Scene, several: bool) -> str:
-    """A sentence on what is compared, and which is best; none is where the seeds differ."""
+    """Sentence that names the groups and the best ones; no group is the best if the seeds differ."""
     place = f"On {_place(scene)}: " if several else ""
     summaries = [tables.summary(group.metrics) for group in scene.groups]
     if len(scene.groups) == 1:
@@ -86,7 +87,7 @@ def _verdict(scene: Scene, several: bool) -> str:
         acc, fgt = (tables.spread(row[score], len(group.runs)) for score in ("acc", "fgt"))
         forgets = "" if fgt == tables.NONE else f" and an FGT of {fgt} %"
         return f"{place}{group.label} reaches an ACC of {acc} %{forgets}, over {_count(group.runs, 'seed')}."
-    won: dict[str, list[str]] = {}  # who to what
+    won: dict[str, list[str]] = {}  # groups to what they won
     for name, what in (("acc", "the highest ACC"), ("fgt", "the lowest FGT")):
         marks = [cells[0].best for cells in tables.cells(summaries, [name])]
         if any(marks):
@@ -96,28 +97,28 @@ def _verdict(scene: Scene, several: bool) -> str:
             won.setdefault(_listed(group.label for group in best), []).append(f"{what} ({values} %)")
     claims = [f"{who} {'have' if ' and ' in who else 'has'} {' and '.join(what)}" for who, what in won.items()]
     number = len(scene.groups)
-    who = _listed(group.label for group in scene.groups) if number <= _NAMED else f"{number} lines of the table"
+    who = _listed(group.label for group in scene.groups) if number <= _NAMED else f"{number} groups"
     if not tables.same_seeds(summaries):
-        return f"{place}{who} are compared on different seeds, so none is called the best: {_seeds(scene)}."
+        return f"{place}{who} have different seeds, so no group is marked as the best: {_seeds(scene)}."
     over = _count(scene.groups[0].runs, "seed")
     return place + "; ".join(filter(None, (f"{who} are compared over {over}", " and ".join(claims)))) + "."
 
 
 def _seeds(scene: Scene) -> str:
-    """The groups by the seeds that they have."""
+    """List the groups by their seeds."""
     sharing: dict[str, list[str]] = {}
     for group in scene.groups:
         sharing.setdefault(_seed_names(group.runs), []).append(group.label)
     return "; ".join(f"{_listed(labels)} with {seeds}" for seeds, labels in sharing.items())
 
 
-def _seed_names(runs: Sequence[Run]) -> str:
+def _seed_names(runs: Sequence[FinishedRun]) -> str:
     numbers = sorted({run.metrics["seed"] for run in runs})
     return f"seed{'s' * (len(numbers) > 1)} {_listed(map(str, numbers))}"
 
 
 def _scene(scene: Scene, styles: Styles, several: bool) -> str:
-    """The figures and costs of groups that are compared, in the order of the questions they answer."""
+    """Section with the figures and costs of the groups of a scene."""
     groups = scene.groups
     items = "".join(f"<li>{_mark(styles[group.label])} {escape(group.label)}</li>" for group in groups)
     key = f'<ul class="key">{items}</ul>' if len(groups) > 1 else ""
@@ -131,7 +132,7 @@ def _scene(scene: Scene, styles: Styles, several: bool) -> str:
             parts.append(f'<h3>{title}</h3>{above}<div class="figures">{"".join(texts)}</div>')
     for title, table in (
         ("Bytes by phase", _costs(groups, "MB", _megabytes)),
-        ("Seconds by who spent them", _costs(groups, "s", _seconds)),
+        ("Seconds by role and phase", _costs(groups, "s", _seconds)),
     ):
         parts += [f"<h3>{title}</h3>{table}"] if table else []
     return _section(_place(scene) if several else "Results", *parts)
@@ -143,8 +144,8 @@ def _figure(figure: Figure, styles: Styles) -> str:
     return f"<figure><figcaption>{title}</figcaption>\n{figure.svg}</figure>\n"
 
 
-def _costs(groups: Sequence[Group], unit: str, amounts: Callable[[Run], dict[str, float]]) -> str:
-    """A table of what the groups spent, on the mean of their runs; nothing where it is not stored."""
+def _costs(groups: Sequence[RunGroup], unit: str, amounts: Callable[[FinishedRun], dict[str, float]]) -> str:
+    """Table of the amounts that the groups spent, mean over their runs; empty if no run stored them."""
     found = {group.label: [spent for run in group.runs if (spent := amounts(run))] for group in groups}
     names = sorted({name for runs in found.values() for run in runs for name, amount in run.items() if amount})
     rows = [
@@ -155,17 +156,17 @@ def _costs(groups: Sequence[Group], unit: str, amounts: Callable[[Run], dict[str
     return _table(titles, [[Cell(text) for text in row] for row in rows]) if names else ""
 
 
-def _megabytes(run: Run) -> dict[str, float]:
+def _megabytes(run: FinishedRun) -> dict[str, float]:
     phases = run.metrics.get("bytes_by_phase", {})
     return {f"{phase} {way}": phases[phase][way] / 1e6 for phase in phases for way in ("up", "down")}
 
 
-def _seconds(run: Run) -> dict[str, float]:
+def _seconds(run: FinishedRun) -> dict[str, float]:
     return {f"{who}: {what}": value for who, phases in run.timing.items() for what, value in phases.items()}
 
 
 def _privacy(shown: Sequence[Scene], several: bool) -> str:
-    """What was spent, where a group has a budget: means over its runs."""
+    """Table of the privacy spent by groups with differential privacy, mean over their runs; else empty."""
     rows = []
     for scene, group in _all(shown):
         runs = [run for run in group.metrics if "epsilon" in run]
@@ -174,12 +175,12 @@ def _privacy(shown: Sequence[Scene], several: bool) -> str:
             spent += [np.mean([list(run["epsilon_by_client"].values()) for run in runs])]
             spent += [runs[0]["delta"], runs[0]["noise_multiplier"]]
             rows.append([_name(scene, group, several), runs[0]["epsilon_of"], *(f"{value:.3g}" for value in spent)])
-    titles = ["method", "covers", "largest epsilon", "epsilon, mean of clients", "delta", "noise over clip"]
+    titles = ["method", "covers", "largest epsilon", "mean epsilon of clients", "delta", "noise / clip"]
     return _table(titles, [[Cell(text) for text in row] for row in rows], 2) if rows else ""
 
 
 def _configuration(shown: Sequence[Scene], several: bool) -> Iterator[str]:
-    """The options in which the groups of a benchmark differ, then all of each."""
+    """Table of the options in which the groups of a benchmark differ, then the configuration of each group."""
     for benchmark in dict.fromkeys(scene.benchmark for scene in shown):
         named = {_name(s, group, several): group.runs[0] for s, group in _all(shown) if s.benchmark == benchmark}
         rows = [[option, *(option_text(run, option) for run in named.values())] for option in differing(named.values())]
@@ -191,12 +192,12 @@ def _configuration(shown: Sequence[Scene], several: bool) -> Iterator[str]:
 
 
 def _repeat(shown: Sequence[Scene], several: bool) -> Iterator[str]:
-    """A line of the shell for each group, and the machines that computed the runs, where they are stored."""
+    """A shell command for each group, and the machines of the runs if they are stored."""
     lines = []
     for scene, group in _all(shown):
         name, run = _name(scene, group, several), group.runs[0]
         again = command(run.config) if run.config else None
-        if again is None:  # no options lead to it: its own file does
+        if again is None:  # no options give this configuration, so the command names its file
             again = ["cfl-run", "train", "--config", str(run.path / "config.yaml"), "--seed", str(run.metrics["seed"])]
         folder = f"runs/again/{re.sub('[^a-zA-Z0-9.=+-]+', '-', name).strip('-')}-seed$seed"
         once = shlex.join(again).replace(f"--seed {run.metrics['seed']}", "--seed $seed", 1)
@@ -209,18 +210,18 @@ def _repeat(shown: Sequence[Scene], several: bool) -> Iterator[str]:
 
 
 def _missing(found: Found) -> Iterator[str]:
-    """What the page has to leave out, and why."""
+    """Sentences on what the page leaves out, and why."""
     for path in found.unfinished:
-        yield f"Not finished, and not on this page: {path}"
+        yield f"Left out because it is not finished: {path}"
     for path, first in found.twice.items():
-        yield f"Counted once, as it has the configuration of {first}: {path}"
+        yield f"Left out because it has the configuration and the seed of {first}: {path}"
     for what, file in (("training loss", "rounds.jsonl"), ("seconds by phase", "timing.json")):
         without = [run for run in found.runs if not (run.path / file).is_file()]
         if without:
-            yield f"No {what} of {_count(without, 'run')}: {file} is not stored."
+            yield f"No {what} for {_count(without, 'run')}: {file} is missing."
 
 
-def _all(shown: Iterable[Scene]) -> Iterator[tuple[Scene, Group]]:
+def _all(shown: Iterable[Scene]) -> Iterator[tuple[Scene, RunGroup]]:
     return ((scene, group) for scene in shown for group in scene.groups)
 
 
@@ -228,17 +229,17 @@ def _place(scene: Scene) -> str:
     return f"{scene.benchmark} ({scene.setting})" if scene.setting else scene.benchmark
 
 
-def _name(scene: Scene, group: Group, several: bool) -> str:
+def _name(scene: Scene, group: RunGroup, several: bool) -> str:
     return f"{_place(scene)}, {group.label}" if several else group.label
 
 
 def _section(title: str, *parts: str) -> str:
-    """A section, or nothing where it would be empty."""
+    """A section; empty if all its parts are empty."""
     return f"<section>\n<h2>{escape(title)}</h2>\n{''.join(parts)}\n</section>" if any(parts) else ""
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[Cell]], labels: int = 1) -> str:
-    """A table that scrolls in its own box; the first `labels` columns are names, the others numbers."""
+    """A table that scrolls in its own box. labels: number of leading columns that hold names, not numbers."""
     side = ['class="name"' if column < labels else "" for column in range(len(titles))]
     head = "".join(f'<th scope="col" {how}>{escape(text)}</th>' for text, how in zip(titles, side, strict=True))
     body = ""
@@ -271,6 +272,6 @@ def _count(things: Sequence[Any], what: str) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Names once each, as a sentence lists them."""
+    """Join names as in a sentence, without duplicates."""
     *most, last = dict.fromkeys(names)
     return f"{', '.join(most)} and {last}" if most else last

@@ -1,4 +1,4 @@
-"""Differences between methods on the same seeds: the draws that they share cancel, so few seeds show more."""
+"""Paired differences between methods: runs of a seed share random draws, so few seeds suffice to see a difference."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,10 +13,10 @@ MEASURES = ("acc", "fgt")
 
 
 def differences(runs: Sequence[Metrics], others: Sequence[Metrics]) -> dict[str, Any] | None:
-    """Mean difference (runs less others) of ACC and FGT over the seeds in both; None for fewer than two seeds.
+    """Mean differences (runs less others) of ACC and FGT over the common seeds; None for fewer than two seeds.
 
-    Each is a dict of fractions: mean; low, high, the 95 % confidence interval; and p, that of a two-sided paired
-    t-test; NaN where FGT is not defined. seeds: the seeds in both.
+    Each is a dict of fractions with mean; low and high, the 95 % confidence interval; and p of a two-sided paired
+    t-test. All are NaN if FGT is not defined. seeds: the common seeds.
     """
     by_seed = [{run["seed"]: run for run in each} for each in (runs, others)]
     seeds = sorted(by_seed[0].keys() & by_seed[1].keys())
@@ -30,7 +30,7 @@ def differences(runs: Sequence[Metrics], others: Sequence[Metrics]) -> dict[str,
 
 
 def against(groups: Sequence[Group], method: str) -> dict[str, dict[str, Any]]:
-    """The differences of each group from those of that method in its setting, by names such as "fot less fedavg"."""
+    """Differences of each group from its counterparts of `method`, by names such as "fot less fedavg"."""
     others = [group for group in groups if group.method != method]
     pairs = [(group, other) for group in others for other in group.counterparts(groups, method)]
     found = {f"{a.label} less {b.label}": differences(a.results(), b.results()) for a, b in pairs}
@@ -41,7 +41,7 @@ def _paired(gaps: np.ndarray) -> dict[str, float]:
     from scipy import stats
 
     mean, error = float(gaps.mean()), float(gaps.std(ddof=1) / len(gaps) ** 0.5)
-    if error == 0 or np.isnan(mean):  # the same difference everywhere: an interval of no width
+    if error == 0 or np.isnan(mean):  # equal differences: an interval of width 0
         return {"mean": mean, "low": mean, "high": mean, "p": float("nan") if np.isnan(mean) else float(mean == 0)}
     student = stats.t(len(gaps) - 1)
     half = float(student.ppf(0.975)) * error
@@ -49,8 +49,8 @@ def _paired(gaps: np.ndarray) -> dict[str, float]:
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
-    """A line a comparison ("fot less fedavg"): mean differences in percentage points, with 95 % interval and p."""
-    shown = Table(title="paired differences, points of percent", title_justify="left")
+    """A row per pair ("fot less fedavg"): mean differences in percentage points, with 95 % interval and p."""
+    shown = Table(title="paired differences, percentage points", title_justify="left")
     shown.add_column("methods")
     for name in MEASURES:
         for title in (f"{name.upper()} difference", "95 % interval", "p"):

@@ -1,4 +1,4 @@
-"""Pictures of results; matplotlib is imported when one is drawn, and draws to files or to SVG text only."""
+"""Figures of results, as PNG files or SVG text. Importing this module does not import matplotlib."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,15 +13,15 @@ from zlib import crc32
 
 import numpy as np
 
-# Okabe and Ito (2008), without black and yellow: told apart by colour-blind readers, on white and on black.
+# Okabe and Ito (2008), without black and yellow: colour-blind readers can tell them apart, on white and on black.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _MARKERS = {"o": "●", "s": "■", "^": "▲", "D": "◆", "v": "▼", "*": "★"}
-_INK = "#010203"  # stands for the colour of the text around an SVG, as in page.mplstyle
+_INK = "#010203"  # placeholder for the colour of the surrounding text, as in page.mplstyle
 
 
 @dataclass(frozen=True)
 class Style:
-    """Colour and marker of a group in every figure, the same for the same number; symbol: the marker as a letter."""
+    """Colour and marker of a group in every figure, chosen by its number. symbol: the marker as a character."""
 
     number: int
 
@@ -31,7 +31,7 @@ class Style:
 
     @property
     def marker(self) -> str:
-        """Another one for the same colour once the colours are used up."""
+        """Marker; it changes when the colours repeat."""
         return list(_MARKERS)[(self.number + self.number // len(_COLOURS)) % len(_MARKERS)]
 
     @property
@@ -41,7 +41,7 @@ class Style:
 
 @dataclass(frozen=True)
 class Series:
-    """Values of a group: mean and standard deviation over its runs, NaN where there is none, at the places x."""
+    """Values of a group at the positions x: mean and standard deviation over its runs, NaN for missing values."""
 
     label: str
     style: Style
@@ -51,9 +51,9 @@ class Series:
 
 
 def lines(series: Sequence[Series], *, about: str, marks: bool = True, breaks: Sequence[int] = (), **axes: Any) -> str:
-    """SVG: a line a group, with its standard deviation as a shade. about: what is to be seen, for who cannot see it.
+    """SVG with a line per group, and its standard deviation as a shade. about: description for screen readers.
 
-    breaks: places of vertical lines, such as the ends of tasks; axes: what the axes take, such as xlabel.
+    marks: draw markers; breaks: positions of vertical lines, such as starts of tasks; axes: properties, such as xlabel.
     """
     with _drawing():
         figure, plot = _svg_figure()
@@ -72,7 +72,7 @@ def lines(series: Sequence[Series], *, about: str, marks: bool = True, breaks: S
 
 
 def bars(names: Sequence[str], series: Sequence[Series], *, about: str, **axes: Any) -> str:
-    """SVG: for each name a bar a group, with its standard deviation; about, axes: as for `lines`."""
+    """SVG with a bar per name and group, and its standard deviation. about, axes: as for `lines`."""
     with _drawing():
         figure, plot = _svg_figure()
         width = 0.84 / len(series)
@@ -87,12 +87,12 @@ def bars(names: Sequence[str], series: Sequence[Series], *, about: str, **axes: 
 
 
 def heat(rows: np.ndarray, names: Sequence[str], *, about: str, xlabel: str, ylabel: str) -> str:
-    """SVG: percent as colours, with numbers where there is room; rows: NaN for none; names: of the rows."""
+    """SVG of a heat map of percents, with numbers if they fit. rows: values, NaN for none; names: names of the rows."""
     with _drawing():
         figure, plot = _svg_figure(max(1.5, min(4.2, 0.7 + 0.36 * len(rows))))
         image = _cells(plot, rows)
         figure.colorbar(image, ax=plot, label="%", fraction=0.05, pad=0.02).ax.patch.set_visible(False)
-        every = slice(None, None, 1 + len(names) // 25)  # there is room for the names of 24 layers
+        every = slice(None, None, 1 + len(names) // 25)  # 24 names fit
         plot.set_yticks(range(len(names))[every], names[every])
         plot.set(xticks=_ticks(rows.shape[1]), xlabel=xlabel, ylabel=ylabel, aspect="auto")
         plot.grid(visible=False)
@@ -100,7 +100,7 @@ def heat(rows: np.ndarray, names: Sequence[str], *, about: str, xlabel: str, yla
 
 
 def accuracy(rows: Sequence[Sequence[float | None]], title: str, path: Path) -> None:
-    """Draw the accuracy matrix, and the accuracy on each task as later ones are learnt, to a PNG file.
+    """Draw the accuracy matrix, and the accuracy on each task over the stream, to a PNG file.
 
     rows: (tasks, tasks) fractions, None for tasks not yet seen.
     """
@@ -120,7 +120,7 @@ def comparison(
 ) -> None:
     """Draw ACC and FGT of each method (mean, standard deviation), and the mean accuracy on seen tasks, to a PNG file.
 
-    summaries: method to what `tables.summary` gives; matrices: method to its mean accuracy matrix (fractions).
+    summaries: method to its `tables.summary`; matrices: method to its mean accuracy matrix (fractions).
     """
     methods, places = list(summaries), np.arange(len(summaries))
     figure, (left, right) = _figure(2, height=max(4.2, 1.5 + 0.5 * len(methods)))
@@ -128,7 +128,7 @@ def comparison(
         means = [100 * summaries[method][name]["mean"] for method in methods]
         stds = [100 * summaries[method][name]["std"] for method in methods]
         bars = left.barh(places + shift, means, 0.4, xerr=stds, capsize=3, color=colour, label=name.upper())
-        texts = ["" if np.isnan(mean) else f"{mean:z.1f}" for mean in means]  # forgetting is not defined for all
+        texts = ["" if np.isnan(mean) else f"{mean:z.1f}" for mean in means]  # FGT may be undefined
         left.bar_label(bars, texts, padding=3, fontsize=9)
     left.set(yticks=places, yticklabels=methods, xlabel="percent", title="after the last task")
     left.invert_yaxis()  # the first method on top, as in the table
@@ -151,7 +151,7 @@ def comparison(
 
 
 def _figure(columns: int, height: float = 4.2, width: float = 10) -> tuple[Any, Any]:
-    # Not pyplot: it would choose a window system and keep every figure alive.
+    # pyplot would select a window system and keep every figure in memory.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -169,7 +169,7 @@ def _heat_map(axes: Any, matrix: np.ndarray, figure: Any) -> None:
 
 def _cells(axes: Any, percent: np.ndarray) -> Any:
     image = axes.imshow(percent, vmin=0, vmax=100, cmap="viridis", interpolation="none")
-    if max(percent.shape) <= 12:  # more numbers than that cannot be read
+    if max(percent.shape) <= 12:  # more numbers would not be legible
         for (row, column), value in np.ndenumerate(percent):
             if not np.isnan(value):
                 colour = "black" if value > 60 else "white"
@@ -190,7 +190,7 @@ def _ticks(tasks: int) -> list[int]:
     return list(range(0, tasks, 1 + tasks // 16))
 
 
-_HEIGHT = 3.1  # inches, as the 5.2 across: on a phone the letters are still as large as a footnote's
+_HEIGHT = 3.1  # inches; with a width of 5.2 inches, text on a phone is as large as a footnote
 
 
 def _drawing() -> AbstractContextManager[None]:
@@ -204,7 +204,7 @@ def _svg_figure(height: float = _HEIGHT) -> tuple[Any, Any]:
 
 
 def _svg(figure: Any, about: str) -> str:
-    """The figure as an element of a page, which sets its width, colour and letters; no two figures share an id."""
+    """Return the figure as an element of a page, which sets width, colour and font; ids are unique to the figure."""
     file = StringIO()
     figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     head, _, body = file.getvalue().partition("<svg ")[2].partition(">")
@@ -214,7 +214,7 @@ def _svg(figure: Any, about: str) -> str:
         (r"<style.*?</style>| font-family:[^;]*;| transform=\"rotate\(-0 [^\"]*\"", ""),
         (r' id="([\w.]+)"', lambda found: f' id="{own}{found[1]}"' if found[1] in used else ""),
         (r'(url\(|href=")#', rf"\1#{own}"),
-        (r"<[^>]+>", lambda found: re.sub(r"(\d\.\d\d)\d+", r"\1", found[0])),  # hundredths of a point will do
+        (r"<[^>]+>", lambda found: re.sub(r"(\d\.\d\d)\d+", r"\1", found[0])),  # two decimals suffice
         (r"(?<=base64,)\s+|\s+(?=[<\"])", ""),
         (r"\s*\n\s*", " "),
         (_INK, "currentColor"),

@@ -1,4 +1,4 @@
-"""A paper's table beside ours, for the terminal and in Markdown."""
+"""A paper's table next to our results, for the terminal and in Markdown."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,13 +11,13 @@ from cfl.report.tables import NONE
 
 Ours = Mapping[Cell, Mapping[str, Score]]
 Block = tuple[str, list[str], list[list[str]]]  # title, heads, rows
-_WIDE = 2  # measures that a row has room for beside each other
+_WIDE = 2  # largest number of measures with paper and ours side by side
 
 
 def blocks(table: Table, ours: Ours, scale: str) -> list[Block]:
-    """A block for each column and part of the table; ours: what its cells gave, those without runs left empty.
+    """Return a block per column and part of the table. ours: scores by cell, empty for cells without runs.
 
-    A difference from the paper is shown at paper scale alone: shorter runs have other numbers.
+    Only the paper scale shows differences from the paper, since shorter runs are not comparable.
     """
     found = []
     cells = sorted(ours, key=lambda cell: list(dict.fromkeys(c.column for c in ours)).index(cell.column))
@@ -31,15 +31,15 @@ def blocks(table: Table, ours: Ours, scale: str) -> list[Block]:
 
 
 def shown(table: Table, ours: Ours, scale: str) -> Iterator[Shown | str]:
-    """The blocks for the terminal, and what is to be known of them."""
+    """Blocks for the terminal, followed by notes."""
     yield from map(rich, blocks(table, ours, scale))
     yield from (f"note: {note}" for note in table.notes)
     if scale != "paper":
-        yield f"note: at {scale} scale the numbers are others than the paper's; compare their order"
+        yield f"note: numbers at {scale} scale differ from the paper's; compare their order"
 
 
 def rich(block: Block) -> Shown:
-    """A block for the terminal."""
+    """Format a block for the terminal."""
     title, heads, rows = block
     shown = Shown(title=title, title_justify="left")
     for place, head in enumerate(heads):
@@ -50,14 +50,14 @@ def rich(block: Block) -> Shown:
 
 
 def markdown(block: Block) -> str:
-    """A block in Markdown."""
+    """Format a block in Markdown."""
     title, heads, rows = block
     rule = ["---"] + ["---:"] * (len(heads) - 1)
     return "\n".join([f"**{title}**", "", *(f"| {' | '.join(cells)} |" for cells in (heads, rule, *rows))])
 
 
 def _beside(shown: Sequence[str], cells: Iterable[Cell], ours: Ours, differ: bool) -> tuple[list[str], list[list[str]]]:
-    """A row a cell: for each measure what the paper has, what we have, and the difference where wanted."""
+    """A row per cell: for each measure the paper's score, our score and, if wanted, the difference."""
     whats = ("paper", "ours", "difference")[: 3 if differ else 2]
     heads = ["", *(f"{measure(name)[0]} {what}" for name in shown for what in whats), "runs"]
     rows = []
@@ -69,7 +69,7 @@ def _beside(shown: Sequence[str], cells: Iterable[Cell], ours: Ours, differ: boo
 
 
 def _below(shown: Sequence[str], cells: Iterable[Cell], ours: Ours) -> tuple[list[str], list[list[str]]]:
-    """Two rows a cell: what the paper has, and what we have below it."""
+    """Two rows per cell: the paper's scores, and our scores below them."""
     heads, rows = ["", "", *(measure(name)[0] for name in shown), "runs"], []
     for cell in cells:
         own = {name: ours[cell].get(name) for name in shown}
@@ -90,12 +90,12 @@ def _three(printed: Score | None, own: Score | None) -> tuple[str, str, str]:
 
 
 def _digits(printed: Score | None) -> int:
-    """Digits of ours after the point: as many as in the paper, two at least."""
+    """Number of decimals of our scores: as many as in the paper, at least two."""
     return max(2, printed.digits if printed else 0)
 
 
 def _text(score: Score | None, digits: int | None = None) -> str:
-    """digits: after the point; None: as printed."""
+    """Format a score. digits: number of decimals; None: as in the paper."""
     if score is None or math.isnan(score.mean):
         return NONE
     places = score.digits if digits is None else digits

@@ -1,4 +1,4 @@
-"""Finished runs read back from their folders, sorted into groups that differ in the seed alone."""
+"""Read finished runs from their folders, and group the runs that differ in the seed only."""
 
 import json
 import shlex
@@ -13,25 +13,25 @@ from cfl.assembly.resolve import dump, load, resolve
 from cfl.config.overrides import assignment, flat, read_yaml
 from cfl.config.presets import preset
 from cfl.config.schema import RunConfig
-from cfl.core.errors import ConfigError
-from cfl.experiments.compare import HOW, spent
+from cfl.core import ConfigError
+from cfl.experiments.compare import HOW, continuation, spent
 from cfl.report import tables
 from cfl.report.tables import Cell
-from cfl.run.run_folder import read_json
+from cfl.runtime.run_folder import read_json
 
 _NEEDED = ("method", "benchmark", "seed", "acc", "accuracy_matrix")
 
 
 @dataclass(frozen=True)
-class Run:
-    """A finished run: its files as they are stored; rounds and timing are empty where only the results were kept.
+class FinishedRun:
+    """A finished run and the contents of its files; `rounds`, `timing` and `machine` are empty without their file.
 
-    config: None where a name in it is not known here, such as that of a method from another package.
+    config: None if a name is unknown, such as a method of another package; options: dotted name to value.
     """
 
     path: Path
     metrics: dict[str, Any]
-    options: dict[str, Any]  # dotted name to value
+    options: dict[str, Any]
     config: RunConfig | None
     rounds: list[dict[str, Any]] = field(default_factory=list)
     timing: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -39,13 +39,13 @@ class Run:
 
     @cached_property
     def key(self) -> str:
-        """What runs have in common that differ in the seed alone."""
+        """Text that is equal for runs that differ in the seed only."""
         decisive = {name: value for name, value in self.options.items() if name not in {*HOW, "seed"}}
         return json.dumps([self.metrics["benchmark"], self.metrics["method"], decisive], sort_keys=True)
 
     @cached_property
     def given(self) -> set[str]:
-        """The options that the benchmark's preset chooses by method, where the run has what that gives its own."""
+        """Options that the benchmark's preset sets by method, if the run has the preset's value for its method."""
         cases = preset(self.metrics["benchmark"]).get("variants", {}).get("method", {})
         names = {name for case in cases.values() for name in flat(case)}
         plain = _resolved(self.config, ()) if names and self.config else None
@@ -55,44 +55,44 @@ class Run:
 
 @dataclass(frozen=True)
 class Found:
-    """What the folders hold. twice: runs left out, to the ones that have the same configuration."""
+    """Contents of some folders. twice: folder of a run that is left out, to the folder of an equal run."""
 
-    runs: list[Run]
+    runs: list[FinishedRun]
     unfinished: list[Path]
     twice: dict[Path, Path]
 
 
 @dataclass(frozen=True)
-class Group:
-    """Runs that differ in the seed alone. label: the method, and the options in which it differs from the others."""
+class RunGroup:
+    """Finished runs that differ in the seed only. label: the method, and the options that tell the group apart."""
 
     label: str
-    runs: list[Run]
+    runs: list[FinishedRun]
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The metrics of each run, with the seconds that clients and server spent, where they are stored."""
+        """Metrics of each run, with the seconds of clients and server if they are stored."""
         return [{**run.metrics, **spent(run.timing)} for run in self.runs]
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Groups that are compared with each other. setting: what sets the scene apart from others of the benchmark."""
+    """Groups to compare with each other. setting: options that tell the scene from others of the benchmark."""
 
     benchmark: str
     setting: str
-    groups: list[Group]
+    groups: list[RunGroup]
 
 
 def read(paths: Iterable[Path]) -> Found:
-    """All runs in these folders, at any depth; raises ConfigError for a path without one, and for a damaged file."""
-    folders: dict[Path, None] = {}  # in order, each one once
+    """Read all runs in these folders, at any depth; ConfigError for a path without runs, and for a damaged file."""
+    folders: dict[Path, None] = {}  # ordered, without duplicates
     for path in paths:
         found = [file.parent for file in sorted(path.rglob("config.yaml")) if "benchmark" in read_yaml(file)]
         if not found:
-            raise ConfigError(f"'{path}' is no run and holds none; a run's folder has config.yaml and metrics.json")
+            raise ConfigError(f"'{path}' contains no run; the folder of a run has config.yaml and metrics.json")
         folders |= dict.fromkeys(found)
-    runs: dict[tuple[str, int], Run] = {}
+    runs: dict[tuple[str, int], FinishedRun] = {}
     unfinished, twice = [], {}
     for folder in folders:
         if not (folder / "metrics.json").is_file():
@@ -103,41 +103,41 @@ def read(paths: Iterable[Path]) -> Found:
         if first.path.resolve() != folder.resolve():
             twice[folder] = first.path
     if not runs:
-        names, killed = ", ".join(f"'{folder}'" for folder in unfinished), unfinished[0]
-        again = ["cfl-run", "train", "--config", f"{killed / 'config.yaml'}", "--output", f"{killed}", "--resume"]
-        others = ", or all with the command that began them" if len(unfinished) > 1 else ""
-        raise ConfigError(f"no run is finished in {names}; continue with: {shlex.join(again)}{others}")
+        names, again = ", ".join(f"'{folder}'" for folder in unfinished), shlex.join(continuation(unfinished[0]))
+        others = ", or repeat the command that began them all" if len(unfinished) > 1 else ""
+        raise ConfigError(f"no run is finished in {names}; continue with: {again}{others}")
     return Found(list(runs.values()), unfinished, twice)
 
 
-def scenes(runs: Sequence[Run]) -> list[Scene]:
-    """The runs by what they can be compared on: benchmark, and the options in which its runs differ.
+def scenes(runs: Sequence[FinishedRun]) -> list[Scene]:
+    """Sort runs into scenes by benchmark and setting: the options, not of the method, in which its runs differ.
 
-    Where every setting has a single group, the settings are what is compared: they share a scene.
+    If every setting has a single group, one scene compares the settings.
     """
-    out = []
-    for benchmark in sorted({run.metrics["benchmark"] for run in runs}):
-        groups: dict[str, list[Run]] = {}
-        for run in runs:
-            if run.metrics["benchmark"] == benchmark:
-                groups.setdefault(run.key, []).append(run)
-        ordered = [sorted(group, key=lambda run: run.metrics["seed"]) for group in groups.values()]
-        firsts = [group[0] for group in ordered]
-        free = [name for name in differing(firsts) if len({_setting(run, name) for run in firsts}) > 1]
-        ordered.sort(key=lambda group: _order(group[0], free))
-        settings = _settings([group[0] for group in ordered], free)
-        if len(set(settings)) == len(ordered):
-            named = zip(ordered, settings, strict=True)
-            out.append(Scene(benchmark, "", [Group(_label(group[0], [setting]), group) for group, setting in named]))
-            continue
-        for setting in dict.fromkeys(settings):
-            own = [group for group, its in zip(ordered, settings, strict=True) if its == setting]
-            out.append(Scene(benchmark, setting, _groups(own)))
-    return out
+    by_benchmark: dict[str, list[FinishedRun]] = {}
+    for run in runs:
+        by_benchmark.setdefault(run.metrics["benchmark"], []).append(run)
+    return [scene for name in sorted(by_benchmark) for scene in _scenes(name, by_benchmark[name])]
+
+
+def _scenes(benchmark: str, runs: Sequence[FinishedRun]) -> list[Scene]:
+    groups: dict[str, list[FinishedRun]] = {}
+    for run in runs:
+        groups.setdefault(run.key, []).append(run)
+    ordered = [sorted(group, key=lambda run: run.metrics["seed"]) for group in groups.values()]
+    firsts = [group[0] for group in ordered]
+    free = [name for name in differing(firsts) if len({_setting(run, name) for run in firsts}) > 1]
+    ordered.sort(key=lambda group: _order(group[0], free))
+    settings = _settings([group[0] for group in ordered], free)
+    named = list(zip(settings, ordered, strict=True))
+    if len(set(settings)) == len(ordered):
+        return [Scene(benchmark, "", [RunGroup(_label(group[0], [setting]), group) for setting, group in named])]
+    by_setting = {setting: [group for own, group in named if own == setting] for setting in settings}
+    return [Scene(benchmark, setting, _groups(own)) for setting, own in by_setting.items()]
 
 
 def overview(scenes: Sequence[Scene]) -> tuple[list[str], list[list[Cell]], int]:
-    """The summary table: titles, a row a group, and how many of the first columns are names."""
+    """Summary table: titles, a row per group, and the number of leading columns that hold names."""
     names = ["acc", "fgt", "learning_accuracy", "epsilon", "bytes_up", "bytes_down", "seconds", "seeds"]
     summaries = [[tables.summary(group.metrics) for group in scene.groups] for scene in scenes]
     names = [name for name in names if name != "epsilon" or any("epsilon" in row for rows in summaries for row in rows)]
@@ -151,26 +151,26 @@ def overview(scenes: Sequence[Scene]) -> tuple[list[str], list[list[Cell]], int]
     return [*shown, "method", *tables.head(names)], rows, len(shown) + 1
 
 
-def differing(runs: Collection[Run]) -> list[str]:
-    """Names of the options in which runs differ, but for names of methods, seeds, and how runs are computed."""
+def differing(runs: Collection[FinishedRun]) -> list[str]:
+    """Names of the options in which runs differ, without benchmark, method, regularizers, seed and `HOW`."""
     names = dict.fromkeys(name for run in runs for name in run.options)
     aside = {*HOW, "seed", "method", "regularizers", "benchmark"}
     return [name for name in names if name not in aside and len({_text(run, name) for run in runs}) > 1]
 
 
-def option_text(run: Run, name: str) -> str:
-    """The value of an option as `--set` takes it; a dash where the run has no such option."""
+def option_text(run: FinishedRun, name: str) -> str:
+    """Value of an option in the form of `--set`; a dash if the run has no such option."""
     return assignment(name, run.options[name]).partition("=")[2] if name in run.options else tables.NONE
 
 
 def command(config: RunConfig) -> list[str] | None:
-    """The shortest `cfl-run train` found that gives this configuration; None where none does.
+    """Return a `cfl-run train` command that gives this configuration and needs all its options; None if not found.
 
-    The options in which it differs from the preset are set, those that follow from others are taken out again.
+    It first sets every option that differs from the preset, then removes the options that follow from others.
     """
     given: list[str] = []
     wanted = flat(dump(config))
-    for _ in range(3):  # an option may choose a variant of the preset, which brings others
+    for _ in range(3):  # an option may select a variant of the preset, which sets further options
         now = flat(dump(found)) if (found := _resolved(config, given)) else wanted
         given += [assignment(name, value) for name, value in wanted.items() if name not in now or now[name] != value]
     if _resolved(config, given) != config:
@@ -184,17 +184,17 @@ def command(config: RunConfig) -> list[str] | None:
 
 
 def _resolved(config: RunConfig, overrides: Sequence[str]) -> RunConfig | None:
-    """The preset for the same names and seed with these options; None where they do not fit."""
+    """Resolve the preset with the same benchmark, method, seed and scale; None if the overrides are invalid."""
     try:
         return resolve(config.benchmark, method=config.label, seed=config.seed, scale=config.scale, overrides=overrides)
     except ConfigError:
         return None
 
 
-def _run(folder: Path) -> Run:
+def _run(folder: Path) -> FinishedRun:
     metrics, data = read_json(folder / "metrics.json"), read_yaml(folder / "config.yaml")
     if missing := [name for name in _NEEDED if name not in metrics]:
-        raise ConfigError(f"'{folder / 'metrics.json'}' is not the result of a run: it has no '{missing[0]}'")
+        raise ConfigError(f"'{folder / 'metrics.json'}' is not the result of a run: it lacks '{missing[0]}'")
     try:
         config = load(data)
     except ConfigError:
@@ -205,30 +205,30 @@ def _run(folder: Path) -> Run:
     try:
         rows = [json.loads(line) for line in lines]
     except json.JSONDecodeError:
-        raise ConfigError(f"'{rounds}' is damaged; run it again, or move the file away") from None
+        raise ConfigError(f"'{rounds}' is damaged; repeat the run, or move the file away") from None
     timing, machine = (read_json(folder / name) for name in ("timing.json", "machine.json"))
-    return Run(folder, metrics, options, config, rows, timing, machine)
+    return FinishedRun(folder, metrics, options, config, rows, timing, machine)
 
 
-def _settings(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
-    """These options of each run in words; a value that most of the settings share goes without saying."""
+def _settings(runs: Sequence[FinishedRun], names: Sequence[str]) -> list[str]:
+    """Write these options of each run as text; a value shared by most of the settings is omitted."""
     texts = [tuple(_setting(run, name) for name in names) for run in runs]
     columns = [Counter(column) for column in zip(*set(texts), strict=True)]
     usual = [text if 2 * count > len(set(texts)) else "" for column in columns for text, count in column.most_common(1)]
     return [", ".join(text for text, other in zip(row, usual, strict=True) if text not in ("", other)) for row in texts]
 
 
-def _groups(groups: Sequence[list[Run]]) -> list[Group]:
-    """Groups of one setting: by their methods, and the options in which those of a method differ."""
+def _groups(groups: Sequence[list[FinishedRun]]) -> list[RunGroup]:
+    """Label the groups of a setting by method, and by the options in which the groups of the method differ."""
     made = []
     for group in groups:
         first = group[0]
         own = differing([other[0] for other in groups if other[0].metrics["method"] == first.metrics["method"]])
-        made.append(Group(_label(first, [_text(first, name) for name in own]), group))
+        made.append(RunGroup(_label(first, [_text(first, name) for name in own]), group))
     return made
 
 
-def _label(run: Run, texts: Iterable[str]) -> str:
+def _label(run: FinishedRun, texts: Iterable[str]) -> str:
     shown = ", ".join(filter(None, texts))
     return f"{run.metrics['method']} ({shown})" if shown else run.metrics["method"]
 
@@ -237,17 +237,17 @@ def _of_method(name: str) -> bool:
     return name.startswith(("strategy.", "regularizer."))
 
 
-def _setting(run: Run, name: str) -> str:
-    """An option in words; nothing for one that belongs to the method."""
+def _setting(run: FinishedRun, name: str) -> str:
+    """An option as text; empty for an option that belongs to the method."""
     return "" if _of_method(name) or name in run.given else _text(run, name)
 
 
-def _text(run: Run, name: str) -> str:
+def _text(run: FinishedRun, name: str) -> str:
     return assignment(name, run.options[name]) if name in run.options else ""
 
 
-def _order(run: Run, names: Iterable[str]) -> list[Any]:
-    """A key that sorts numbers by their value: settings, then methods, then the options of methods."""
+def _order(run: FinishedRun, names: Iterable[str]) -> list[Any]:
+    """Key for sorting by setting, then method, then the method's options; numbers are sorted by value."""
     own = [value for name, value in run.options.items() if _of_method(name)]
     settings = (None if name in run.given else run.options.get(name) for name in names)
     values = [*settings, run.metrics["method"], *own]

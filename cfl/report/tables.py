@@ -1,7 +1,8 @@
-"""Tables for the terminal, and the summary of runs with several methods and seeds."""
+"""Tables for the terminal, for Markdown and for LaTeX, and the summary of runs over seeds."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ from rich.table import Table
 Metrics = Mapping[str, Any]
 Matrix = Sequence[Sequence[float | None]]
 _SCORES = {"acc": "ACC %", "fgt": "FGT %", "learning_accuracy": "LA %"}
-_COSTS = {  # title in a table, and its unit
+_COSTS = {  # title in a table, and divisor of its unit
     "bytes_up": ("up MB", 1e6),
     "bytes_down": ("down MB", 1e6),
     "client_bytes": ("stored KB", 1e3),
@@ -24,24 +25,24 @@ _TITLES = {
     "seconds": "seconds",
     "seeds": "seeds",
 }
-# What is written in another way inside code in a Markdown table, and in LaTeX.
+# Characters to escape in the code of a Markdown table, and in LaTeX.
 _IN_CODE = str.maketrans({"`": "'", "|": r"\|", "\n": " "})
 _IN_TEX = str.maketrans(
     {name: rf"\{name}" for name in "&%$#_{}"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "–": "--"}
 )
-NONE = "–"  # stands where there is no number
+NONE = "–"  # in place of a missing number
 
 
 class Cell(NamedTuple):
-    """A cell of a table of results; best: whether it is to be marked as the best of those compared."""
+    """A cell of a table of results. best: mark it as the best of the compared results."""
 
     text: str
     best: bool = False
 
 
 def matrix(rows: Matrix, title: str) -> Table:
-    """The accuracy matrix in percent: a row after each task, a column a task tested on.
+    """Table of the accuracy matrix in percent: a row after each task, a column per tested task.
 
     rows: (tasks, tasks) fractions, None for tasks not yet seen.
     """
@@ -54,8 +55,22 @@ def matrix(rows: Matrix, title: str) -> Table:
     return table
 
 
+def run(metrics: Metrics, title: str, folder: Path) -> Iterator[Table | str]:
+    """Results of a run for the terminal: accuracy matrix, local models, privacy spent, ACC and FGT, and the folder."""
+    yield matrix(metrics["accuracy_matrix"], f"Accuracy: {title}")
+    if local := metrics.get("local_accuracy"):
+        mean, worst = percent(sum(local) / len(local)), percent(min(local))
+        yield f"Local models of the last cohort: {mean}% on average, {worst}% for the worst"
+    if "epsilon" in metrics:
+        spent = f"epsilon {metrics['epsilon']:.3g} at delta {metrics['delta']:g}"
+        yield f"Differential privacy: {spent} per client, for {metrics['epsilon_of']}"
+    shown = {name.upper(): percent(metrics[name]) for name in ("acc", "fgt")}
+    scores = [f"{name} {value}%" for name, value in shown.items() if value != NONE]
+    yield f"{', '.join(scores)}; results in {folder}"
+
+
 def mean_matrix(runs: Sequence[Metrics]) -> list[list[float | None]]:
-    """The entrywise mean of the runs' accuracy matrices; None where a run has none."""
+    """Entrywise mean of the accuracy matrices of some runs; None for entries that a run lacks."""
     stack = np.array([run["accuracy_matrix"] for run in runs], dtype=float)  # None becomes NaN
     return [[None if np.isnan(value) else float(value) for value in row] for row in stack.mean(axis=0)]
 
@@ -63,9 +78,9 @@ def mean_matrix(runs: Sequence[Metrics]) -> list[list[float | None]]:
 def summary(runs: Sequence[Metrics]) -> dict[str, Any]:
     """Mean and population standard deviation over runs of one method.
 
-    acc, fgt, learning_accuracy (fractions), bytes_up, bytes_down (of all clients), client_bytes (stored on a client
-    between rounds, mean), seconds, client_seconds (of all clients, one by one), server_seconds, and epsilon where
-    there is privacy: each a dict with mean and std, NaN where not defined or not stored; seeds: the seeds.
+    Keys: acc, fgt, learning_accuracy (fractions); bytes_up, bytes_down (all clients); client_bytes (mean bytes that a
+    client stores between rounds); seconds; client_seconds (sum over clients); server_seconds; and epsilon with
+    differential privacy. Values: dicts with mean and std, NaN if undefined or not stored. seeds: list of the seeds.
     """
     out: dict[str, Any] = {"seeds": [run["seed"] for run in runs]}
     for name in (*_SCORES, *_COSTS, "seconds", *(["epsilon"] if "epsilon" in runs[0] else [])):
@@ -75,38 +90,38 @@ def summary(runs: Sequence[Metrics]) -> dict[str, Any]:
 
 
 def percent(value: float) -> str:
-    """A fraction in percent with one decimal; a dash for what is not defined (forgetting after one task)."""
+    """Format a fraction in percent with one decimal; a dash for NaN, such as forgetting after one task."""
     return NONE if math.isnan(value) else f"{100 * value:z.1f}"
 
 
 def spread(score: Mapping[str, float], runs: int) -> str:
-    """Mean ± standard deviation of fractions in percent; one run has no deviation to speak of."""
+    """Format mean ± standard deviation of fractions in percent; a single run has no standard deviation."""
     mean = percent(score["mean"])
     return mean if runs == 1 or math.isnan(score["mean"]) else f"{mean} ± {percent(score['std'])}"
 
 
 def head(names: Sequence[str]) -> list[str]:
-    """Titles, with units, of columns that `cells` fills."""
+    """Titles, with units, of the columns of `cells`."""
     return [_TITLES[name] for name in names]
 
 
 def cells(summaries: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[list[Cell]]:
-    """A row for each summary: scores in percent with their deviation, means of costs; the best scores are marked.
+    """A row per summary: scores in percent with standard deviation, means of costs; the best scores are marked.
 
-    names: of columns, fields of a summary. Scores that print the same are equally good; one row has no best, and
-    neither have rows of different seeds.
+    names: keys of a summary, one per column. Scores that print alike are equally good. No score is the best in a single
+    row, or in rows of different seeds.
     """
     best = {name: _best(summaries, name) for name in names}
     return [[Cell(_text(row, name), place in best[name]) for name in names] for place, row in enumerate(summaries)]
 
 
 def same_seeds(summaries: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether all are of runs with the same seeds, and so of the same draws."""
+    """True if all summaries have the same seeds, and so the same random draws."""
     return len({frozenset(row["seeds"]) for row in summaries}) == 1
 
 
 def _best(summaries: Sequence[Mapping[str, Any]], name: str) -> set[int]:
-    """Places of the rows whose score prints as the best one; none where nothing is compared."""
+    """Indices of the rows whose score prints like the best score; empty if the rows cannot be compared."""
     means = [row[name]["mean"] for row in summaries] if name in _SCORES and same_seeds(summaries) else []
     known = [mean for mean in means if not math.isnan(mean)]
     if len(known) < 2:
@@ -116,9 +131,9 @@ def _best(summaries: Sequence[Mapping[str, Any]], name: str) -> set[int]:
 
 
 def compared(summaries: Mapping[str, Mapping[str, Any]], title: str) -> Table:
-    """A line a method: mean ± standard deviation of ACC and FGT in percent, and the means of what it costs.
+    """A row per method: mean ± standard deviation of ACC and FGT in percent, and mean costs.
 
-    Megabytes (1e6 bytes) sent up and down in the whole run, kilobytes that a client stores, seconds computed.
+    Costs: megabytes (1e6 bytes) sent up and down in the whole run, kilobytes that a client stores, and seconds.
     """
     table = Table(title=title, title_justify="left")
     table.add_column("method")
@@ -132,7 +147,7 @@ def compared(summaries: Mapping[str, Mapping[str, Any]], title: str) -> Table:
 
 
 def markdown(titles: Sequence[str], rows: Sequence[Sequence[Cell]], labels: int = 1) -> str:
-    """A Markdown table: the first `labels` columns are code to the left, numbers lie to the right, the best bold."""
+    """A Markdown table: code in the first `labels` columns, then right-aligned numbers, the best ones bold."""
     lines = [list(titles), ["---"] * labels + ["---:"] * (len(titles) - labels)]
     for row in rows:
         names = [f"`{cell.text.translate(_IN_CODE)}`" if cell.text else "" for cell in row[:labels]]
@@ -141,7 +156,7 @@ def markdown(titles: Sequence[str], rows: Sequence[Sequence[Cell]], labels: int 
 
 
 def latex(titles: Sequence[str], rows: Sequence[Sequence[Cell]], labels: int = 1) -> str:
-    """A LaTeX table with the rules of the package booktabs: the first `labels` columns to the left, the best bold."""
+    """A LaTeX table for the booktabs package: `labels` left-aligned columns, then numbers, the best ones bold."""
     lines = [[text.translate(_IN_TEX) for text in titles]]
     for row in rows:
         texts = [(cell.text.translate(_IN_TEX), cell.best) for cell in row]
@@ -154,9 +169,9 @@ def latex(titles: Sequence[str], rows: Sequence[Sequence[Cell]], labels: int = 1
 
 
 def listing(rows: Sequence[tuple[str, str, str]], title: str) -> Table:
-    """Names with a line on each and its source."""
+    """A row per name: name, summary and source."""
     table = Table(title=title, title_justify="left")
-    for name, wrap in (("name", True), ("what it is", False), ("source", False)):
+    for name, wrap in (("name", True), ("summary", False), ("source", False)):
         table.add_column(name, no_wrap=wrap)
     for row in rows:
         table.add_row(*row)
@@ -164,7 +179,7 @@ def listing(rows: Sequence[tuple[str, str, str]], title: str) -> Table:
 
 
 def answers(rows: Sequence[tuple[str, str]], title: str) -> Table:
-    """Questions and their answers."""
+    """A row per question, with its answer."""
     table = Table(title=title, title_justify="left", show_header=False)
     table.add_column(no_wrap=True)
     table.add_column()
@@ -174,7 +189,7 @@ def answers(rows: Sequence[tuple[str, str]], title: str) -> Table:
 
 
 def hyper_parameters(rows: Sequence[Mapping[str, Any]], prefix: str) -> Table:
-    """Hyper-parameters as `--set` takes them: name, default, valid values, meaning, source."""
+    """A row per hyper-parameter: name for `--set`, default, valid values, meaning, source."""
     table = Table()
     for name in ("option", "default", "valid", "meaning", "source"):
         table.add_column(name, no_wrap=name == "option")

@@ -1,10 +1,10 @@
-"""Reports as files; the suffix says of which kind."""
+"""Write reports to files; the suffix selects the format."""
 
 from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 
-from cfl.core.errors import ConfigError
+from cfl.core import ConfigError
 from cfl.report import html, runs, tables
 from cfl.report.runs import Found
 
@@ -16,9 +16,9 @@ _KINDS: dict[str, Callable[[Found], str]] = {
 
 
 def files(folders: Sequence[Path], outputs: Sequence[Path]) -> Sequence[Path]:
-    """Write what the folders of runs hold to each output: a page, or the summary as a Markdown or LaTeX table.
+    """Write a report of the runs in some folders to each output: a page, or the summary as a Markdown or LaTeX table.
 
-    Raises ConfigError for a suffix that is not known, a folder without a finished run, an output that is no place.
+    Raises ConfigError for an unknown suffix, a folder without a finished run, and an output that cannot be written.
     """
     for path in outputs:
         if path.suffix not in _KINDS:

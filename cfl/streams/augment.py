@@ -1,4 +1,4 @@
-"""Random crops, flips and cutouts of batches of images, as functions of tensors and a generator.
+"""Random crops, flips and cutouts of batches of images.
 
 As in FedSOL (Lee et al., CVPR 2024), code: a crop of the image padded by 4, a horizontal flip, and the 16 x 16 cutout
 of DeVries and Taylor (2017).
@@ -9,14 +9,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cfl.core.errors import ConfigError, unknown
+from cfl.core import ConfigError, unknown
 
 KINDS = ("crop", "flip", "cutout")
 _PAD, _HOLE = 4, 16  # pixels
 
 
 def check(kinds: Sequence[str], shape: Sequence[int]) -> None:
-    """Raise ConfigError for a kind that there is not, and for samples of a shape other than (C, H, W)."""
+    """Raise ConfigError for an unknown kind, and for samples of a shape other than (C, H, W)."""
     for kind in kinds:
         if kind not in KINDS:
             raise unknown("augmentation", kind, KINDS)
@@ -28,12 +28,12 @@ def check(kinds: Sequence[str], shape: Sequence[int]) -> None:
 
 
 def augment(x: Tensor, kinds: Sequence[str], generator: torch.Generator, fill: Tensor) -> Tensor:
-    """A random variant of each image, by those of `KINDS` that are asked for, in the order of `KINDS`.
+    """Augment each image at random by the given kinds, always in the order of `KINDS`.
 
     x: (b, C, H, W) normalised; generator: on the CPU; fill: (C, 1, 1), the value of a black pixel after normalisation.
-    crop: a window of H x W of the image with 4 black pixels around it; flip: left to right, with probability 1/2;
-    cutout: a square of 16 x 16 pixels around a pixel drawn uniformly, cut at the border, becomes 0 in all channels.
-    An image's draws depend neither on the size of the batch nor on what other kinds are asked for.
+    crop: an H x W window of the image with 4 black pixels of padding; flip: left to right, with probability 1/2;
+    cutout: a square of 16 x 16 pixels around a uniformly drawn pixel, cut at the border, becomes 0 in all channels.
+    An image's draws depend neither on the size of the batch nor on the other kinds.
     """
     (size, channels, height, width), device = x.shape, x.device
     draws = torch.randint(2**31, (size, 5, 1, 1, 1), generator=generator).to(device)

@@ -1,25 +1,26 @@
-"""The border to Avalanche: it makes the stream, and its experiences are read once into rows of a pool.
+"""The interface to Avalanche: it makes the stream, and its experiences are read once into rows of a pool.
 
-Avalanche is given data sets of indices, not of images, since its way of a sample is far too slow for a training loop.
-Its "experience" is called task here. Nothing else in the package imports Avalanche, which takes seconds.
+Avalanche gets data sets of row numbers instead of images, because loading images through it is too slow for a training
+loop. An Avalanche experience is a task here. No other module imports Avalanche, whose import takes seconds.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from cfl.core import rng
-from cfl.core.errors import ConfigError, DataError, unknown
+from cfl.core import ConfigError, DataError, rng, unknown
 from cfl.streams.datasets import Arrays
-from cfl.streams.store import Pool, Stream, Task, TaskSamples, assemble, class_name
+from cfl.streams.store import Pool, Stream, Task, TaskSamples
+from cfl.streams.tensors import assemble, class_name
 from cfl.streams.torchvision_fix import import_torchvision
 
 
-class _Indices:
-    """A data set whose samples are (row, target), so that a stream made from it says which rows each task has."""
+class _Rows:
+    """A data set whose samples are (row, target): a stream made from it tells the rows of each task."""
 
     def __init__(self, targets: Tensor) -> None:
         self.targets = targets.tolist()
@@ -40,15 +41,14 @@ def split(
     class_order: str,
     pool: Pool,
     keep: int | None = None,
-    source: str = "",
 ) -> Stream:
-    """A class-incremental stream: the classes in equal groups, one head a task, class ids from zero in each.
+    """A class-incremental stream: equal groups of classes as tasks, one head a task, class ids from zero in each task.
 
     tasks: number of groups; class_order: "random" (Avalanche's order for `seed`) or "natural" (0, 1, 2, ...);
-    pool: train images, then test images (see `datasets.pooled`); keep: number of first tasks to return (default: all).
-    A task's test part is the official test samples of its classes.
-    Raises ConfigError for an unknown class order and classes that `tasks` does not divide, DataError for a class
-    without training samples.
+    pool: train images, then test images (see `datasets.pooled`); keep: return the first `keep` tasks (default: all).
+    The test samples of a task are the official test samples of its classes.
+    Raises ConfigError for an unknown class order and a number of classes that `tasks` does not divide, DataError for a
+    class without train samples.
     """
     if class_order not in ("random", "natural"):
         raise unknown("class order", class_order, ("random", "natural"))
@@ -62,8 +62,8 @@ def split(
 
     with torch.random.fork_rng(devices=[]):  # Avalanche seeds torch's global generator
         benchmark = nc_benchmark(
-            _Indices(arrays.y_train),
-            _Indices(arrays.y_test),
+            _Rows(arrays.y_train),
+            _Rows(arrays.y_test),
             n_experiences=tasks,
             task_labels=True,
             seed=seed,
@@ -72,83 +72,80 @@ def split(
         )
     found = []
     for train, test in list(zip(benchmark.train_stream, benchmark.test_stream, strict=True))[:keep]:
-        rows, targets = _rows(train.dataset)
-        test_rows, test_targets = _rows(test.dataset)
+        samples = _samples(train.dataset, pool)
         head = torch.empty(classes // tasks, dtype=torch.int64)
-        head[targets] = arrays.y_train[rows]
-        test_part = TaskSamples(pool, test_rows + len(arrays.y_train), test_targets)
-        found.append(Task(class_name(head), TaskSamples(pool, rows, targets), test_part, classes=len(head)))
-    return Stream(name, tuple(found), tuple(pool.images.shape[1:]), multi_head=True, source=source)
+        head[samples.targets] = arrays.y_train[samples.index]
+        test_samples = _samples(test.dataset, pool, start=len(arrays.y_train))
+        found.append(Task(class_name(head), samples, test_samples, classes=len(head)))
+    return Stream(name, tuple(found), tuple(pool.images.shape[1:]), multi_head=True)
 
 
-def permuted(name: str, arrays: Arrays, tasks: int, *, seed: int, pool: Pool, source: str = "") -> Stream:
-    """A stream of the same samples with permuted pixels: task 0 as they are, later ones each by its own permutation.
+def permuted(name: str, arrays: Arrays, tasks: int, *, seed: int, pool: Pool) -> Stream:
+    """A stream of the same samples with permuted pixels: one permutation for each task, the identity for task 0.
 
-    One head for all tasks; pool: train images, then test images (see `datasets.pooled`), shared by all tasks.
-    The permutation of task t is drawn with key(seed, "permutation", t), so more tasks leave the first ones as they are.
+    All tasks share one head and the pool: train images, then test images (see `datasets.pooled`).
+    The permutation of task t is drawn with key(seed, "permutation", t), so it does not depend on the number of tasks.
     """
     import_torchvision()
     from avalanche.benchmarks import benchmark_from_datasets
     from avalanche.benchmarks.utils import as_classification_dataset
 
-    data = [as_classification_dataset(_Indices(y)) for y in (arrays.y_train, arrays.y_test)]
+    data = [as_classification_dataset(_Rows(y)) for y in (arrays.y_train, arrays.y_test)]
     benchmark = benchmark_from_datasets(train=data[:1] * tasks, test=data[1:] * tasks)
     classes, pixels = int(arrays.y_train.max()) + 1, pool.images[0].numel()
     found: list[Task] = []
-    known: dict[int, tuple[Tensor, Tensor]] = {}  # all tasks have the same two data sets: each is read once
+    known: dict[int, TaskSamples] = {}  # all tasks have the same two data sets; each is read once
     for number, (train, test) in enumerate(zip(benchmark.train_stream, benchmark.test_stream, strict=True)):
-        for dataset in (train.dataset, test.dataset):
-            if id(dataset) not in known:
-                known[id(dataset)] = _rows(dataset)
-        (rows, targets), (test_rows, test_targets) = known[id(train.dataset)], known[id(test.dataset)]
         draws = rng.numpy_generator(rng.key(seed, "permutation", number))
         order = torch.from_numpy(draws.permutation(pixels)) if number else None
-        train_part = TaskSamples(pool, rows, targets, order)
-        test_part = TaskSamples(pool, test_rows + len(arrays.y_train), test_targets, order)
-        found.append(Task(f"permutation {number}", train_part, test_part, classes))
-    return Stream(name, tuple(found), tuple(pool.images.shape[1:]), multi_head=False, source=source)
+        pair = []
+        for dataset, start in ((train.dataset, 0), (test.dataset, len(arrays.y_train))):
+            if id(dataset) not in known:
+                known[id(dataset)] = _samples(dataset, pool, start)
+            pair.append(replace(known[id(dataset)], permutation=order))
+        found.append(Task(f"permutation {number}", pair[0], pair[1], classes))
+    return Stream(name, tuple(found), tuple(pool.images.shape[1:]), multi_head=False)
 
 
-def joined(name: str, sets: Mapping[str, tuple[Arrays, Pool]], *, classes: int, source: str = "") -> Stream:
-    """A stream of one data set a task, in the order of `sets`, one head of `classes` each; tasks have the sets' names.
+def joined(name: str, sets: Mapping[str, tuple[Arrays, Pool]], *, classes: int) -> Stream:
+    """A stream with one data set a task, in the order of `sets`, and one head of `classes` outputs a task.
 
-    sets: name to a data set and its pool, train images, then test images (see `datasets.pooled`). Sample ids are rows
-    of a task's own pool.
+    sets: name of the task to a data set and its pool: train images, then test images (see `datasets.pooled`). Sample
+    ids are rows of the task's own pool.
     """
     import_torchvision()
     from avalanche.benchmarks import benchmark_from_datasets, task_incremental_benchmark
     from avalanche.benchmarks.utils import as_classification_dataset
 
-    parts = {
-        part: [as_classification_dataset(_Indices(getattr(arrays, f"y_{part}"))) for arrays, _ in sets.values()]
-        for part in ("train", "test")
-    }
-    benchmark = task_incremental_benchmark(benchmark_from_datasets(**parts))
+    benchmark = task_incremental_benchmark(
+        benchmark_from_datasets(
+            train=[as_classification_dataset(_Rows(arrays.y_train)) for arrays, _ in sets.values()],
+            test=[as_classification_dataset(_Rows(arrays.y_test)) for arrays, _ in sets.values()],
+        )
+    )
     found = []
     for train, test in zip(benchmark.train_stream, benchmark.test_stream, strict=True):
         label = list(sets)[train.task_label]
         arrays, pool = sets[label]
-        rows, targets = _rows(train.dataset)
-        test_rows, test_targets = _rows(test.dataset)
-        test_part = TaskSamples(pool, test_rows + len(arrays.y_train), test_targets)
-        found.append(Task(label, TaskSamples(pool, rows, targets), test_part, classes))
-    return Stream(name, tuple(found), tuple(found[0].train.pool.images.shape[1:]), multi_head=True, source=source)
+        test_samples = _samples(test.dataset, pool, start=len(arrays.y_train))
+        found.append(Task(label, _samples(train.dataset, pool), test_samples, classes))
+    return Stream(name, tuple(found), tuple(found[0].train.pool.images.shape[1:]), multi_head=True)
 
 
 def from_benchmark(benchmark: Any, name: str = "custom", multi_head: bool | None = None) -> Stream:
-    """A stream with the tasks of any Avalanche benchmark: one train and one test experience a task.
+    """Convert any Avalanche benchmark to a stream: one train and one test experience make a task.
 
-    multi_head: one head a task; None: where each task has its own task label and the tasks' classes are disjoint.
-    Samples pass Avalanche's evaluation transforms once, so random augmentation is not applied; uint8 tensors are scaled
-    to [0, 1] later. With multi-head a task's labels become 0, 1, ...; otherwise they stay as they are.
-    Raises DataError for unequal numbers of train and test experiences and samples that are not tensors.
+    multi_head: one head a task; None: only if each task has its own task label and the tasks' classes are disjoint.
+    Samples pass Avalanche's evaluation transforms once, without random augmentation; uint8 tensors are scaled to [0, 1]
+    later. With multi_head a task's labels become 0, 1, ... in ascending order; otherwise they do not change.
+    Raises DataError for unequal numbers of train and test experiences and for samples that are not tensors.
     """
     import_torchvision()
     pairs = list(benchmark.train_stream), list(benchmark.test_stream)
     if len(pairs[0]) != len(pairs[1]):
         raise DataError(
             f"benchmark '{name}' has {len(pairs[0])} train and {len(pairs[1])} test experiences; "
-            "give each task one of both"
+            "give each task one of each"
         )
     images = _Images(name)
     samples = [(*images.read(a, "train"), *images.read(b, "test")) for a, b in zip(*pairs, strict=True)]
@@ -158,33 +155,33 @@ def from_benchmark(benchmark: Any, name: str = "custom", multi_head: bool | None
     return assemble(name, images.blocks, samples, multi_head)
 
 
-def _rows(dataset: Any) -> tuple[Tensor, Tensor]:
-    """Rows and targets, both (n,), of an experience over `_Indices`, by ascending row (Avalanche sorts by class)."""
+def _samples(dataset: Any, pool: Pool, start: int = 0) -> TaskSamples:
+    """Samples of an experience over `_Rows`, by ascending row (Avalanche sorts by class); start: pool row of row 0."""
     from avalanche.benchmarks.utils.dataset_traversal_utils import single_flat_dataset
 
     flat = single_flat_dataset(dataset)
     rows = torch.tensor(flat[1] if flat else [dataset[i][0] for i in range(len(dataset))])
     rows, order = rows.sort()
-    return rows, torch.tensor(list(dataset.targets))[order]
+    return TaskSamples(pool, rows + start, torch.tensor(list(dataset.targets))[order])
 
 
 def _own_heads(experiences: Sequence[Any], classes: Sequence[set[int]]) -> bool:
-    """Whether each of several tasks has one task label of its own and classes of its own."""
+    """True for two tasks or more that share neither task labels nor classes, with one label a task."""
     labels = [tuple(getattr(experience, "task_labels", None) or ()) for experience in experiences]
     distinct = len(set(labels)) == len(labels) > 1 and all(len(label) == 1 for label in labels)
     return distinct and sum(map(len, classes)) == len(set().union(*classes))
 
 
 class _Images:
-    """Blocks of images of a benchmark: a tensor data set that several tasks share becomes one block."""
+    """Blocks of images of a benchmark; a tensor data set that several tasks share is one block."""
 
     def __init__(self, name: str) -> None:
         self.name, self.size = name, 0
         self.blocks: list[Tensor] = []
-        self._known: dict[tuple[int, str], tuple[Any, int]] = {}  # holds the leaf too, so that its id stays its own
+        self._known: dict[tuple[int, str], tuple[Any, int]] = {}  # with the data set, so that its id stays unique
 
     def read(self, experience: Any, which: str) -> tuple[Tensor, Tensor]:
-        """Rows of the blocks put end to end and labels, both (n,) int64, of the `which` part of a task."""
+        """Rows, counted through all blocks, and labels, both (n,) int64, of a task's train or test experience."""
         dataset = experience.dataset.eval()
         if not len(dataset):
             raise DataError(f"a {which} experience of benchmark '{self.name}' has no samples; leave it out")
@@ -213,14 +210,14 @@ class _Images:
 
 
 def _flat_tensors(dataset: Any) -> tuple[TensorDataset, list[int]] | None:
-    """The tensor data set under an Avalanche one and the rows taken, where no transform touches the images."""
+    """The tensor data set under an Avalanche one and the rows taken; None if a transform may change the images."""
     from avalanche.benchmarks.utils.dataset_traversal_utils import single_flat_dataset
 
     flat = single_flat_dataset(dataset)
     if not flat or not hasattr(dataset, "targets"):
         return None
     leaf, indices, transforms = flat
-    # a user's own subclass may do anything on access; Avalanche's only turns labels into integers
+    # a user's subclass may change samples on access; Avalanche's subclass only converts labels to integers
     plain = (
         type(leaf) is TensorDataset or isinstance(leaf, TensorDataset) and type(leaf).__module__.startswith("avalanche")
     )

@@ -1,8 +1,8 @@
-"""Data sets as tensors, from `.npz` files or the layouts in which they are passed on.
+"""Data sets as tensors, from `.npz` files or from the layouts of their distributors.
 
-A data root is the argument or else the environment variable CFL_DATA. `<name>.npz` there holds the arrays x_train,
-y_train, x_test, y_test (uint8 images, grey N x H x W, colour N x H x W x 3); it is preferred to the other layouts.
-Nothing is downloaded unasked.
+The data root is the argument, or else the environment variable CFL_DATA. Its file `<name>.npz` holds the arrays
+x_train, y_train, x_test, y_test (uint8 images, grey N x H x W, colour N x H x W x 3) and has priority over other
+layouts. Nothing is downloaded without `download`.
 """
 
 import os
@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl.core import rng
-from cfl.core.errors import DataError, unknown
+from cfl.core import DataError, rng, unknown
 from cfl.streams import mini_imagenet, notmnist
 from cfl.streams.store import Pool
 from cfl.streams.torchvision_fix import import_torchvision
@@ -27,7 +26,7 @@ from cfl.streams.torchvision_fix import import_torchvision
 
 @dataclass(frozen=True, eq=False)
 class Arrays:
-    """The official train and test parts of a data set.
+    """The official train and test samples of a data set.
 
     x_train, x_test: (n, C, H, W) uint8 or (n, d) float32; y_train, y_test: (n,) int64 class numbers from 0.
     """
@@ -41,9 +40,9 @@ class Arrays:
 @dataclass(frozen=True)
 class _Source:
     classes: int
-    place: str = ""  # file or folder of the data root that `read` reads
-    read: "Callable[[str, _Source, Path, bool], Arrays] | None" = None  # None: from <name>.npz only
-    loader: str = ""  # class of the package, or address, that loads it; without one there is no download
+    place: str = ""  # file or folder in the data root that `read` reads
+    read: "Callable[[str, _Source, Path, bool], Arrays] | None" = None  # None: <name>.npz only
+    loader: str = ""  # class of torchvision or medmnist, or address; empty: no download
 
 
 _NAMES = ("x_train", "y_train", "x_test", "y_test")
@@ -52,18 +51,18 @@ _READ_ERRORS = (RuntimeError, OSError, ValueError, EOFError, KeyError, SyntaxErr
 
 
 def load(name: str, data_root: Path | None = None, download: bool = False) -> Arrays:
-    """The data set of that name, with its official train and test parts.
+    """Load a data set with its official train and test samples.
 
     name: mnist, fashion-mnist, cifar10, cifar100, svhn, cinic10, pathmnist, tissuemnist, notmnist, mini-imagenet,
     tiny-imagenet100.
-    pathmnist and tissuemnist leave out their validation part. cinic10 is the public archive's folder `cinic-10`: the
-    train part is its `train`, the test part its `test`, 90,000 images each; its `valid` is left out, as in FedSOL.
-    notmnist and mini-imagenet are folders of these names, in the layouts that `notmnist.read` and `mini_imagenet.read`
-    know. tiny-imagenet100, a hundred classes of Tiny ImageNet, is read from `<name>.npz` alone.
-    data_root: folder to look in, else CFL_DATA; download: fetch it into that folder if missing, through torchvision or
-    medmnist, which compare its checksum (but for mini-imagenet, whose numbers of classes and images are compared).
-    Raises ConfigError for an unknown name; DataError where it is missing (with the places looked at) or damaged, and
-    where the package medmnist is needed and not installed.
+    The validation samples of pathmnist and tissuemnist are not used. cinic10 is the folder `cinic-10` of the public
+    archive: `train` and `test`, 90,000 images each; `valid` is not used, as in FedSOL. notmnist and mini-imagenet are
+    folders of these names, in a layout that `notmnist.read` or `mini_imagenet.read` reads. tiny-imagenet100, a hundred
+    classes of Tiny ImageNet, is read from `<name>.npz` only.
+    data_root: folder to look in (default: CFL_DATA); download: fetch a missing data set into that folder, through
+    torchvision or medmnist, which verify checksums (for mini-imagenet, the numbers of classes and images are verified).
+    Raises ConfigError for an unknown name; DataError if the data set is missing (with the places looked at) or damaged,
+    or needs the package medmnist, which is not installed.
     """
     if name not in _SOURCES:
         raise unknown("data set", name, _SOURCES)
@@ -84,7 +83,7 @@ def load(name: str, data_root: Path | None = None, download: bool = False) -> Ar
     raise DataError(
         f"data set '{name}' not found; looked at {' and '.join(str(root / place) for place in places)}. "
         "Put it there, set --data-root or CFL_DATA to where it is, or "
-        + ("add --download to fetch it" if source.loader else "make it by hand: it has no --download")
+        + ("add --download to fetch it" if source.loader else "make it by hand: this data set has no --download")
     )
 
 
@@ -96,9 +95,9 @@ def classes(name: str) -> int:
 def digits() -> Arrays:
     """Scikit-learn's 1,797 digits of 8 x 8 pixels as vectors: x (n, 64) float32, 1,400 train and 397 test samples.
 
-    The split is one fixed random permutation (seed 0), the same in every run. Inputs are standardised with one
-    mean and one standard deviation, those of all pixels of the train part: a deviation for each pixel would blow up the
-    noise of the rarely inked ones.
+    The split is a fixed random permutation (seed 0), the same in every run. Inputs are standardised with one mean and
+    one standard deviation, of all pixels of the train samples: a deviation for each pixel would amplify the noise of
+    pixels that are rarely inked.
     """
     from sklearn.datasets import load_digits
 
@@ -112,7 +111,7 @@ def digits() -> Arrays:
 def iris() -> Arrays:
     """Scikit-learn's Iris in its first two principal components, unscaled: x (150, 2) float32, 50 samples a class.
 
-    All samples are the train part, and the test part as well: the pilot study of FedProj (2025), section 3, does so.
+    All samples are both train and test samples, as in the pilot study of FedProj (2025), section 3.
     """
     from sklearn.datasets import load_iris
     from sklearn.decomposition import PCA
@@ -124,9 +123,9 @@ def iris() -> Arrays:
 
 
 def pooled(arrays: Arrays, mean: tuple[float, ...] | None = None, std: tuple[float, ...] | None = None) -> Pool:
-    """One pool of all images: the train part's rows, then the test part's, so that sample ids are unique.
+    """Put all images in one pool, train rows before test rows, so that sample ids are unique.
 
-    mean, std: one number a channel (C,), in units of the image scaled to [0, 1].
+    mean, std: one number a channel (C,), or one for all, in units of the image scaled to [0, 1].
     """
     columns = [None if c is None else torch.tensor(c, dtype=torch.float32).view(-1, 1, 1) for c in (mean, std)]
     return Pool(torch.cat([arrays.x_train, arrays.x_test]), *columns)
@@ -152,19 +151,19 @@ def _read(file: Any, name: str, path: Path) -> np.ndarray:
 
 
 def _checked(arrays: dict[str, np.ndarray], place: str, classes: int) -> Arrays:
-    for part in ("train", "test"):
-        x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
+    for split in ("train", "test"):
+        x, y = arrays[f"x_{split}"], arrays[f"y_{split}"]
         if x.dtype != np.uint8 or not (x.ndim == 3 or x.ndim == 4 and x.shape[3] == 3):
             raise DataError(
-                f"array x_{part} of {place} is {x.dtype} of shape {x.shape}; "
+                f"array x_{split} of {place} is {x.dtype} of shape {x.shape}; "
                 "it must be uint8, N x H x W or N x H x W x 3"
             )
         if not np.issubdtype(y.dtype, np.integer) or y.shape not in ((y.size,), (y.size, 1)):
-            raise DataError(f"array y_{part} of {place} is {y.dtype} of shape {y.shape}; it must be N integers")
+            raise DataError(f"array y_{split} of {place} is {y.dtype} of shape {y.shape}; it must be N integers")
         if len(x) != len(y) or not len(x):
-            raise DataError(f"array y_{part} of {place} has {len(y)} labels for the {len(x)} images of x_{part}")
+            raise DataError(f"array y_{split} of {place} has {len(y)} labels for the {len(x)} images of x_{split}")
         if y.min() < 0 or y.max() >= classes:
-            raise DataError(f"array y_{part} of {place} has labels outside 0..{classes - 1}; replace the file")
+            raise DataError(f"array y_{split} of {place} has labels outside 0..{classes - 1}; replace the file")
     if arrays["x_train"].shape[1:] != arrays["x_test"].shape[1:]:
         shapes = f"{arrays['x_train'].shape[1:]} and {arrays['x_test'].shape[1:]}"
         raise DataError(f"array x_test of {place} differs from x_train in the shape of an image: {shapes}")
@@ -187,8 +186,8 @@ def _from_torchvision(name: str, source: _Source, root: Path, download: bool) ->
     from torchvision import datasets
 
     arrays: dict[str, np.ndarray] = {}
-    for part in ("train", "test"):
-        which: dict[str, Any] = {"split": part} if name == "svhn" else {"train": part == "train"}
+    for split in ("train", "test"):
+        which: dict[str, Any] = {"split": split} if name == "svhn" else {"train": split == "train"}
         try:
             data = getattr(datasets, source.loader)(root=str(root), download=download, **which)
         except _READ_ERRORS as error:
@@ -197,7 +196,7 @@ def _from_torchvision(name: str, source: _Source, root: Path, download: bool) ->
                 f"data set '{name}' in {root / source.place}: torchvision cannot {what} ({error})"
             ) from error
         x, y = (data.data.transpose(0, 2, 3, 1), data.labels) if name == "svhn" else (data.data, data.targets)
-        arrays[f"x_{part}"], arrays[f"y_{part}"] = np.asarray(x), np.asarray(y)
+        arrays[f"x_{split}"], arrays[f"y_{split}"] = np.asarray(x), np.asarray(y)
     return _checked(arrays, str(root / source.place), source.classes)
 
 
@@ -212,17 +211,17 @@ def _is_medmnist(path: Path) -> bool:
 def _from_medmnist(name: str, source: _Source, root: Path, download: bool) -> Arrays:
     import_torchvision()
     try:
-        from medmnist import dataset as medmnist  # its package hides the error of a missing dependency, this does not
+        from medmnist import dataset as medmnist  # the package itself hides the error of a missing dependency
     except ImportError as error:
         raise DataError(f"data set '{name}' needs the package medmnist ({error}); run pip install medmnist") from error
     arrays: dict[str, np.ndarray] = {}
-    for part in ("train", "test"):
+    for split in ("train", "test"):
         try:
-            data = getattr(medmnist, source.loader)(split=part, root=str(root), download=download)
+            data = getattr(medmnist, source.loader)(split=split, root=str(root), download=download)
         except _READ_ERRORS as error:
             what = "download it" if download else "read it; delete it, and --download fetches it again"
             raise DataError(f"data set '{name}' in {root / source.place}: medmnist cannot {what} ({error})") from error
-        arrays[f"x_{part}"], arrays[f"y_{part}"] = data.imgs, data.labels
+        arrays[f"x_{split}"], arrays[f"y_{split}"] = data.imgs, data.labels
     return _checked(arrays, str(root / source.place), source.classes)
 
 
@@ -231,32 +230,32 @@ def _from_folders(name: str, source: _Source, root: Path, download: bool) -> Arr
     from torchvision.datasets import ImageFolder
 
     folder, arrays, found = root / source.place, {}, []
-    for part in ("train", "test"):
+    for split in ("train", "test"):
         try:
-            data = ImageFolder(str(folder / part))
-            arrays[f"x_{part}"] = np.stack([np.asarray(image) for image, _ in data])
+            data = ImageFolder(str(folder / split))
+            arrays[f"x_{split}"] = np.stack([np.asarray(image) for image, _ in data])
         except _READ_ERRORS as error:
             raise DataError(f"data set '{name}' in {folder} cannot be read ({error}); unpack it again") from error
-        arrays[f"y_{part}"] = np.asarray(data.targets)
+        arrays[f"y_{split}"] = np.asarray(data.targets)
         found.append(data.classes)
     if found[0] != found[1] or len(found[0]) != source.classes:
         raise DataError(
             f"data set '{name}' in {folder} has {len(found[0])} classes in train and {len(found[1])} in test; "
-            f"unpack it again, with the same {source.classes} in both"
+            f"unpack it again, with the same {source.classes} classes in both"
         )
     return _checked(arrays, str(folder), source.classes)
 
 
 def _from_folder(name: str, source: _Source, root: Path, download: bool) -> Arrays:
-    """A data set in a layout of its own; where its folder is missing it is fetched first, all of it or nothing."""
+    """Read a data set from its own folder layout; fetch a missing folder first, completely or not at all."""
     folder, layout = root / source.place, _LAYOUTS[name]
     if not folder.exists():
         import_torchvision()
-        part = folder.with_name(f"{folder.name}.part")
-        shutil.rmtree(part, ignore_errors=True)  # what a killed download left cannot be trusted
+        partial = folder.with_name(f"{folder.name}.part")
+        shutil.rmtree(partial, ignore_errors=True)  # the rest of an interrupted download
         try:
-            layout.fetch(part)
-            part.rename(folder)
+            layout.fetch(partial)
+            partial.rename(folder)
         except _READ_ERRORS as error:
             raise DataError(
                 f"data set '{name}' cannot be fetched from {source.loader} ({error}); put it in {folder} by hand"

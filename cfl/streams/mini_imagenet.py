@@ -1,7 +1,7 @@
-"""Mini-ImageNet (Vinyals et al., 2016) in the layouts in which it is passed on: jpg files with lists, folders, pickles.
+"""Mini-ImageNet (Vinyals et al., 2016) in its usual layouts: jpg files with csv lists, folders, pickles.
 
-Its classes come in the 64 + 16 + 20 of Ravi and Larochelle (2017). Here they are put together, and each class's images
-are cut in a train and a test part.
+Files have the 64 + 16 + 20 classes of Ravi and Larochelle (2017) apart. `read` joins them, and splits the images of
+each class into train and test images.
 """
 
 import csv
@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from cfl.core.errors import DataError
+from cfl.core import DataError
 from cfl.streams import pickles
 
-CLASSES, TRAIN, TEST, SIDE = 100, 500, 100, 84  # classes, images a class, pixels a side
+CLASSES, TRAIN, TEST, SIDE = 100, 500, 100, 84  # classes, train and test images a class, pixels a side
 ADDRESS = "https://zenodo.org/record/7978538/files"  # learn2learn's copy of the pickles
 FILES = tuple(f"mini-imagenet-cache-{part}.pkl" for part in ("train", "validation", "test"))
 
@@ -22,17 +22,17 @@ Image = Path | np.ndarray
 Classes = dict[Any, list[Image]]
 
 _PARTS = ("train", "val", "test")
-# file name with the part left out, and the names of the parts in it; a part may have two names
+# file name without the part, and the names of the three parts in it; a part may have two names
 _PICKLES = (
     ("mini-imagenet-cache-{}.pkl", (("train",), ("val", "validation"), ("test",))),  # Ren et al. (2018)
     ("miniImageNet_category_split_{}.pickle", (("train_phase_train",), ("val",), ("test",))),  # Gidaris et al. (2018)
     ("{}.pickle", (("train",), ("val",), ("test",))),
-    ("{}.pkl", (("train",), ("val",), ("test",))),  # Ebrahimi et al. (2020): all classes in both train and test
+    ("{}.pkl", (("train",), ("val",), ("test",))),  # Ebrahimi et al. (2020): all classes in train and in test
 )
 
 
 def fetch(folder: Path) -> None:
-    """Download the pickles, 1.3 GB; their checksums are not known, so that `read` counts classes and images."""
+    """Download the pickles, 1.3 GB. Their checksums are unknown; `read` checks the numbers of classes and images."""
     from torchvision.datasets.utils import download_url
 
     for file in FILES:
@@ -40,15 +40,15 @@ def fetch(folder: Path) -> None:
 
 
 def read(folder: Path, classes: int = CLASSES, train: int = TRAIN, test: int = TEST) -> dict[str, np.ndarray]:
-    """Arrays x_train, y_train, x_test, y_test of a folder, images uint8 (n, 84, 84, 3), grouped by class.
+    """Read arrays x_train, y_train, x_test, y_test from a folder, images uint8 (n, 84, 84, 3), grouped by class.
 
-    Looked for, in this order: pickles (`mini-imagenet-cache-train.pkl` and so on, dictionaries of image_data and
-    class_dict, or of data or images and labels); train.csv, val.csv and test.csv (filename, label) with the folder
-    images; folders train, val and test with a folder a class; a folder a class.
-    Classes are numbered in the order of train, val and test, in each by name or label. A class's images are put in the
-    order of their names, or as they come in a pickle; the first `train` are to train, the `test` after them to test.
-    Images of another size are resized to 84 x 84 (Lanczos, as in the scripts of Finn et al., 2017).
-    Raises DataError for a folder with none of these, unreadable files, other numbers of classes and of images a class.
+    The folder holds one of these, tried in this order: pickles (`mini-imagenet-cache-train.pkl` and so on, dictionaries
+    of image_data and class_dict, or of data or images and labels); train.csv, val.csv and test.csv (filename, label)
+    with the folder images; folders train, val and test with a folder for each class; a folder for each class.
+    Classes are numbered in the order train, val, test, and by name or label in each. Images of a class are in the order
+    of the pickle, or sorted by name; the first `train` are train images, the next `test` are test images.
+    Images of another size are resized to 84 x 84 pixels (Lanczos, as in the scripts of Finn et al., 2017).
+    Raises DataError for a folder without these layouts, unreadable files, and other numbers of classes or images.
     """
     found: Classes = {}
     for part in _pickled(folder) or _listed(folder) or _foldered(folder):
@@ -57,7 +57,7 @@ def read(folder: Path, classes: int = CLASSES, train: int = TRAIN, test: int = T
     if len(found) != classes:
         raise DataError(
             f"{folder} has {len(found)} classes of Mini-ImageNet, not {classes}; put the pickles, the csv files with "
-            "the folder images, or a folder a class there, of train, val and test"
+            "the folder images, or a folder for each class there, for all of train, val and test"
         )
     for label, images in found.items():
         if len(images) != train + test:
@@ -107,20 +107,19 @@ def _listed(folder: Path) -> list[Classes]:
 
 def _foldered(folder: Path) -> list[Classes]:
     parts = [folder / part for part in _PARTS if (folder / part).is_dir()] or [folder]
-    owned = [[own for own in part.iterdir() if own.is_dir()] for part in parts]
-    return [{own.name: _images(own) for own in folders} for folders in owned]
+    return [{own.name: _images(own) for own in part.iterdir() if own.is_dir()} for part in parts]
 
 
 def _images(folder: Path) -> list[Image]:
     return [file for file in sorted(folder.iterdir()) if file.suffix.lower() in (".jpg", ".jpeg", ".png")]
 
 
-def _stacked(part: str, classes: Sequence[Sequence[Image]]) -> dict[str, np.ndarray]:
+def _stacked(split: str, classes: Sequence[Sequence[Image]]) -> dict[str, np.ndarray]:
     images = [image for own in classes for image in own]
     x = np.empty((len(images), SIDE, SIDE, 3), np.uint8)
     for row, image in enumerate(images):
         x[row] = _pixels(image)
-    return {f"x_{part}": x, f"y_{part}": np.repeat(np.arange(len(classes)), list(map(len, classes)))}
+    return {f"x_{split}": x, f"y_{split}": np.repeat(np.arange(len(classes)), list(map(len, classes)))}
 
 
 def _pixels(image: Image) -> np.ndarray:

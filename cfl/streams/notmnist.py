@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
-from cfl.core.errors import DataError
+from cfl.core import DataError
 from cfl.streams import pickles
 
-ADDRESSES = (  # the author's, and a mirror; both hold the same file
+ADDRESSES = (  # the author's, and a mirror of the same file
     "http://yaroslavvb.com/upload/notMNIST/notMNIST_small.tar.gz",
     "http://commondatastorage.googleapis.com/books1000/notMNIST_small.tar.gz",
 )
@@ -17,7 +17,7 @@ LETTERS = "ABCDEFGHIJ"
 
 
 def fetch(folder: Path) -> None:
-    """Download and unpack the small set, comparing its checksum; raises the last address's OSError or RuntimeError."""
+    """Download, check and unpack the small set; raises the OSError or RuntimeError of the last address."""
     from torchvision.datasets.utils import download_and_extract_archive
 
     for address in ADDRESSES:
@@ -29,26 +29,26 @@ def fetch(folder: Path) -> None:
 
 
 def read(folder: Path) -> dict[str, np.ndarray]:
-    """Arrays x_train, y_train, x_test, y_test of a folder, images uint8 (n, H, W).
+    """Read arrays x_train, y_train, x_test, y_test from a folder, images uint8 (n, H, W).
 
-    Looked for: `notmnist_train.pkl` and `notmnist_test.pkl` (32 x 32, 16,853 and 1,873 images: the conversion of HAT's
-    code, Serra et al., 2018, which GPM's code uses too); else a folder a letter of png files, here or in
-    `notMNIST_small`. Those have no official parts: in the order of letters and file names every tenth image, from the
-    first, is to test. Images that cannot be read are left out, with a warning that counts them.
-    Raises DataError for a folder with neither, pickles of another kind, and images of unequal shape.
+    The folder holds `notmnist_train.pkl` and `notmnist_test.pkl` (16,853 and 1,873 images of 32 x 32 pixels: the
+    conversion in HAT's code, Serra et al., 2018, which GPM's code uses too), or else one folder of png files for each
+    letter, directly or in `notMNIST_small`. The png files have no official split: in the order of letters and file
+    names, every tenth image, from the first, is a test image. Unreadable images are skipped, and a warning counts them.
+    Raises DataError for a folder with neither layout, pickles of another kind, and images of unequal shape.
     """
-    files = {part: folder / f"notmnist_{part}.pkl" for part in ("train", "test")}
+    files = {split: folder / f"notmnist_{split}.pkl" for split in ("train", "test")}
     if all(file.is_file() for file in files.values()):
-        return {name: array for part, file in files.items() for name, array in _unpickled(part, file).items()}
+        return {name: array for split, file in files.items() for name, array in _unpickled(split, file).items()}
     inner = folder / "notMNIST_small"
     return _lettered(inner if inner.is_dir() else folder)
 
 
-def _unpickled(part: str, file: Path) -> dict[str, np.ndarray]:
+def _unpickled(split: str, file: Path) -> dict[str, np.ndarray]:
     data = pickles.load(file)
     try:
         x, y = np.asarray(data["features"]), np.asarray(data["labels"])
-        return {f"x_{part}": x.reshape(len(x), *x.shape[-2:]).astype(np.uint8), f"y_{part}": y.astype(np.int64)}
+        return {f"x_{split}": x.reshape(len(x), *x.shape[-2:]).astype(np.uint8), f"y_{split}": y.astype(np.int64)}
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise DataError(f"{file} must hold images as features, and labels ({error}); replace it") from error
 
@@ -69,8 +69,8 @@ def _lettered(folder: Path) -> dict[str, np.ndarray]:
                 continue
             labels.append(label)
     if broken:
-        said = f"{len(broken)} of {len(images) + len(broken)} images of {folder} cannot be read and are left out"
-        warnings.warn(f"{said}, {broken[0].name} in {broken[0].parent.name} first", stacklevel=2)
+        count = f"{len(broken)} of {len(images) + len(broken)} images of {folder} cannot be read and are skipped"
+        warnings.warn(f"{count}, the first is {broken[0].name} in {broken[0].parent.name}", stacklevel=2)
     if len({image.shape for image in images}) != 1:
         raise DataError(f"the images of {folder} differ in shape, or none can be read; unpack it again")
     x, y, test = np.stack(images), np.array(labels), np.arange(len(images)) % 10 == 0

@@ -1,9 +1,9 @@
-"""Dealing one task's train samples to clients: IID, by label shards, or by Dirichlet shares of each class.
+"""Partitions of one task's train samples over clients: IID, by label shards, or by Dirichlet shares of each class.
 
-FOT (Bakman et al., ICLR 2024), section 5 (IID, shards) and appendix G.1 (task heterogeneity); the shards are those of
-McMahan et al. (2017), section 3; the Dirichlet shares those of Hsu et al. (2019) in one pass, without a minimum size.
-FedSOL (Lee et al., CVPR 2024): `sharding`, and `lda`, Dirichlet shares with a cap and a minimum.
-Every draw is keyed by seed and task, so each task is dealt independently of the others.
+IID and shards: FOT (Bakman et al., ICLR 2024), section 5; the shards are those of McMahan et al. (2017), section 3.
+Share of the clients that own a task: FOT, appendix G.1 (task heterogeneity). Dirichlet shares: Hsu et al. (2019), in
+one pass and without a minimum size. `sharding`, and `lda`, Dirichlet shares with a cap and a minimum: FedSOL (Lee et
+al., CVPR 2024). Every draw is keyed by seed and task, so the partitions of different tasks are independent.
 """
 
 from collections.abc import Callable
@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl.core import rng
-from cfl.core.errors import ConfigError, DataError, unknown
+from cfl.core import ConfigError, DataError, rng, unknown
 
-_REDRAWS = 300_000  # FedSOL's alpha of 0.05 on CIFAR-10 took 13,000 to 39,000 with seeds 0 to 2, at 0.4 ms each
+_REDRAWS = 300_000  # FedSOL's alpha of 0.05 on CIFAR-10 took 13,000 to 39,000 draws with seeds 0 to 2, 0.4 ms each
 
 
 class _Options(NamedTuple):
@@ -30,10 +29,11 @@ class _Options(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Deal:
-    """Who holds which samples of a task.
+    """A partition of a task's train samples: which client holds which samples.
 
-    order: (n,) int64 positions in the task's train part, client after client, ascending within each; sizes: (clients,)
-    int64, how many each client holds, perhaps none. Clients are no objects of their own: there may be millions.
+    order: (n,) int64 positions in the task's train samples, client after client, ascending for each client;
+    sizes: (clients,) int64 number of samples of each client, possibly 0.
+    Two arrays instead of an object for each client, because the clients may be millions.
     """
 
     order: Tensor
@@ -41,28 +41,23 @@ class Deal:
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """(clients,) int64: where in `order` each client's positions end."""
+        """(clients,) int64 end of each client's positions in `order`."""
         return self.sizes.cumsum()
 
     def of(self, client: int) -> Tensor:
-        """(n_i,) positions of a client's samples in the task's train part, ascending."""
+        """(n_i,) positions of a client's samples in the task's train samples, ascending."""
         end = int(self.ends[client])
         return self.order[end - int(self.sizes[client]) : end]
 
     @cached_property
     def rows(self) -> tuple[Tensor, ...]:
-        """What `of` gives for each client."""
+        """Positions `of` each client."""
         return self.order.split(self.sizes.tolist())
 
     @property
     def owners(self) -> tuple[int, ...]:
         """Ids of the clients that hold data, ascending."""
         return tuple(np.flatnonzero(self.sizes).tolist())
-
-    @property
-    def without_data(self) -> tuple[int, ...]:
-        """Ids of the clients that hold none: those not drawn for the task, and those to whom chance gave nothing."""
-        return tuple(np.flatnonzero(self.sizes == 0).tolist())
 
 
 def deal(
@@ -77,35 +72,32 @@ def deal(
     min_samples: int = 10,
     seed: int,
 ) -> Deal:
-    """Deal the train samples of one task to clients.
+    """Deal the train samples of one task to its owners, the clients drawn for the task.
 
-    targets: (N,) int64 classes of the task's train part; clients: size of the population.
+    targets: (N,) int64 classes of the task's train samples; clients: size of the population;
+    task_share: fraction of the clients, in (0, 1], that are owners: exactly round(clients * task_share) clients, drawn
+    without replacement for each task.
     name: one of
-    - "iid": floor(N / owners) samples each, the rest dropped;
-    - "shards": `shards` equal pieces each of the samples sorted by class, the rest dropped; a piece that lies across
-      the border of two classes holds both;
-    - "sharding": `shards` pieces each, every one of a single class, all samples dealt. Each class is cut into as many
-      pieces, give or take one (the first classes have one more), which differ by one sample at most;
-    - "dirichlet": each class in shares drawn from Dir(alpha), all samples dealt;
-    - "lda": as "dirichlet", but owners that hold N / owners samples get no more of the later classes, and all is drawn
-      anew until each owner has `min_samples`;
+    - "iid": floor(N / owners) samples for each owner; the rest is dropped;
+    - "shards": sort by class, cut into equal pieces, `shards` pieces for each owner; the rest is dropped. A piece that
+      spans the border of two classes holds both;
+    - "sharding": `shards` pieces for each owner, each piece of a single class; all samples are dealt. Classes have
+      equal numbers of pieces, except that the first ones may have one more. Pieces of a class differ by at most one
+      sample;
+    - "dirichlet": shares of each class drawn from Dir(alpha); all samples are dealt;
+    - "lda": as "dirichlet", but an owner with N / owners samples or more gets nothing of later classes, and the draw is
+      repeated until each owner has `min_samples`;
     - "classes": owner k holds all samples of the k-th class.
-    task_share: fraction of the clients, in (0, 1], that owns data of this task: exactly round(clients * task_share)
-    clients, drawn without replacement for each task.
-    Raises ConfigError for an unknown name, an option out of range and "classes" with other than an owner a class;
-    DataError where there are too few samples, or `min_samples` are not reached in a bounded number of draws.
+    Raises ConfigError for an unknown name, an option out of range, and "classes" unless each class has one owner;
+    DataError for too few samples, and if no draw of a bounded number gives each owner `min_samples`.
     """
     if name not in _PARTITIONS:
         raise unknown("partition", name, _PARTITIONS)
-    for option, value, valid in (
-        ("clients", clients, clients >= 1),
-        ("alpha", alpha, 0 < alpha < np.inf),
-        ("task_share", task_share, 0 < task_share <= 1),
-        ("shards", shards, shards >= 1),
-        ("min_samples", min_samples, min_samples >= 1),
-    ):
-        if not valid:
-            raise ConfigError(f"{option} must be {'in (0, 1]' if option == 'task_share' else 'positive'}, not {value}")
+    if not 0 < task_share <= 1:
+        raise ConfigError(f"task_share must be in (0, 1], not {task_share}")
+    for option, value in {"clients": clients, "alpha": alpha, "shards": shards, "min_samples": min_samples}.items():
+        if not 0 < value < np.inf:
+            raise ConfigError(f"{option} must be positive, not {value}")
     count = round(clients * task_share)
     if count == 0:
         raise ConfigError(f"task_share {task_share} of {clients} clients leaves no owner; raise either")
@@ -114,12 +106,12 @@ def deal(
     holder = _PARTITIONS[name](targets.cpu().numpy(), _Options(count, alpha, shards, min_samples), draws)
     sizes = np.zeros(clients, dtype=np.int64)
     sizes[owners] = np.bincount(holder[holder >= 0], minlength=count)
-    # stable: a client's positions ascend; those that nobody holds come first
+    # stable: a client's positions ascend; dropped samples come first
     order = np.argsort(holder, kind="stable")[len(holder) - sizes.sum() :]
     return Deal(torch.from_numpy(order).to(targets.device), sizes)
 
 
-# A partition gives each sample the place of its holder among the owners, (N,) int64; -1: nobody holds it.
+# A partition returns the holder of each sample, (N,) int64: an index among the owners, or -1 for a dropped sample.
 
 
 def _iid(targets: np.ndarray, options: _Options, draws: np.random.Generator) -> np.ndarray:
@@ -133,7 +125,7 @@ def _iid(targets: np.ndarray, options: _Options, draws: np.random.Generator) -> 
 
 
 def _held(samples: int, pieces: np.ndarray) -> np.ndarray:
-    """The holder of each sample, where row i of pieces (owners, size) is what the i-th owner holds."""
+    """Holder of each sample, for pieces (owners, size) whose row i has the positions of the i-th owner's samples."""
     holder = np.full(samples, -1)
     holder[pieces] = np.arange(len(pieces))[:, None]
     return holder
@@ -147,7 +139,7 @@ def _shards(targets: np.ndarray, options: _Options, draws: np.random.Generator) 
             f"{len(targets)} samples cannot be cut into {owners} x {shards} = {owners * shards} shards; "
             "lower partition.shards, partition.clients or partition.task_share"
         )
-    # stable: the split must not depend on the sorting algorithm
+    # stable: the result must not depend on the sorting algorithm
     pieces = np.argsort(targets, kind="stable")[: owners * shards * size].reshape(-1, size)
     return _held(len(targets), pieces[draws.permutation(len(pieces))].reshape(owners, -1))
 
@@ -162,7 +154,7 @@ def _sharding(targets: np.ndarray, options: _Options, draws: np.random.Generator
                 f"{options.owners} x {options.shards} shards are {count} of class {label}, which has {size} samples; "
                 f"{'lower' if count else 'raise'} partition.shards or partition.clients"
             )
-    # array_split's sizes: those of the first pieces of a class are one larger
+    # sizes as of np.array_split: the first pieces of a class are one larger
     cuts = [
         size // count + (place < size % count)
         for size, count in zip(sizes, counts, strict=True)
@@ -207,12 +199,12 @@ def _lda(targets: np.ndarray, options: _Options, draws: np.random.Generator) -> 
 
 
 def _capped_counts(sizes: np.ndarray, options: _Options, draws: np.random.Generator) -> np.ndarray:
-    """Samples of each class for each owner, (classes, owners); a class whose shares all underflow has zeros."""
+    """Number of samples of each class for each owner, (classes, owners); all 0 for a class whose shares underflow."""
     counts = np.zeros((len(sizes), options.owners), dtype=np.int64)
     for row, size in zip(counts, sizes, strict=True):
         full = counts.sum(0) * options.owners >= sizes.sum()
         shares = np.cumsum(np.where(full, 0, draws.dirichlet(np.full(options.owners, options.alpha))))
-        if shares[-1] > 0:  # and divided by this one, so that a share of 0 is no sample, at the end too
+        if shares[-1] > 0:  # division by the last sum makes it exactly 1: an owner with share 0 gets no sample
             row[:] = np.diff(np.floor(shares / shares[-1] * size).astype(np.int64), prepend=0)
     return counts
 

@@ -1,4 +1,4 @@
-"""Public data: unlabelled inputs of another data set, brought to the shape and the scale of a stream's own."""
+"""Public data: unlabelled inputs of another data set, with the shape and normalisation of a stream's samples."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cfl.core import rng
-from cfl.core.errors import ConfigError, DataError
+from cfl.core import ConfigError, DataError, rng
 from cfl.streams.datasets import load
 from cfl.streams.store import Pool, Stream, TaskSamples, unlabelled
 
-_CHUNK = 1024  # images resized at a time, to bound the memory for their float copies
+_CHUNK = 1024  # images resized at a time, to bound the memory of their float copies
 
 
 def with_public(
@@ -24,9 +23,9 @@ def with_public(
     data_root: Path | None = None,
     download: bool = False,
 ) -> Stream:
-    """The same stream with the public part that `public` makes; arguments and errors as there."""
-    part = public(name, stream, samples=samples, seed=seed, data_root=data_root, download=download)
-    return replace(stream, public=part)
+    """The stream with the public data that `public` makes, with its arguments and errors."""
+    added = public(name, stream, samples=samples, seed=seed, data_root=data_root, download=download)
+    return replace(stream, public=added)
 
 
 def public(
@@ -38,28 +37,28 @@ def public(
     data_root: Path | None = None,
     download: bool = False,
 ) -> TaskSamples:
-    """Inputs of a data set for a stream, train and test images together (FedProj, 2025, code); labels are left behind.
+    """Train and test images of a data set, without labels, as public data of a stream (as in FedProj's code, 2025).
 
-    name: of a data set that `cfl.streams.datasets.load` knows;
+    name: a data set that `cfl.streams.datasets.load` knows;
     samples: at most that many, drawn without replacement with key(seed, "public") and kept in the data set's order;
-    None: all. Grey images are repeated to three channels, colours averaged to one; another height or width is reached
-    by bilinear interpolation with antialiasing. All is normalised as the stream's first task is.
-    CINIC-10 holds the images of CIFAR-10: as public data of one another they are not independent of the private data.
+    None: all. Grey images are repeated to three channels, colour images averaged to one channel. Images of another
+    height or width are resized by bilinear interpolation with antialiasing. Normalisation is that of the stream's first
+    task. CINIC-10 contains images of CIFAR-10, so neither is independent public data for the other.
     Raises ConfigError for an unknown name, the stream's own data set and fewer than 1 sample; DataError for a missing
-    data set, and where images cannot be brought to the samples of the stream (vectors, floating-point images).
+    data set, and for a stream whose samples are vectors, floating-point images, or have other than 1 or 3 channels.
     """
     if samples is not None and samples < 1:
         raise ConfigError(f"public.samples must be at least 1, or null for all, not {samples}")
-    if name in (_data_set(stream), *(task.name for task in stream.tasks)):  # tasks may be whole data sets
+    if name in (_data_set(stream), *(task.name for task in stream.tasks)):  # a task may be a whole data set
         raise ConfigError(
-            f"public data '{name}' is what the clients of benchmark '{stream.name}' hold; take another data set"
+            f"public data '{name}' is the data set of the clients of benchmark '{stream.name}'; take another data set"
         )
     arrays, own = load(name, data_root, download), stream.tasks[0].train.pool
     if own.images.dim() != 4 or own.images.dtype != torch.uint8:
         raise DataError(
-            f"public data '{name}' are uint8 images, and samples of stream '{stream.name}' are "
-            f"{own.images.dtype} of shape {tuple(stream.input_shape)}; make that stream with public inputs of its "
-            "own (cfl.streams.from_tensors)"
+            f"public data '{name}' are uint8 images, but samples of stream '{stream.name}' are "
+            f"{own.images.dtype} of shape {tuple(stream.input_shape)}; give the stream public inputs of its own "
+            "(cfl.streams.from_tensors)"
         )
     images = torch.cat([arrays.x_train, arrays.x_test])
     if samples is not None and samples < len(images):
@@ -69,12 +68,12 @@ def public(
 
 
 def _data_set(stream: Stream) -> str:
-    """The data set of a built-in benchmark, by its name: "split-cifar100" has that of "cifar100"."""
+    """Name of a built-in benchmark's data set: "cifar100" for "split-cifar100"."""
     return stream.name.removeprefix("split-").removeprefix("permuted-")
 
 
 def _fitted(images: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
-    """Samples (n, ...) in the shape of a stream's: as they are, or images with other channels, height and width."""
+    """Images (n, C, H, W) with the channels, height and width of a stream's samples; unchanged if they have them."""
     if tuple(images.shape[1:]) == tuple(shape):
         return images
     channels, size = shape[0], shape[1:]

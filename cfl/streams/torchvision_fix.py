@@ -1,7 +1,7 @@
-"""Importing torchvision beside a torch build that its compiled operators do not fit (for instance a CPU torch).
+"""Import torchvision beside a torch build that does not match its compiled operators (for instance a CPU torch).
 
-Then `torchvision._C` does not load, which torchvision tolerates everywhere but where it registers fake kernels of two
-operators that nobody declared. Declaring their schemas lets data sets, transforms and models work; the operators
+`torchvision._C` does not load then. torchvision tolerates this, except that it registers fake kernels of two operators
+that are not declared, and fails. Declaring their schemas makes data sets, transforms and models work; the operators
 themselves still raise torchvision's own error.
 """
 
@@ -14,10 +14,10 @@ _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 def import_torchvision() -> ModuleType:
-    """The torchvision package; to be called before any import of a package that imports torchvision (Avalanche).
+    """Import torchvision; call this before the import of a package that imports torchvision, such as Avalanche.
 
-    Declares the missing operators on the one error that needs it, and nothing where torchvision loads as it is.
-    Raises whatever else the import raises (ImportError where torchvision is not installed).
+    Declares the missing operators only if the import fails for lack of them. Other errors of the import are raised
+    (ImportError if torchvision is not installed).
     """
     try:
         return import_module("torchvision")

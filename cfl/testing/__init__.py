@@ -1,10 +1,9 @@
-"""The conformance kit: does a strategy or a local regularizer keep the rules that engines and checkpoints rely on?
+"""Conformance kit: check that a strategy or a local regularizer keeps the rules of engines and checkpoints.
 
     from cfl.testing import check_strategy
     check_strategy(MyStrategy(strength=0.5))
 
-It runs the method on toy streams and raises ConformanceError with a line for each fault: the hook, what it does, and
-what to do.
+The kit runs the method on toy streams. It raises ConformanceError with a line per fault: hook, fault and remedy.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from __future__ import annotations
 from torch import nn
 
 from cfl.config.schema import RunConfig
-from cfl.contract.regularizer import LocalRegularizer
-from cfl.core.errors import CflError
+from cfl.contract import LocalRegularizer
+from cfl.core import CflError
 from cfl.testing.hooks import Faults, HookFailed, watched
 from cfl.testing.runs import check_engines, check_resume, check_rounds, planned, session
 from cfl.testing.steps import check_steps
@@ -23,7 +22,7 @@ __all__ = ["ConformanceError", "check_strategy", "toy_config", "toy_stream"]
 
 
 class ConformanceError(CflError, AssertionError):
-    """A method breaks rules; the message has a line for each. faults: (hook, what is wrong)."""
+    """A method breaks rules; the message has a line per fault. faults: pairs of hook and fault."""
 
     def __init__(self, method: str, faults: list[tuple[str, str]]) -> None:
         self.faults = faults
@@ -32,15 +31,15 @@ class ConformanceError(CflError, AssertionError):
 
 
 def check_strategy(method: LocalRegularizer, *, config: RunConfig | None = None) -> None:
-    """Check a strategy, or a local regularizer under FedAvg, in seconds; raises ConformanceError naming each fault.
+    """Check a strategy, or a local regularizer under FedAvg, in seconds; raise ConformanceError for its faults.
 
-    Hooks write to nothing that they are given, draw from no global generator, keep nothing on the object, and give the
-    same result again. Uploads keep their shapes. Clients do not depend on each other, and keep their state while they
-    are absent. Local steps and `finish` ignore padding, and run for many clients at once. All engines agree. A run that
-    is killed in any round and resumed ends with the same bytes.
+    Rules for hooks: do not modify arguments, do not draw from a global generator, keep no state on the object, and
+    return the same result for the same arguments. Uploads keep their shapes. Clients do not depend on each other, and
+    the state of an absent client does not change. Local steps and `finish` ignore padding, and run under vmap for many
+    clients. All engines agree. A run that is killed in any round and resumed ends with the same bytes.
 
-    config: a run of your own on the toy stream, from `toy_config`. Three runs are looked at: a head a task, one head,
-    and a network with batch normalisation; the first is killed in every round, the others in one.
+    config: another run on the toy stream, from `toy_config`. The kit makes three runs: with a head per task, with one
+    head, and with batch normalisation. It kills the first run in every round, and the others in one round.
     """
     if isinstance(method, type):
         raise TypeError(f"check_strategy takes an object: check_strategy({method.__name__}())")
@@ -53,11 +52,11 @@ def check_strategy(method: LocalRegularizer, *, config: RunConfig | None = None)
         try:
             run = planned(settings, stream, watched(method, faults), module, faults)
             check_rounds(run, faults)
-            if not faults and module is None:  # padding enters the statistics of a batch
+            if not faults and module is None:  # batch normalisation depends on padding
                 draws = check_steps(session(settings, stream, method), faults)
                 if not faults:
                     check_engines(settings, stream, method, every_round, draws, faults)
-            if not faults:  # what compares whole runs would only blur the faults of single hooks
+            if not faults:  # comparisons of whole runs would only repeat the faults of single hooks
                 check_resume(settings, stream, method, module, every_round, faults)
         except HookFailed:
             break

@@ -1,4 +1,4 @@
-"""Single hooks: a subclass of the method's own class looks at what each call is given, gives, and leaves behind."""
+"""Checks of single hooks: a subclass of the method's class checks arguments, result and side effects of each call."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl.contract.data import Client
-from cfl.contract.regularizer import LocalRegularizer
-from cfl.contract.strategy import Strategy
+from cfl.contract import Client, LocalRegularizer, Strategy
+from cfl.core import Tree
 
+Uploads = dict[tuple[str, int, str], dict[str, Any]]  # (hook, task, phase) to name to shape and type
 CLIENT_HOOKS = ("init_client", "augment", "penalty", "around", "adjust", "finish", "send")
 REGULARIZER_HOOKS = (*CLIENT_HOOKS, "init_shared", "provide", "server_step")
 SERVER_HOOKS = (
@@ -37,13 +37,13 @@ SERVER_HOOKS = (
 
 
 class Faults:
-    """What is wrong, each fault once. found: (hook, text)."""
+    """List of faults without duplicates. found: pairs of hook and text."""
 
     def __init__(self) -> None:
         self.found: list[tuple[str, str]] = []
 
     def add(self, hook: str, text: str) -> None:
-        """Write a fault down."""
+        """Record a fault."""
         if (hook, text) not in self.found:
             self.found.append((hook, text))
 
@@ -52,14 +52,14 @@ class Faults:
 
 
 class HookFailed(Exception):
-    """A hook raised; the fault is written down already."""
+    """A hook raised an exception; the fault is recorded."""
 
 
 def watched(method: LocalRegularizer, faults: Faults) -> Any:
-    """A copy of the method whose hooks write their faults down."""
+    """Return a copy of the method whose hooks record faults."""
     base = type(method)
     hooks = (*CLIENT_HOOKS, *SERVER_HOOKS) if isinstance(method, Strategy) else REGULARIZER_HOOKS
-    uploads: dict[tuple[Any, ...], dict[str, Any]] = {}
+    uploads: Uploads = {}
 
     def watch(hook: str) -> Callable[..., Any]:
         takes = signature(getattr(base, hook))
@@ -73,13 +73,7 @@ def watched(method: LocalRegularizer, faults: Faults) -> Any:
                     partial(result, params, ctx), hook, {"params": params, "ctx": ctx}, self, faults
                 )
             if hook in ("finish", "work"):
-                place = given["info"] if hook == "work" else given["ctx"]
-                phase = place.phase.name if hook == "work" else ""
-                found = {name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in result[0].items()}
-                first = uploads.setdefault((hook, place.task, phase), found)
-                if changed := sorted(name for name in {*found, *first} if found.get(name) != first.get(name)):
-                    text = f"its upload changes names, shapes or types from call to call ({', '.join(changed)})"
-                    faults.add(hook, f"{text}; uploads of a phase are summed, so all must be alike")
+                _check_upload(hook, given, result[0], uploads, faults)
             return result
 
         return call
@@ -90,8 +84,19 @@ def watched(method: LocalRegularizer, faults: Faults) -> Any:
     return clone
 
 
+def _check_upload(hook: str, given: Mapping[str, Any], upload: Tree, uploads: Uploads, faults: Faults) -> None:
+    """Compare names, shapes and types of an upload with those of the first upload of the task and phase."""
+    place = given["info"] if hook == "work" else given["ctx"]
+    phase = place.phase.name if hook == "work" else ""
+    found = {name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in upload.items()}
+    first = uploads.setdefault((hook, place.task, phase), found)
+    if changed := sorted(name for name in {*found, *first} if found.get(name) != first.get(name)):
+        text = f"names, shapes or types of its upload differ between calls ({', '.join(changed)})"
+        faults.add(hook, f"{text}; the server sums the uploads of a phase, so all must be alike")
+
+
 def same(a: Any, b: Any) -> bool:
-    """Whether two values are equal, tensors to the bit (NaN equals NaN)."""
+    """True if two values are equal, tensors to the bit (NaN equals NaN)."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         alike = a.shape == b.shape and a.dtype == b.dtype
         return alike and bool(((a == b) | ((a != a) & (b != b))).all())
@@ -103,12 +108,12 @@ def same(a: Any, b: Any) -> bool:
 
 
 def _given(takes: Signature, *args: Any, **named: Any) -> dict[str, Any]:
-    """A hook's arguments by name, without `self`."""
+    """Arguments of a hook by name, without `self`."""
     return dict(list(takes.bind(*args, **named).arguments.items())[1:])
 
 
 def _observed(call: Callable[[], Any], hook: str, given: Mapping[str, Any], method: Any, faults: Faults) -> Any:
-    """The result of a hook; what it does beside giving one is written down."""
+    """Call a hook twice and return its first result; record side effects and a different second result."""
     before = {path: leaf.clone() for path, leaf in _tensors(given)}
     draws, own = _global_draws(), _print([vars(method), _class_values(method)])
     try:
@@ -122,18 +127,20 @@ def _observed(call: Callable[[], Any], hook: str, given: Mapping[str, Any], meth
     if written := [path for path in before if path not in after or not same(before[path], after[path])]:
         faults.add(hook, f"writes to {_some(written)} in place; make a new tensor or dictionary")
     if added := [path for path in after if path not in before]:
-        faults.add(hook, f"adds {_some(added)} to what it is given; make a new dictionary")
+        faults.add(hook, f"adds {_some(added)} to its arguments; make a new dictionary")
     if _global_draws() != draws:
-        faults.add(hook, "draws from a global generator; use cfl.rng.generator(ctx.key) or of info.key")
+        faults.add(hook, "draws from a global generator; use cfl.rng.generator(ctx.key) or cfl.rng.generator(info.key)")
     if _print([vars(method), _class_values(method)]) != own:
-        faults.add(hook, "keeps state on the object or its class; return it as client state or a tree of the server")
+        faults.add(hook, "keeps state on the object or its class; return it as client state or as a tree of the server")
     elif not callable(result) and not same(result, again):
-        faults.add(hook, "gives another result for the same arguments; draw from ctx.key or info.key, keep no state")
+        faults.add(
+            hook, "returns different results for the same arguments; draw from ctx.key or info.key, keep no state"
+        )
     return result
 
 
 def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in nested values, with the path to it: grads['0.weight'], ctx.state['seen']."""
+    """Yield every tensor in nested values with its path, such as grads['0.weight'] or ctx.state['seen']."""
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, Mapping):
@@ -156,7 +163,7 @@ def _global_draws() -> tuple[Any, ...]:
 
 
 def _class_values(method: Any) -> dict[str, Any]:
-    """What a class holds beside functions: where a method might hide its state."""
+    """Attributes of a class that are not functions: a method could hide state in them."""
     kinds = (list, dict, set, Tensor, int, float)
     return {
         f"{parent.__name__}.{name}": value
@@ -167,7 +174,7 @@ def _class_values(method: Any) -> dict[str, Any]:
 
 
 def _print(value: Any) -> str:
-    """A text that changes when the value does."""
+    """Return a text that changes if the value changes."""
     if isinstance(value, Tensor):
         return f"{value.dtype}{value.tolist()}"
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Rounds and whole runs: clients alone and together, absent clients, other engines, kills in every round."""
+"""Checks of rounds and runs: dependence between clients, absent clients, other engines, and resuming after a kill."""
 
 from __future__ import annotations
 
@@ -9,32 +9,30 @@ from typing import Any
 from torch import nn
 
 from cfl.config.schema import RunConfig
+from cfl.contract import LocalRegularizer, RoundInputs, Strategy
 from cfl.contract.composed import STRATEGY
-from cfl.contract.regularizer import LocalRegularizer
-from cfl.contract.strategy import Strategy
-from cfl.core import tree
-from cfl.core.errors import CflError
-from cfl.core.tree import Tree
-from cfl.run import checkpoint
-from cfl.run.runner import run
-from cfl.run.session import Session
-from cfl.run.sinks import NullSink
+from cfl.core import CflError, Tree, tree
+from cfl.runtime import checkpoint
+from cfl.runtime.builder import build_session
+from cfl.runtime.runner import run
+from cfl.runtime.session import Session
+from cfl.runtime.sinks import NullSink
 from cfl.streams import Stream
 from cfl.testing.hooks import Faults, HookFailed, same
 
-TOLERANCE = 1e-5  # float32: between one client at a time and many, with and without padding
+TOLERANCE = 1e-5  # float32 error between single clients and blocks, with and without padding
 
 
 def session(config: RunConfig, stream: Stream, method: LocalRegularizer, module: nn.Module | None = None) -> Session:
-    """A run of the method, not yet begun."""
+    """Return a run of the method that has not started."""
     roles = _roles(method)
-    return Session(config, stream, {STRATEGY: roles["strategy"], **roles["regularizers"]}, module, None, NullSink())
+    return build_session(config, stream, {STRATEGY: roles["strategy"], **roles["regularizers"]}, module)
 
 
 def planned(
     config: RunConfig, stream: Stream, method: LocalRegularizer, module: nn.Module | None, faults: Faults
 ) -> Session:
-    """A run whose phases are as they should be. method: from `watched`."""
+    """Return a run after a check of its phases; raise HookFailed if the plan is invalid. method: from `watched`."""
     try:
         found = session(config, stream, method, module)
     except CflError as error:
@@ -47,49 +45,52 @@ def planned(
 
 
 def check_rounds(session: Session, faults: Faults) -> None:
-    """Every round of the run: each client alone, in reverse order, then the cohort."""
+    """In every round, compute each client alone, in reverse order, and compare with the round of the cohort."""
     tasks = [task for task, *_ in session.schedule]
     for position, (task, phase, _) in enumerate(session.schedule):
         info, shared, clients, states = session.prepare(position)
         hook = "finish" if phase.train else "work"
         alone = [
-            session.engine.round(info, shared, {client.id: states[client.id]}, [client]) for client in reversed(clients)
+            session.engine.round(RoundInputs(info, shared, [client], {client.id: states[client.id]}))
+            for client in reversed(clients)
         ]
         kept = {id: tree.clone(leaves) for id, leaves in session.state.clients.items()}
         session.round(position)
-        # With its task a regularizer's state is gone, whatever the hooks did.
+        # The state of a regularizer ends with its task, so compare it within the task only.
         prefix = "" if tasks[position + 1 : position + 2] in ([], [task]) else f"{STRATEGY}/"
         after = {id: _begun(leaves, prefix) for id, leaves in session.state.clients.items()}
         for outcome in alone:
             for id, leaves in outcome.states.items():
                 if not same(_begun(leaves, prefix), after.get(id, {})):
-                    text = "the state of a client depends on which other clients take part, or on their order"
-                    faults.add(hook, f"{text}; keep it in what the hook gets and returns")
+                    text = "the state of a client depends on the other clients in the round, or on their order"
+                    faults.add(hook, f"{text}; use only the state that the hook gets and returns")
         for id, leaves in kept.items():
             if id not in info.clients and not same(_begun(leaves, prefix), after[id]):
-                faults.add(hook, "the state of a client changes in a round in which it is absent; write to no state")
+                faults.add(
+                    hook, "the state of a client changes in a round without it; do not write to a state in place"
+                )
 
 
 def _begun(leaves: Tree, prefix: str) -> Tree:
     return {name: leaf for name, leaf in leaves.items() if name.startswith(prefix)}
 
 
-ENGINES = {  # one thing at a time: blocks, processes; both together add nothing but seconds
+ENGINES = {  # blocks and processes are checked one at a time; their combination would only take longer
     "loop": {},
     "vmapped": {"block": 2},
     "pool": {"block": 2, "workers": 1},
 }
 ADVICE = {
-    "vmapped": "hooks see one client at a time through torch.func.vmap: use torch.where for branches, no .item(), and "
-    "multiply by ctx.batch.mask",
-    "pool": "hooks of clients run in other processes: keep nothing outside client states and the server's trees",
+    "vmapped": "hooks run under torch.func.vmap: use torch.where for branches, do not call .item(), and multiply by "
+    "ctx.batch.mask",
+    "pool": "client hooks run in other processes: keep nothing outside client states and the server's trees",
 }
 
 
 def check_engines(
     config: RunConfig, stream: Stream, method: LocalRegularizer, pool: bool, draws: bool, faults: Faults
 ) -> None:
-    """The whole run with every engine. draws: local steps draw from ctx.key, which may differ in blocks of clients."""
+    """Compare the weights of the run between engines. draws: local steps draw from ctx.key, which vmap may change."""
     expected = run(config, stream=stream, **_roles(method)).params
     for engine, options in ENGINES.items():
         if engine == "pool" and not pool or engine == "vmapped" and draws:
@@ -103,7 +104,7 @@ def check_engines(
         worst = max(float((leaf - found[name]).abs().max()) for name, leaf in expected.items() if leaf.numel())
         if worst > TOLERANCE:
             text = f"engine '{engine}' gives weights that differ by {worst:.1e} from '{config.engine}'; "
-            faults.add("run", f"{text}{ADVICE.get(engine, 'keep no state outside the trees')}")
+            faults.add("run", f"{text}{ADVICE.get(engine, 'keep no state outside client states and trees')}")
 
 
 def check_resume(
@@ -114,7 +115,7 @@ def check_resume(
     every_round: bool,
     faults: Faults,
 ) -> None:
-    """Kill the run in every round, or in one, resume, and compare all that is saved at its end."""
+    """Kill the run in every round, or in one, resume it, and compare the last checkpoint with that of a whole run."""
     total = len(session(config, stream, method, module).schedule)
     with tempfile.TemporaryDirectory() as folder:
         expected = _saved(config, stream, method, module, Path(folder) / "whole")
@@ -123,13 +124,13 @@ def check_resume(
             try:
                 run(config, output=path, stream=stream, model=module, sink=_Kill(after), **_roles(method))
             except _Killed:
-                # what the process may remember of this run is now of another one
+                # Another run replaces anything that the process may have kept of this one.
                 run(config.model_copy(update={"seed": config.seed + 1}), stream=stream, model=module, **_roles(method))
                 found = _saved(config, stream, method, module, path)
             for name in [name for name in expected if not same(expected[name], found.get(name))]:
                 hook = "finish" if name.startswith("client/") else "absorb"
-                text = f"killed in round {after} of {total} and resumed, the run ends with another '{name}'"
-                faults.add(hook, f"{text}; what later rounds need belongs to client states or the server's trees")
+                text = f"killed in round {after} of {total} and resumed, the run ends with a different '{name}'"
+                faults.add(hook, f"{text}; keep all that later rounds need in client states or the server's trees")
             if faults:
                 return
 
@@ -141,11 +142,11 @@ def _roles(method: LocalRegularizer) -> dict[str, Any]:
 
 
 class _Killed(Exception):
-    """The run was killed on purpose."""
+    """Raised by `_Kill`."""
 
 
 class _Kill(NullSink):
-    """Ends a run in the middle of a round, before it is saved."""
+    """Kill a run in the middle of a round, before the round is saved."""
 
     def __init__(self, after: int) -> None:
         self.after = after
@@ -158,8 +159,8 @@ class _Kill(NullSink):
 def _saved(
     config: RunConfig, stream: Stream, method: LocalRegularizer, module: nn.Module | None, path: Path
 ) -> dict[str, Tree]:
-    """Run, or resume, to the end: the trees of the last checkpoint."""
+    """Run or resume to the end, and return the trees of the last checkpoint."""
     run(config, output=path, resume=True, stream=stream, model=module, **_roles(method))
-    fingerprint = session(config, stream, method, module).fingerprint
+    fingerprint = session(config, stream, method, module).recorder.fingerprint
     found = checkpoint.load_latest(path / "checkpoints", fingerprint, lambda text: None)
     return found[0] if found else {}

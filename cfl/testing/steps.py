@@ -1,4 +1,4 @@
-"""One local step and `finish`: padded, and of many clients at once."""
+"""Checks of one local step and `finish`: hidden state, padding, and many clients under vmap."""
 
 from __future__ import annotations
 
@@ -7,25 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from cfl.contract import MEMORY, Batch, LocalRegularizer, RoundInputs, Strategy
 from cfl.contract.composed import STRATEGY, ComposedMethod, own_state
-from cfl.contract.data import MEMORY, Batch
-from cfl.contract.regularizer import LocalRegularizer
-from cfl.contract.strategy import Strategy
-from cfl.core import optim, tree
-from cfl.core.tree import Tree
+from cfl.core import Tree, optim, tree
 from cfl.engines.loop import recalled
-from cfl.engines.step import LocalStep
-from cfl.run.session import RoundInputs, Session
+from cfl.engines.step import LocalStep, StepInputs
+from cfl.runtime.session import Session
 from cfl.testing.hooks import CLIENT_HOOKS, Faults
 from cfl.testing.runs import TOLERANCE
 
 Hooks = Mapping[str, LocalRegularizer]
 Result = dict[str, Tree]
-WARM_UP = 2  # steps before the one that is looked at: in the first one the client is still where the global model is
+WARM_UP = 2  # steps before the checked step: in the first step, the client still has the weights of the global model
 
 
 def check_steps(session: Session, faults: Faults) -> bool:
-    """In the first round of each task, for each client of the cohort; whether steps draw from ctx.key."""
+    """Check the cohort's steps in the first round of each task; return True if a step draws from ctx.key."""
     draws = False
     for position, (_, phase, number) in enumerate(session.schedule):
         if phase.train and number == 0:
@@ -39,9 +36,9 @@ def check_steps(session: Session, faults: Faults) -> bool:
 
 
 class _Steps:
-    """A local step of a round's clients. Each check gives what is wrong with hooks, or nothing.
+    """Local steps of a round's clients. Each check returns the fault of the hooks, or an empty text.
 
-    draws: whether one was seen to depend on ctx.key.
+    draws: True if a step was found to depend on ctx.key.
     """
 
     def __init__(self, session: Session, prepared: RoundInputs) -> None:
@@ -65,21 +62,21 @@ class _Steps:
         key: int = 0,
         seen: Tree | None = None,
     ) -> Result:
-        """A client's weights, optimiser, uploads and state after some steps.
+        """Return a client's weights, optimiser state, uploads and state after some steps.
 
-        last: the batch of the last one; seen: what steps see of the state, by default what the engines let them see.
+        last: batch of the last step; seen: state that steps see, by default the same part as in the engines.
         """
         info, lr = self.info, self.info.lr
         composed, options = ComposedMethod(hooks), self.session.config.local
         model, public = self.session.model, info.public
         optimizer = optim.build(options.optimizer, options.momentum, options.weight_decay)
         step = LocalStep(model, info.task, info.frozen, composed, optimizer, info.heads, public)
-        zero = torch.zeros_like(batch.mask[0])  # of each client under vmap: so are the leaves that a step writes to
+        zero = torch.zeros_like(batch.mask[0])  # batched under vmap, so the leaves that a step writes to are batched
         local = step.start(tree.map(lambda leaf: leaf + zero.to(leaf), self.shared["params"]))
         batches, seen = [batch] * WARM_UP + [last], composed.step_state(state) if seen is None else seen
         for index, each in enumerate(batches):
-            local, _ = step(local, each, self.shared, seen, lr, index, key, memory)
-        ctx = step.context(self.shared, state, len(batches), key, lr=lr)
+            local, _ = step(local, StepInputs(self.shared, each, memory, state=seen, lr=lr, step=index, key=key))
+        ctx = step.context(StepInputs(self.shared, state=state, lr=lr, step=len(batches), key=key))
         uploads, after = composed.finish({**local.params, **local.buffers}, ctx, len(batches))
         return {"params": local.params, "optimizer": local.optimizer, **uploads, "state": after}
 
@@ -104,7 +101,7 @@ class _Steps:
         return next(filter(None, (self._together(hooks, members) for members in groups.values())), "")
 
     def _together(self, hooks: Hooks, members: Sequence[tuple[Batch, Batch, Tree]]) -> str:
-        """Clients with states of equal shapes, stacked."""
+        """Compare single clients with the same clients under vmap. members: clients with states of equal shapes."""
         alone = [self.step(hooks, *member, last=member[0]) for member in members]
         redrawn = [self.step(hooks, *member, last=member[0], key=1) for member in members]
         if not all(map(_near, alone, redrawn)):
@@ -120,15 +117,15 @@ class _Steps:
             together = torch.func.vmap(one, randomness="different")(*parts)
         except RuntimeError as error:
             first = str(error).splitlines()[0]
-            return f"cannot run for many clients at once ({first}); use torch.where for branches, and no .item()"
+            return f"cannot run under vmap for many clients ({first}); use torch.where for branches, and no .item()"
         for number, expected in enumerate(alone):
             found = {name: {key: leaf[number] for key, leaf in leaves.items()} for name, leaves in together.items()}
             if not _near(expected, found):
-                return "many clients at once (vmap) give another step than one at a time"
+                return "the step of a client under vmap with other clients differs from its step alone"
         return ""
 
     def culprit(self, fails: Callable[[Hooks], str]) -> str:
-        """The hook without which a check passes."""
+        """Return the hook without which the check passes."""
         members = self.session.composed.members
         owner = list(members)[-1]
         base = Strategy if isinstance(members[owner], Strategy) else LocalRegularizer
@@ -144,13 +141,13 @@ class _Steps:
 
 
 def _stacked(batches: Sequence[Batch]) -> Tree:
-    """The leaves of batches of equal shapes, by field, without those that are None."""
+    """Stack the leaves of batches of equal shapes, by field, without fields that are None."""
     fields = [name for name, leaf in batches[0]._asdict().items() if leaf is not None]
     return {name: torch.stack([getattr(batch, name) for batch in batches]) for name in fields}
 
 
 def _padded(batch: Batch) -> Batch:
-    """The batch, and as many samples again that count for nothing."""
+    """Return the batch with as many padding samples appended."""
     x = torch.cat([batch.x, torch.full_like(batch.x, 3.0)])
     y, ids = torch.cat([batch.y, torch.zeros_like(batch.y)]), torch.cat([batch.ids, -torch.ones_like(batch.ids)])
     task = None if batch.task is None else torch.cat([batch.task, batch.task])

@@ -1,4 +1,4 @@
-"""A stream and a configuration whose runs take a fraction of a second."""
+"""A toy stream and a toy configuration, whose runs take a fraction of a second."""
 
 from typing import Any
 
@@ -13,9 +13,9 @@ DIMENSIONS, CLASSES = 8, 2
 
 
 def toy_stream(tasks: int = 3, train: int = 48, test: int = 40, multi_head: bool = False) -> Stream:
-    """`tasks` tasks of `train` and `test` samples (d=8); class c of task t is centred on axis 2t + c.
+    """Return a stream of `tasks` tasks, each with `train` and `test` samples (d=8).
 
-    20 public samples lie around the origin.
+    Samples of class c in task t are centred on axis 2t + c, and 20 public samples on the origin.
     """
     parts = []
     for task in range(tasks):
@@ -29,6 +29,6 @@ def toy_stream(tasks: int = 3, train: int = 48, test: int = 40, multi_head: bool
 
 
 def toy_config(*overrides: str, **layers: Any) -> RunConfig:
-    """A small run: 4 clients, 3 a round, 2 rounds a task, an 8-6-6-2 MLP; layers: as for `cfl.resolve`."""
+    """Return a small run: 4 clients, cohorts of 3, 2 rounds per task, an 8-6-6-2 MLP. layers: as for `cfl.resolve`."""
     small = ["tasks=3", "rounds=2", "cohort=3", "partition.clients=4", "local.batch_size=4", "model.hidden=[6,6]"]
     return resolve("permuted-digits", overrides=[*small, *overrides], **layers)

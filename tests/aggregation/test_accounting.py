@@ -1,4 +1,4 @@
-"""The accountant, against closed forms and against Google's dp_accounting."""
+"""Accountants against closed forms and against Google's dp_accounting."""
 
 import math
 import warnings
@@ -12,7 +12,7 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 from cfl.aggregation.accounting import PRV_EPSILON, Releases, epsilon, noise_multiplier, prv_error
-from cfl.core.errors import ConfigError
+from cfl.core import ConfigError
 
 ACCOUNTANTS = ["prv", "rdp"]
 DELTA = 1e-5
@@ -22,7 +22,7 @@ TYPICAL = [Releases(0.05, 20)] * 5 + [Releases(1.0, 1)] * 4
 
 
 def exact_delta(eps: float, mu: float) -> float:
-    """Of a Gaussian release with sensitivity over standard deviation mu (Balle and Wang, 2018, theorem 8)."""
+    """Delta of a Gaussian release with sensitivity mu standard deviations (Balle and Wang, 2018, theorem 8)."""
     return norm.cdf(mu / 2 - eps / mu) - math.exp(eps + norm.logcdf(-mu / 2 - eps / mu))
 
 
@@ -43,7 +43,7 @@ def reference(accountant, plan, noise: float, delta: float) -> float:
 
 
 def check_prv(value: float, truth: float, rdp: float, slack: float = 0.0) -> None:
-    """An upper bound, and by its analysis at most two errors above the truth (and some, at delta - delta / 1000)."""
+    """It is an upper bound, at most two errors above the truth at 0.999 delta; the slack of 1e-3 covers that delta."""
     assert truth - slack <= value <= truth + 2 * prv_error(rdp) + 1e-3
 
 
@@ -58,7 +58,7 @@ def test_one_release_is_the_analytic_gaussian_mechanism(eps, sigma):
 
 @pytest.mark.parametrize(("count", "sigma", "delta"), [(4, 2.0, 1e-3), (50, 5.0, 1e-5), (1000, 60.0, 1e-10)])
 def test_unsampled_releases_compose_as_one(count, sigma, delta):
-    # count releases at sigma are one at sigma / sqrt(count): the log-likelihood ratios of Gaussians add up
+    # count releases at sigma equal one at sigma / sqrt(count): log-likelihood ratios of Gaussians add up
     truth = exact_epsilon(math.sqrt(count) / sigma, delta)
     plan = [Releases(1.0, count)]
     check_prv(epsilon(plan, sigma, delta, "prv"), truth, epsilon(plan, sigma, delta, "rdp"))
@@ -77,7 +77,7 @@ def test_unsampled_releases_compose_as_one(count, sigma, delta):
 )
 def test_sampled_releases_against_dp_accounting(plan, sigma, delta):
     rdp = epsilon(plan, sigma, delta, "rdp")
-    # the same divergences; dp_accounting has a few orders more, and leaves out some low ones (none is best here)
+    # the same divergences; dp_accounting has some more high orders and fewer low ones, none of them optimal here
     assert rdp == pytest.approx(reference(RdpAccountant, plan, sigma, delta), rel=1e-3)
     pld = reference(PLDAccountant, plan, sigma, delta)  # an upper bound too: on a grid of 1e-4, rounded up
     check_prv(epsilon(plan, sigma, delta, "prv"), pld, rdp, slack=1e-3 * pld)
@@ -139,13 +139,13 @@ def test_the_smaller_bound_is_returned():
     plan = [Releases(1.0, 1)]
     truth = exact_epsilon(1e-3, DELTA)
     assert truth <= epsilon(plan, 1e3, DELTA, "prv") <= epsilon(plan, 1e3, DELTA, "rdp")
-    assert epsilon(plan, 1e3, 1e-3, "prv") == 0.0  # and delta 1e-3 > 2 Phi(mu / 2) - 1 = 4e-4 needs no epsilon
+    assert epsilon(plan, 1e3, 1e-3, "prv") == 0.0  # delta 1e-3 exceeds 2 Phi(mu / 2) - 1 = 4e-4, so epsilon is 0
 
 
 @pytest.mark.parametrize("rate", [1e-3, 1.0])
 @pytest.mark.parametrize("sigma", [0.3, 100.0])
 def test_no_warnings(rate, sigma):
-    epsilon([Releases(1.0, 1)], 1.0, DELTA, "prv")  # imports Opacus, whose own imports may warn
+    epsilon([Releases(1.0, 1)], 1.0, DELTA, "prv")  # imports Opacus first, since that may warn
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert 0 <= epsilon([Releases(rate, 10), Releases(1.0, 1)], sigma, DELTA, "prv") < math.inf
@@ -169,6 +169,6 @@ def test_the_printed_noise_of_fot_is_too_small():
     assert printed == pytest.approx(0.6852, abs=5e-5)
     assert exact_delta(5.0, 1 / printed) == pytest.approx(1.10e-3, rel=5e-3)
     assert epsilon([Releases(1.0, 1)], printed, DELTA, "prv") > 5
-    # PRV's error at epsilon 5, 2 * 0.011, is 0.4 %, so is that of sigma at a slope d log(eps) / d log(sigma) near -1.1
+    # PRV's error at epsilon 5, 2 * 0.011, is 0.4 %, and so is sigma's: d log(eps) / d log(sigma) is about -1.1
     needed = noise_multiplier([Releases(1.0, 1)], 5.0, DELTA, "prv")
     assert 0.8919 <= needed <= 0.8919 * 1.006

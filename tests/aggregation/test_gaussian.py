@@ -1,4 +1,4 @@
-"""The Gaussian mechanism: what clipping bounds, what the noise is, and DP-SGD's mean against a loop written out."""
+"""Gaussian mechanism: bounds of clipping, distribution of the noise, and DP-SGD's mean against an explicit loop."""
 
 import math
 
@@ -54,7 +54,7 @@ def test_an_absurd_vector_is_bounded_too(huge):
 @pytest.mark.parametrize("std", [0.01, 1.0, 30.0])
 def test_noise_is_normal_with_that_standard_deviation(std):
     draws = noise(torch.empty(100_000, dtype=torch.float64), std, key=5)
-    # of 1e5 draws the mean is off by std / 316, the standard deviation by a share of 1 / 447: four of each
+    # the standard error over 1e5 draws: std / 316 of the mean, std / 447 of the standard deviation; four of each
     assert abs(draws.mean()) < 4 * std / 316
     assert draws.std() == pytest.approx(std, rel=4 / 447)
     assert kstest((draws / std).numpy(), "norm").pvalue > 0.01
@@ -76,7 +76,7 @@ def test_noise_has_shape_precision_and_device_of_its_model(dtype):
     made = noise(like, 1.0, 0)
     assert (made.shape, made.dtype, made.device) == (like.shape, dtype, like.device)
     assert noise(like.to("meta"), 1.0, 0).device.type == "meta"
-    # the draw is the same whatever the precision
+    # the draw does not depend on the precision
     torch.testing.assert_close(made.double(), noise(like.double(), 1.0, 0), rtol=1e-6, atol=1e-7)
 
 
@@ -97,7 +97,7 @@ def _by_loop(grads, mask, clip, std, expected, key):
 
 
 def _grads(samples, seed=0, scales=(1.0,), dtype=torch.float64):
-    """Gradients of a weight (3, 4) and a bias (3,), those of sample i times scales[i mod len]."""
+    """Gradients of a weight (3, 4) and a bias (3,); those of sample i are scaled by scales[i mod len]."""
     factors = torch.tensor([scales[i % len(scales)] for i in range(samples)], dtype=dtype)
     return {
         "w": _random(samples, 3, 4, seed=seed, dtype=dtype) * factors[:, None, None],
@@ -116,7 +116,7 @@ def test_the_noisy_mean_is_that_of_the_loop(multiplier):
 
 
 def test_the_bound_is_on_all_leaves_together():
-    # a sample of norms 3 and 4 in its leaves has 5: at clip 1 they are 0.6 and 0.8
+    # leaves of norms 3 and 4 have the joint norm 5: at clip 1 they become 0.6 and 0.8
     grads = {"w": torch.tensor([[3.0, 0.0]]), "b": torch.tensor([[4.0]])}
     found = SampleNoise(1.0, 0.0, 1)(grads, torch.ones(1), key=0)
     torch.testing.assert_close(found["w"], torch.tensor([0.6, 0.0]))

@@ -1,4 +1,4 @@
-"""The protected sum of a round: exactness against plain floats, the noise that is really there, clipping, refusals."""
+"""Protected sum of a round: exactness against plain floats, measured noise, clipping, and what is refused."""
 
 import math
 
@@ -10,10 +10,9 @@ from torch import nn
 from cfl.aggregation.gaussian import clipped, noise
 from cfl.aggregation.plain import UploadSum
 from cfl.aggregation.protected import UploadProtection
-from cfl.contract.rounds import STAGES, Phase, Privacy, RoundInfo
-from cfl.core import rng, tree
-from cfl.core.errors import ConfigError, RoundAborted, UpdateError
-from cfl.models.handle import Model
+from cfl.contract import STAGES, Phase, Privacy, RoundInfo
+from cfl.core import ConfigError, RoundAborted, UpdateError, rng, tree
+from cfl.models import Model
 from tests import toy
 
 with rng.fork(1):
@@ -23,8 +22,8 @@ GATHERS = {"local": "mean", "counts": "sum"}
 HIDDEN = ("dp.noise_multiplier=1", "agg.weights=uniform", "sampling=poisson", "dp.amplify=true")
 CLIENT = ("dp.noise_multiplier=1", "agg.weights=uniform", "sampling=poisson", "dp.amplify=false")
 EXAMPLE = ("dp.level=example", "dp.noise_multiplier=1", "agg.weights=uniform")
-WORK = "dp.protect=work"  # takes a strategy that sends something of `work`
-SIZE = 200_000  # entries of a vector of noise: its standard deviation is known to 1 / sqrt(2 SIZE) = 0.16 %
+WORK = "dp.protect=work"  # needs a strategy with uploads of `work`
+SIZE = 200_000  # entries of a noise vector; the standard error of its deviation is 1 / sqrt(2 SIZE) = 0.16 %
 
 
 def protection(*overrides, multiplier=0.0, method="fedavg"):
@@ -32,7 +31,7 @@ def protection(*overrides, multiplier=0.0, method="fedavg"):
 
 
 def info_of(ids, dropped=None, expected=3.0, key=5, phase=Phase("train", work=True), hidden=False):
-    """hidden: who takes part, and how many, is protected; where it is not, no sum knows of `expected`."""
+    """hidden: whether the cohort and its size are protected; otherwise no sum uses `expected`."""
     return RoundInfo(
         task=0,
         tasks=1,
@@ -53,7 +52,7 @@ def info_of(ids, dropped=None, expected=3.0, key=5, phase=Phase("train", work=Tr
 
 
 def summed(protected, info, uploads, weights=None, gathers=GATHERS):
-    """A round as the engine makes it: what the server gets, and the sum."""
+    """Run a round as an engine does; return the result for the server, and the sum."""
     total = protected.sum(info, gathers)
     total.open()
     for id in info.uploading:
@@ -85,7 +84,7 @@ def mapped(fn, parts):
 
 
 def sums(parts, divisor):
-    """What was summed, of parts whose means were divided."""
+    """Undo the division of the means."""
     gathers = {**GATHERS, "strategy": "mean", "work": "sum"}
     return {owner: tree.scale(leaves, divisor if gathers[owner] == "mean" else 1.0) for owner, leaves in parts.items()}
 
@@ -121,7 +120,7 @@ SETTINGS = {
     "example": (EXAMPLE, "fedavg"),
     "example-work": ((*EXAMPLE[:2], WORK, "strategy.sketch=gram", "strategy.project_at=server"), "fot"),
 }
-DROPPED = {1: "keys", 3: "shares", 4: "upload", 6: "unmask"}  # at every stage; 4 of 8, the quorum, stay to the end
+DROPPED = {1: "keys", 3: "shares", 4: "upload", 6: "unmask"}  # one at every stage; 4 of 8, the quorum, stay to the end
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -150,8 +149,8 @@ def test_masks_change_nothing_to_the_bit_under_drop_outs_at_every_stage(setting)
 @pytest.mark.parametrize(("bits", "fraction_bits"), [(32, 8), (64, 8), (64, 24)])
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
 def test_the_sum_is_that_of_floats_within_its_rounding(weighting, fraction_bits, bits):
-    """Each of C addends is off by half a unit, 2^-(f+1); a mean divides that by the weights. Then it is the leaf's
-    type that rounds."""
+    """The rounding error of each of C addends is half a unit, 2^-(f+1), at most; a mean divides it by the weights. The
+    leaf's type rounds the result."""
     ids = range(8)
     uploads, weights = random_uploads(ids), {id: float(3 * id + 1) if weighting == "samples" else 1.0 for id in ids}
     options = (f"agg.weights={weighting}", f"secure.fraction_bits={fraction_bits}", f"secure.bits={bits}")
@@ -168,11 +167,11 @@ def test_the_sum_is_that_of_floats_within_its_rounding(weighting, fraction_bits,
             assert (off <= len(sent) * half / whole + exact.abs() * torch.finfo(leaf.dtype).eps).all(), name
             worst = max(worst, float((off * whole / half).max()))
     if fraction_bits == 8:
-        assert worst > 0.5  # and it is integers that were summed
+        assert worst > 0.5  # integers were summed indeed
 
 
 def test_the_order_of_names_does_not_matter():
-    """What clients send is summed by name, as without protection."""
+    """Uploads are summed by name, as without protection."""
     uploads = random_uploads(range(3))
     swapped = {owner: dict(reversed(leaves.items())) for owner, leaves in reversed(uploads[1].items())}
     protected, info = protection("secagg=sum", "agg.weights=uniform"), info_of(range(3))
@@ -183,7 +182,7 @@ def test_the_order_of_names_does_not_matter():
 
 @pytest.mark.parametrize("options", [("secagg=full",), (*CLIENT, "secagg=sum"), CLIENT], ids="+".join)
 def test_sums_of_clients_that_send_in_another_order_can_be_merged(options):
-    """Each client alone in a worker, so that each one's order is the first that its sum sees."""
+    """Each client has its own partial sum, which therefore sees this client's order first."""
     uploads = random_uploads(range(4))
     for id in (1, 3):
         swapped = {owner: dict(reversed(leaves.items())) for owner, leaves in uploads[id].items()}
@@ -199,8 +198,8 @@ def test_sums_of_clients_that_send_in_another_order_can_be_merged(options):
 
 
 def test_bytes_of_a_masked_sum_are_those_of_its_vectors_and_more():
-    """A vector has the weight, 15 + 3 + 1 + 8 + 24 + 2 entries, of 8 bytes each; keys, shares and unmasking come on
-    top, whatever its length, so a longer vector costs 8 bytes an entry and client more."""
+    """A vector has the weight and 15 + 3 + 1 + 8 + 24 + 2 entries of 8 bytes each. Keys, shares and unmasking take
+    bytes independent of its length, so each further entry costs 8 bytes per client."""
     info, ids = info_of(range(4)), range(4)
     _, total = summed(protection("secagg=full"), info, random_uploads(ids))
     longer = {id: {**parts, "more": {"m": torch.zeros(10)}} for id, parts in random_uploads(ids).items()}
@@ -223,7 +222,7 @@ def test_too_few_clients_abort_and_their_bytes_count(secagg):
 @pytest.mark.parametrize("options", [("secagg=sum",), ("secagg=full",), ("secagg=sum", *CLIENT)], ids="+".join)
 @pytest.mark.parametrize("ids", [(), (2,)])
 def test_a_cohort_of_none_or_one_is_aborted_where_sums_are_secure(ids, options):
-    """A Poisson draw may be that small; a sum of one would be an upload."""
+    """Poisson cohorts may be that small; the sum of one client is its upload."""
     total = protection(*options).sum(info_of(ids), GATHERS)
     with pytest.raises(RoundAborted, match=f"{len(ids)} of {len(ids)} clients are left after stage keys, 2 are needed"):
         total.open()
@@ -242,8 +241,8 @@ def test_what_is_not_sent_up_needs_no_protection():
 @pytest.mark.parametrize(("options", "divisor"), [(HIDDEN, 3.0), (CLIENT, 4.0)])
 @pytest.mark.parametrize("clip", [0.5, 4.0])
 def test_the_servers_noise_has_the_deviation_that_is_claimed(clip, options, divisor):
-    """Client level without secure aggregation: clip sigma once, in the sum; the mean is that over the expected 3
-    clients where their number is protected, else over the 4 that have sent."""
+    """Client level without secure aggregation: the sum has noise clip * sigma once. The mean divides by the 3 expected
+    clients if the number of clients is protected, else by the 4 that have sent."""
     protected = protection(*options, f"dp.clip={clip}", multiplier=1.5)
     info = info_of(range(5), {1: "upload"}, hidden=options is HIDDEN)
     parts, total = summed(protected, info, constant(range(5)))
@@ -261,20 +260,20 @@ def test_noise_is_centred_and_normal():
     assert noise(torch.zeros(3, 2), 1.0, 3).dtype == torch.float32
 
 
-QUORUM = {0: "unmask", 1: "unmask"}  # of 6 clients 4, the quorum, open the sum of all 6
-MASKED = [  # drop-outs -> how many shares of the noise are in the sum; 6 clients, the quorum of 0.6 are 4
+QUORUM = {0: "unmask", 1: "unmask"}  # 4 of 6 clients, the quorum, open the sum of all 6
+MASKED = [  # drop-outs, number of noise shares in the sum; the quorum of 0.6 is 4 of 6 clients
     ({}, 6),
     ({2: "keys"}, 5),
     ({2: "keys", 4: "upload"}, 4),
-    (QUORUM, 6),  # they have sent their shares
+    (QUORUM, 6),  # both have sent their shares
     ({0: "shares", 5: "unmask"}, 5),
 ]
 
 
 @pytest.mark.parametrize(("dropped", "sharing"), MASKED)
 def test_shares_of_noise_add_up_to_the_deviation_that_is_claimed(dropped, sharing):
-    """Of the quorum of 4 one client, a tenth of 6 rounded up, may work with the server: the shares of 3 have clip sigma
-    together. With n shares it is sqrt(n / 3) as much, and the mean is that over n."""
+    """One client of the quorum of 4, a tenth of 6 rounded up, may collude with the server, so 3 shares make up
+    clip * sigma. n shares have sqrt(n / 3) times as much, and the mean divides it by n."""
     protected = protection(*CLIENT, "secagg=full", "secure.quorum=0.6", "dp.clip=2", multiplier=0.75)
     parts, total = summed(protected, info_of(range(6), dropped), constant(range(6)))
     assert total.noise == pytest.approx(1.5 * math.sqrt(sharing / 3), rel=1e-12)
@@ -283,8 +282,8 @@ def test_shares_of_noise_add_up_to_the_deviation_that_is_claimed(dropped, sharin
 
 @pytest.mark.parametrize(("count", "colluding"), [(6, 1), (11, 2)])  # ceil(n / 10)
 def test_clients_that_work_with_the_server_leave_the_noise_that_is_claimed(count, colluding):
-    """They know their own shares, and their zeros, and take them off the sum. With all but the quorum of 0.6 gone
-    before they upload, what is left is clip sigma exactly; with everybody there it is more."""
+    """They know their shares and subtract them from the sum. If only the quorum of 0.6 uploads, noise of exactly
+    clip * sigma is left; if all clients upload, more is left."""
     quorum = math.ceil(0.6 * count)
     protected = protection(*CLIENT, "secagg=full", "secure.quorum=0.6", "dp.clip=2", multiplier=0.75)
     for sharing in (quorum, count):
@@ -299,7 +298,7 @@ def test_clients_that_work_with_the_server_leave_the_noise_that_is_claimed(count
 
 @pytest.mark.parametrize("secagg", ["none", "full"])
 def test_where_samples_are_protected_each_client_adds_all_of_the_noise(secagg):
-    """Even if all others show theirs, what a client sends is noisy enough: 5 that send make sqrt(5) in the sum."""
+    """Each upload is noisy enough by itself, also if all others are known; 5 of them have sqrt(5) times the noise."""
     protected = protection(*EXAMPLE, f"secagg={secagg}", "dp.clip=2", multiplier=0.75)
     uploads = {
         id: {"strategy": {"v": torch.full((7,), 2.0**-3 * id)}, **work}
@@ -308,13 +307,13 @@ def test_where_samples_are_protected_each_client_adds_all_of_the_noise(secagg):
     parts, total = summed(protected, info_of(range(6), {2: "keys"}), uploads)
     assert total.noise == pytest.approx(1.5 * math.sqrt(5), rel=1e-12)
     assert_deviation(parts["work"]["v"], total.noise)
-    # local training has its own noise: the update is the plain mean of 0, 1, 3, 4, 5 eighths, an exact binary number
+    # local training adds its own noise, so the update is the plain mean of 0, 1, 3, 4 and 5 eighths, exact in binary
     assert torch.equal(parts["strategy"]["v"], torch.full((7,), 13 / 40))
     assert total.shortened == 0
 
 
 def test_noise_finer_than_the_grid_is_refused():
-    """Of 48 clients each may add 4 / sqrt(48) = 0.58 only: more than four units of 2^-3, less than those of 2^-2."""
+    """Each of 48 clients may add as little as 4 / sqrt(48) = 0.58: above four units of 2^-3, below four of 2^-2."""
     options = ("secagg=sum", "dp.clip=8", "cohort=32", "partition.clients=48")
     with pytest.raises(ConfigError, match="secure.fraction_bits=2 rounds away noise as small as 0.58; raise it"):
         protection(*CLIENT, *options, "secure.fraction_bits=2", multiplier=0.5)
@@ -325,7 +324,7 @@ def test_noise_finer_than_the_grid_is_refused():
 
 
 def test_noise_of_samples_is_not_shared_out_and_may_be_coarser():
-    """Each client adds all of its deviation of 1, which four units of 2^-4 do not reach, and those of 2^-1 do."""
+    """Each client adds the whole deviation of 1, which is above four units of 2^-4 and below four units of 2^-1."""
     options = (*EXAMPLE, "secagg=sum", "cohort=32", "partition.clients=48")
     parts, total = summed(
         protection(*options, "secure.fraction_bits=4", multiplier=1.0),
@@ -339,7 +338,7 @@ def test_noise_of_samples_is_not_shared_out_and_may_be_coarser():
 
 
 def test_noise_is_the_rounds_and_the_clients_own():
-    """Two independent vectors of n draws correlate by 1 / sqrt(n); 5 of that is the bound."""
+    """The correlation of two independent vectors of n draws has deviation 1 / sqrt(n); the bound is 5 of these."""
     bound = 5 / math.sqrt(SIZE)
     server = protection(*CLIENT, multiplier=1.0)
     first, again, later = (only(summed(server, info_of(range(3), key=key), constant(range(3)))[0]) for key in (5, 5, 6))
@@ -358,7 +357,7 @@ def test_noise_is_the_rounds_and_the_clients_own():
 
 
 def test_noise_hides_in_every_entry_of_every_owner():
-    """With zeros as uploads all that comes out is noise, and none of it is 0."""
+    """Uploads of zeros leave noise only, and no entry is 0."""
     uploads = dict.fromkeys(range(4), mapped(torch.zeros_like, random_uploads([0])[0]))
     for secagg in ("none", "full"):
         parts, _ = summed(protection(*CLIENT, f"secagg={secagg}", multiplier=1.0), info_of(range(4)), uploads)
@@ -374,8 +373,8 @@ def norm(parts):
 
 @pytest.mark.parametrize("secagg", ["none", "full"])
 def test_the_joint_norm_of_all_owners_is_at_most_the_clip(secagg):
-    """One client out of two, the other at zero: the sum is its clipped upload, the direction kept. The integers may
-    be off by half a unit of 2^-40 in each of 53 entries; as much as that makes of a norm is taken off the clip."""
+    """The other of two clients sends zeros, so the sum is the clipped upload, with its direction. The rounding error
+    of 53 integers, half a unit of 2^-40 each, has a norm that is subtracted from the clip."""
     options = (*CLIENT, f"secagg={secagg}", "secure.fraction_bits=40", "dp.clip=0.25")
     upload = mapped(torch.Tensor.double, random_uploads([0])[0])
     uploads = {0: upload, 1: mapped(torch.zeros_like, upload)}
@@ -442,11 +441,11 @@ def test_the_update_is_as_it_is_where_only_work_is_protected(secagg):
     assert torch.equal(only(parts), torch.full((3,), 6.0)) and total.shortened == 0
 
 
-DIVISORS = [  # of 6 clients one drops out before it sends, one after it: 5 have sent, 8 were expected
+DIVISORS = [  # of 6 clients, one drops out before its upload and one after it: 5 have sent, 8 were expected
     (HIDDEN, True, 8),
     (CLIENT, False, 5),
     ((*CLIENT, "secagg=sum"), False, 5),
-    (EXAMPLE, False, 5),  # who takes part is no secret at the level of samples
+    (EXAMPLE, False, 5),  # cohorts are not secret at sample level
     ((*EXAMPLE, "secagg=sum"), False, 5),
 ]
 
@@ -460,7 +459,7 @@ def test_a_mean_is_over_the_expected_clients_only_where_their_number_is_protecte
 
 
 def test_the_divisor_of_a_weighted_mean_comes_out_of_the_sum():
-    """Weights 1, 2 and 5 of 8, 4 and -4: (8 + 8 - 20) / 8."""
+    """The mean of 8, 4 and -4 with weights 1, 2 and 5 is (8 + 8 - 20) / 8."""
     uploads = {id: {"strategy": {"v": torch.tensor([value])}} for id, value in enumerate((8.0, 4.0, -4.0))}
     parts, _ = summed(protection("secagg=full"), info_of(range(3)), uploads, {0: 1.0, 1: 2.0, 2: 5.0})
     assert only(parts).item() == -0.5
@@ -470,7 +469,7 @@ def test_the_divisor_of_a_weighted_mean_comes_out_of_the_sum():
 
 
 def shown(protected, upload, expected=3.0):
-    """The sum of an empty cohort, to which client 4 shows what an upload looks like."""
+    """Sum of an empty cohort, to which client 4 shows the shape of an upload."""
     total = protected.sum(info_of((), expected=expected, hidden=True), GATHERS)
     total.open()
     assert total.add(4, upload, 7.0)
@@ -478,7 +477,7 @@ def shown(protected, upload, expected=3.0):
 
 
 def test_an_empty_cohort_releases_pure_noise():
-    """Nothing of the client that shows the shape is in it: another upload, even NaN, gives the same release."""
+    """It does not depend on the upload that shows the shape: other values, even NaN, give the same release."""
     protected = protection(*HIDDEN, "dp.clip=2", multiplier=0.75)
     parts, total = shown(protected, constant((4,), value=9.0)[4])
     for value in (-1.0, math.nan, math.inf):
@@ -487,12 +486,12 @@ def test_an_empty_cohort_releases_pure_noise():
     assert (total.noise, total.shortened, total.traffic()) == (1.5, 0, (0, 0))
     assert_deviation(3.0 * only(parts), 1.5)
     full, _ = summed(protected, info_of((0, 1), hidden=True), constant((0, 1)))
-    assert torch.equal(only(parts), only(full))  # as of a round in which all send zeros
+    assert torch.equal(only(parts), only(full))  # as in a round of uploads of zeros
 
 
 @pytest.mark.parametrize("weights", ["samples", "uniform"])
 def test_an_empty_cohort_has_no_update_where_only_work_is_protected(weights):
-    """Nobody has sent an update, so that it is no step, whatever the one that shows the shape holds."""
+    """Without an update the step is zero, whatever the client that shows the shape holds."""
     upload = {"strategy": {"v": torch.full((3,), math.nan)}, "work": {"s": torch.ones(SIZE)}}
     options = (f"agg.weights={weights}", *HIDDEN[:1], *HIDDEN[2:], WORK, "strategy.participants=sampled")
     parts, total = shown(protection(*options, multiplier=1.5, method="fot"), upload)
@@ -536,7 +535,7 @@ def test_other_integers_are_refused_by_name(options, leaf):
 
 @pytest.mark.parametrize("bits", [16, 32])
 def test_entries_beyond_the_range_are_clipped_and_counted(bits):
-    """With 8 bits behind the point two clients share (2^(bits-1) - 1) / 2 units each, rounded down."""
+    """With 8 bits behind the point, each of two clients has (2^(bits-1) - 1) / 2 units, rounded down."""
     limit = ((2 ** (bits - 1) - 1) // 2) / 2**8
     options = ("agg.weights=uniform", "secagg=full", f"secure.bits={bits}", "secure.fraction_bits=8")
     uploads = {
@@ -552,22 +551,22 @@ def test_entries_beyond_the_range_are_clipped_and_counted(bits):
 
 
 def test_noise_beyond_the_range_is_refused():
-    """Ten clients and 8 of 16 bits behind the point: each may send up to 3276 / 256 = 12.8. Of the quorum of 5 one may
-    be the server's, and 4 shares make up the noise: 1 + 6 sigma / 2 is 12.7 for a sigma of 3.9, and 13 for one of 4."""
+    """With ten clients and 8 of 16 bits behind the point, each may send up to 3276 / 256 = 12.8. One of the quorum of 5
+    may collude, so 4 shares make up the noise: 1 + 6 sigma / 2 is 12.7 for sigma 3.9, and 13 for sigma 4."""
     options = (*CLIENT, "secagg=sum", "secure.bits=16", "secure.fraction_bits=8", "cohort=10", "partition.clients=10")
     parts, total = summed(protection(*options, multiplier=3.9), info_of(range(10)), constant(range(10)))
     assert total.clipped == 0
     assert_deviation(10 * only(parts), 3.9 * math.sqrt(10 / 4))
-    message = "secure.bits=16 with secure.fraction_bits=8 reach 12.8 in a sum of 10 clients, and cut off noise: .* 13; "
+    message = "secure.bits=16 with secure.fraction_bits=8 limit entries to 12.8 in sums of 10 clients .* noise is 13; "
     with pytest.raises(ConfigError, match=message):
         protection(*options, multiplier=4.0)
 
 
 def test_each_clients_noise_of_samples_has_to_fit():
-    """It is not shared out: in +-12.8 fit 1 + 6 sigma of 12.4, for a sigma of 1.9, and not the 13 for one of 2."""
+    """It is not divided into shares: 1 + 6 sigma is 12.4 for sigma 1.9, which fits into 12.8, and 13 for sigma 2."""
     options = (*EXAMPLE, "secagg=sum", "secure.bits=16", "secure.fraction_bits=8", "cohort=10", "partition.clients=10")
     assert protection(*options, multiplier=1.9).samples
-    with pytest.raises(ConfigError, match="secure.bits=16 with secure.fraction_bits=8 reach 12.8 .* 13; "):
+    with pytest.raises(ConfigError, match="secure.bits=16 with secure.fraction_bits=8 limit entries to 12.8 .* 13; "):
         protection(*options, multiplier=2.0)
 
 
@@ -608,11 +607,11 @@ def test_what_clients_hold_is_not_written_to(options):
 
 
 def test_a_weight_beyond_the_range_is_refused_for_it_would_spoil_the_mean():
-    """Two clients and 8 of 16 bits behind the point: each may send up to 16383 / 256 = 63.996."""
+    """With two clients and 8 of 16 bits behind the point, each may send up to 16383 / 256 = 63.996."""
     options = ("secagg=sum", "secure.bits=16", "secure.fraction_bits=8", "agg.weights=samples")
     uploads = constant((0, 1), size=3)
     assert summed(protection(*options), info_of((0, 1)), uploads, {0: 63.0, 1: 1.0})[1].clipped == 0
     with pytest.raises(
-        ConfigError, match=r"client 1 weighs 70, and secure\.bits=16 .* reach 64; .*agg\.weights=uniform"
+        ConfigError, match=r"client 1 has weight 70, but secure\.bits=16 .* at most 64; .*agg\.weights=uniform"
     ):
         summed(protection(*options), info_of((0, 1)), uploads, {0: 1.0, 1: 70.0})

@@ -1,4 +1,4 @@
-"""Fixed-point numbers: rounding, clipping, no wrap at the extremes, sums that do not depend on their order."""
+"""Fixed-point numbers: rounding, clipping, extremes that do not wrap, and sums independent of their order."""
 
 import math
 from fractions import Fraction
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cfl.aggregation.quantize import FixedPoint
-from cfl.core.errors import ConfigError
+from cfl.core import ConfigError
 
 FORMATS = [
     FixedPoint(16, 6, 1),
@@ -71,7 +71,7 @@ def test_the_extremes_are_not_clipped_and_do_not_wrap(fixed):
 
 @pytest.mark.parametrize("fixed", FORMATS)
 def test_little_room_is_given_away(fixed):
-    # One unit of the last of 53 bits more, and `clients` of them might not fit.
+    # With one more unit of the last of 53 bits, the sum of `clients` entries might not fit.
     units = Fraction(fixed.largest) * 2**fixed.fraction_bits
     step = max(1, 2 ** (int(units).bit_length() - 53)) if units >= 2**53 else 1
     assert (units + step) * fixed.clients > 2 ** (fixed.bits - 1) - 1
@@ -103,6 +103,6 @@ def test_a_format_that_cannot_work_is_refused(arguments, word):
 
 
 def test_single_precision_is_widened_before_it_is_scaled():
-    # 1 + 2^-20 has 21 bits, its 2^40-fold is exact in either type; 0.1f is not 0.1.
+    # 1 + 2^-20 has 21 bits, so 2^40 times it is exact in both types; float32 0.1 is not 0.1.
     x = torch.tensor([1 + 2**-20, 0.1], dtype=torch.float32)
     assert FixedPoint(64, 40, 2).encode(x)[0].tolist() == [2**40 + 2**20, round(Fraction(x[1].item()) * 2**40)]

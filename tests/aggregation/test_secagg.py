@@ -1,4 +1,4 @@
-"""Secure aggregation: exact sums under drop-outs, uniform masks, tampering, thresholds, bytes, the graph's bounds."""
+"""Secure aggregation: exact sums under drop-outs, uniform masks, tampering, thresholds, bytes, bounds of the graph."""
 
 import math
 from collections import Counter
@@ -11,14 +11,16 @@ import scipy.stats
 from Crypto.Cipher import AES
 from Crypto.Hash import SHA256
 from Crypto.Protocol.KDF import HKDF
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
+from Crypto.Protocol.SecretSharing import Shamir
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cfl.aggregation import secagg
-from cfl.aggregation.secagg import MASK, SELF, Client, SecureSum, degree, graph
-from cfl.contract.rounds import STAGES
-from cfl.core.errors import RoundAborted
+from cfl.aggregation.mask_graph import degree, graph, needed
+from cfl.aggregation.secagg import MASK, SELF, Client, SecureSum
+from cfl.contract import STAGES
+from cfl.core import RoundAborted
 
 stages = st.sampled_from(STAGES)
 
@@ -42,7 +44,7 @@ def _round(ids, dropped=None, *, bits=64, threshold=0.5, neighbours=10**6, maske
 
 
 def _sum(secure, vectors):
-    """The round's sum and None, or None and why it was aborted."""
+    """Return the round's sum and None, or None and the reason for the abort."""
     try:
         secure.setup()
         for i in secure.uploading:
@@ -61,7 +63,7 @@ def _fewest(threshold, clients):
 
 
 def _survivors(links, dropped, threshold):
-    """Who is in the sum, or None where the round must be aborted: the protocol's rules once more, on sets."""
+    """Return the clients in the sum, or None for an aborted round, by the rules of the protocol on sets."""
     t = _fewest(threshold, 1 + max(map(len, links.values())))
     here = set(links)
     stays = {}
@@ -70,7 +72,7 @@ def _survivors(links, dropped, threshold):
         if len(here) < _fewest(threshold, len(links)):
             return None
         owners = stays["keys"] if stage == "keys" else stays["shares"]
-        if stage in ("upload", "unmask"):  # who uploaded, and who left a mask in an upload
+        if stage in ("upload", "unmask"):  # clients that uploaded, or that share a mask with one
             owners = {i for i in owners if {i, *links[i]} & stays["upload"]}
         if any(len({i, *links[i]} & here) < t for i in owners):
             return None
@@ -83,7 +85,7 @@ def _survivors(links, dropped, threshold):
 @given(st.data())
 @settings(max_examples=30, deadline=None)
 def test_any_drop_outs_that_leave_enough_clients_give_the_exact_sum(data):
-    # the complete graph: every client holds a share of every secret, so that enough clients are enough holders
+    # complete graph: every client holds a share of every secret, so enough clients are enough holders
     ids = data.draw(st.lists(st.integers(0, 10**6), min_size=3, max_size=12, unique=True))
     threshold = data.draw(st.sampled_from([0.1, 0.5, 0.7]))
     bits = data.draw(st.sampled_from([16, 32, 64]))
@@ -144,7 +146,7 @@ def test_the_number_of_neighbours_comes_from_the_bounds():
 
 
 class Recorder:
-    """A client that notes every message: (method, arguments, answer)."""
+    """Client that records every message as (method, arguments, answer)."""
 
     def __init__(self, *arguments):
         self.client, self.log = Client(*arguments), []
@@ -162,12 +164,12 @@ class Recorder:
 
 
 def _recorded(monkeypatch, ids, dropped=None, **kwargs):
-    """The clients of a whole round, each with its messages, and the round."""
+    """Run a whole round; return its clients, which record their messages, and the round."""
     monkeypatch.setattr(secagg, "Client", Recorder)
     secure = _round(ids, dropped, **kwargs)
     total, why = _sum(secure, _vectors(ids, 10_000))
     assert why is None
-    return secure._clients, secure
+    return secure.clients, secure
 
 
 def test_a_lone_upload_is_uniform(monkeypatch):
@@ -185,7 +187,7 @@ def test_no_two_runs_and_no_two_clients_share_a_mask(monkeypatch):
     runs = [_recorded(monkeypatch, range(4), key=1) for _ in range(2)]
     assert runs[0][1].graph == runs[1][1].graph
     masks = [clients[i].uploaded() - vectors[i] for clients, _ in runs for i in range(4)]
-    # 28 pairs x 1e4 entries of 64 bits: a chance of 2e-14 that any two agree
+    # 28 pairs x 1e4 entries of 64 bits: two agree with probability 2e-14
     assert not any((a == b).any() for a, b in combinations(masks, 2))
 
 
@@ -198,18 +200,19 @@ def _stream(key, size):
 
 
 def test_masks_by_the_formula(monkeypatch):
-    # Another library's HKDF and AES, from the clients' private keys: y_i - x_i = PRG(b_i) +- PRG(s_ij).
-    clients, secure = _recorded(monkeypatch, range(4), {3: "upload"})
+    # Another library's HKDF and AES, from the clients' seeds: y_i - x_i = PRG(b_i) +- PRG(s_ij).
+    clients, _ = _recorded(monkeypatch, range(4), {3: "upload"})
     vectors, size = _vectors(range(4), 10_000), 10_000
 
     def pair(i, j):
-        other = X25519PublicKey.from_public_bytes(secure._keys[j][32:])
-        return _stream(_derive(clients[i].client._mask_key.exchange(other), b"mask"), size)
+        own = X25519PrivateKey.from_private_bytes(_derive(clients[i].client.seeds[MASK], b"mask key", 32))
+        other = X25519PublicKey.from_public_bytes(clients[j].client.advertise()[32:])
+        return _stream(_derive(own.exchange(other), b"mask"), size)
 
     for i, j in combinations(range(4), 2):
         assert (pair(i, j) == pair(j, i)).all()
     for i in range(3):
-        mask = _stream(_derive(clients[i].client._seeds[SELF], b"self-mask"), size)
+        mask = _stream(_derive(clients[i].client.seeds[SELF], b"self-mask"), size)
         for j in range(4):
             if j != i:
                 mask = mask + pair(i, j) if i < j else mask - pair(i, j)
@@ -217,21 +220,20 @@ def test_masks_by_the_formula(monkeypatch):
 
 
 def test_a_seed_takes_the_threshold_of_shares():
-    # t = 3 of 5: any three shares give the seed, and any two fit every seed (Shamir, 1979), so give another one.
+    # t = 3 of 5: any three shares give the seed; any two fit every seed (Shamir, 1979) and give another one.
     client = Client(1, 3)
     others = {i: Client(i, 3) for i in (0, 2, 3, 4)}
     keys = {i: other.advertise() for i, other in others.items()}
     _, sealed = client.share(keys)
-    held = {1: client._held[1]}
+    held = {1: client.held[1]}
     for i, other in others.items():
         other.share({1: client.advertise()} | {j: key for j, key in keys.items() if j != i})
         other.receive({1: sealed[i]})
-        held[i] = other._held[1]
-    for kind, place in secagg.PLACES.items():
-        shares = [(holder + 1, parts[place]) for holder, parts in sorted(held.items())]
-        combine = secagg.Shamir.combine
-        assert {combine(list(some)) for some in combinations(shares, 3)} == {client._seeds[kind]}
-        assert client._seeds[kind] not in {combine(list(some)) for some in combinations(shares, 2)}
+        held[i] = other.held[1]
+    for kind, part in secagg.SHARE_OF.items():
+        shares = [(holder + 1, parts[part]) for holder, parts in sorted(held.items())]
+        assert {Shamir.combine(list(some)) for some in combinations(shares, 3)} == {client.seeds[kind]}
+        assert client.seeds[kind] not in {Shamir.combine(list(some)) for some in combinations(shares, 2)}
 
 
 # --- refusals and tampering ------------------------------------------------------------------------------------------
@@ -273,7 +275,7 @@ def _flipped(data, place=-1):
 
 
 def _tamper(monkeypatch, name, client, change_arguments=lambda x: x, change_answer=lambda x: x):
-    """Change what one client is told, or what it answers, on the way."""
+    """Change the messages to one client, or its answers."""
     method = getattr(Client, name)
 
     def changed(self, message):
@@ -288,13 +290,13 @@ def _tamper(monkeypatch, name, client, change_arguments=lambda x: x, change_answ
 def test_a_changed_ciphertext_is_seen(monkeypatch, change):
     _tamper(monkeypatch, "share", 1, change_answer=lambda sent: (sent[0], sent[1] | {2: change(sent[1][2])}))
     total, why = _sum(_round(range(5)), _vectors(range(5)))
-    assert total is None and why.startswith("client 2 cannot open the shares of client 1")
+    assert total is None and why.startswith("client 2 cannot decrypt the shares of client 1")
 
 
 def test_a_ciphertext_for_another_is_seen(monkeypatch):
     _tamper(monkeypatch, "receive", 2, lambda sealed: sealed | {1: sealed[3], 3: sealed[1]})
     _, why = _sum(_round(range(5)), _vectors(range(5)))
-    assert why.startswith("client 2 cannot open the shares of client 1")
+    assert why.startswith("client 2 cannot decrypt the shares of client 1")
 
 
 @pytest.mark.parametrize("half", ["cipher", "mask"])
@@ -304,16 +306,16 @@ def test_a_swapped_public_key_is_seen(monkeypatch, half):
     def swap(keys):
         return keys | {1: false[:32] + keys[1][32:] if half == "cipher" else keys[1][:32] + false[32:]}
 
-    _tamper(monkeypatch, "share", 2, swap)  # client 2 gets another key of client 1 than client 1 advertised
+    _tamper(monkeypatch, "share", 2, swap)  # client 2 receives a key that client 1 did not advertise
     _, why = _sum(_round(range(5)), _vectors(range(5)))
-    assert why.startswith("client 1 cannot open the shares of client 2")  # the first of the two that looks
+    assert why.startswith("client 1 cannot decrypt the shares of client 2")  # the first of the two to decrypt
 
 
 @pytest.mark.parametrize(("owner", "kind"), [(2, SELF), (4, MASK)])
 def test_a_false_share_is_seen(monkeypatch, owner, kind):
     _tamper(monkeypatch, "reveal", 0, change_answer=lambda told: told | {owner: _flipped(told[owner])})
     _, why = _sum(_round(range(5), {4: "upload"}), _vectors(range(5)))
-    assert why == f"the revealed shares of client {owner}'s {kind} seed do not rebuild it"
+    assert why == f"the revealed shares do not rebuild client {owner}'s {kind} seed"
 
 
 # --- thresholds ------------------------------------------------------------------------------------------------------
@@ -329,7 +331,7 @@ def test_too_few_clients_end_the_round_at_once(stage, masked):
     secure = _round(range(8), dict.fromkeys(range(5), stage), masked=masked)
     _, why = _sum(secure, vectors)
     assert why.startswith(f"3 of 8 clients are left after stage {stage}, 4 are needed")
-    # what was on its way before the abort is counted: 3 x 64 bytes of keys at the very least
+    # messages before the abort count: at least 3 x 64 bytes of keys
     assert secure.bytes_up == 3 * 64 if stage == "keys" else secure.bytes_up > 8 * 64
     assert (secure.bytes_down == 0) == (stage == "keys")
 
@@ -351,7 +353,7 @@ def test_a_client_that_never_adds_has_dropped_out():
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_client_without_its_share_holders_ends_the_round(masked):
-    # A ring: three holders a secret, two needed. Both neighbours of client 5 are gone, the other six of nine are there.
+    # A ring: two of three holders rebuild a secret. Both neighbours of client 5 are gone; six other clients stay.
     near = _round(range(9), neighbours=2).graph[5]
     secure = _round(range(9), dict.fromkeys(near, "unmask"), neighbours=2, masked=masked)
     _, why = _sum(secure, _vectors(range(9)))
@@ -367,12 +369,12 @@ def test_a_sum_of_one_is_refused(count):
 def test_a_threshold_is_a_fraction_and_not_its_nearest_float():
     assert math.ceil(0.55 * 100) == 56
     for percent, n in product(range(1, 101), range(1, 201)):
-        assert secagg.needed(percent / 100, n) == max(2, -(-percent * n // 100))
+        assert needed(percent / 100, n) == max(2, -(-percent * n // 100))
 
 
 @pytest.mark.parametrize("threshold", [0.02, 0.3, 0.5, 0.55, 0.9])
 def test_of_the_quorum_all_but_a_tenth_of_the_clients_are_honest(threshold):
-    """At least one is: where all that are left may work with the server, there is nobody to protect."""
+    """At least one client is honest: if all clients collude with the server, no client needs protection."""
     for n in range(2, 60):
         colluding = math.ceil(Fraction(n, 10))
         secure = _round(range(n), threshold=threshold, neighbours=4, masked=False)
@@ -389,9 +391,9 @@ def test_a_vector_that_does_not_fit_is_refused(masked):
     with pytest.raises(ValueError, match=r"client 1 adds int64 \(5,\), not uint32"):
         secure.add(1, np.zeros(5, np.int64))
     for i in (0, 3):
-        with pytest.raises(ValueError, match=f"client {i} is not to upload"):
+        with pytest.raises(ValueError, match=f"client {i} is not expected to upload"):
             secure.add(i, np.zeros(5, np.uint32))
-    secure.add(1, np.ones(5, np.uint32))  # what was refused has left no trace
+    secure.add(1, np.ones(5, np.uint32))  # refused vectors leave no trace
     assert secure.close().tolist() == [1] * 5
 
 
@@ -399,7 +401,7 @@ def test_a_vector_that_does_not_fit_is_refused(masked):
 
 
 def _size(message):
-    """Bytes on the wire: an id takes 4, the kind of a secret 1."""
+    """Bytes of a message: an id takes 4, the kind of a secret 1."""
     if isinstance(message, dict):
         return sum(4 + _size(part) for part in message.values())
     if isinstance(message, tuple):
@@ -410,7 +412,7 @@ def _size(message):
 
 
 @pytest.mark.parametrize(
-    ("stage", "undelivered"),  # sent to client 1, which was gone: six neighbours' keys; seven kinds of secrets
+    ("stage", "undelivered"),  # bytes sent to client 1 after it left: keys of six neighbours; seven kinds of secrets
     [(None, 0), ("keys", 0), ("upload", 0), ("shares", 6 * (4 + 64)), ("unmask", 7 * (4 + 1))],
 )
 def test_counted_bytes_are_those_of_the_messages(monkeypatch, stage, undelivered):
@@ -420,7 +422,7 @@ def test_counted_bytes_are_those_of_the_messages(monkeypatch, stage, undelivered
     names = Counter(name for name, *_ in log)
     assert set(names) == {"advertise", "share", "receive", "mask", "reveal"}
     assert secure.bytes_up == sum(_size(answer) for _, _, answer in log)
-    down = sum(_size(arguments) for name, arguments, _ in log if name != "mask")  # the vector is the client's own
+    down = sum(_size(arguments) for name, arguments, _ in log if name != "mask")  # the vector is no message
     assert secure.bytes_down == down + undelivered
 
 
@@ -444,12 +446,12 @@ def _connected(links, kept):
 def test_the_graph_is_regular_symmetric_and_connected(n, k, key):
     ids = [3 * i + 1 for i in range(n)]
     links = graph(ids, k, key)
-    expected = min(max(2, k) + (n * k * (k > 1)) % 2, n - 1)  # one more where both are odd: no such graph
+    expected = min(max(2, k) + (n * k * (k > 1)) % 2, n - 1)  # one more if both are odd, as no such graph exists
     assert sorted(links) == ids and all(len(set(near)) == len(near) == expected for near in links.values())
     assert all(list(near) == sorted(near) and i not in near for i, near in links.items())
     assert all(i in links[j] for i, near in links.items() for j in near)
     assert _connected(links, ids)
-    assert graph(ids[::-1], k, key) == links  # the order of the ids is nobody's choice
+    assert graph(ids[::-1], k, key) == links  # independent of the order of the ids
 
 
 def test_neighbours_are_drawn_anew_for_each_key():
@@ -475,13 +477,13 @@ def _above(most, population, marked, draws):
 
 
 def _fits(n, k, threshold, dropped, corrupt):
-    """Whether k neighbours keep both promises of `degree`, in exact fractions, by the kind of client."""
+    """Whether k neighbours satisfy both conditions of `degree`, in exact fractions, for each kind of client."""
     t = _fewest(threshold, k + 1)
     lost, bad = (math.ceil(Fraction(str(share)) * n) for share in (dropped, corrupt))
     corrupted = _above(t - 1, n - 1, bad, k)  # t or more corrupt neighbours of an honest client
     cut = (Fraction(str(dropped)) + Fraction(str(corrupt))) ** (k // 2)
-    stayed = _above(k + 1 - t, n - 1, lost, k)  # it and its neighbours, fewer than t of whom stayed
-    left = _above(k - t, n - 1, max(0, lost - 1), k)  # it left, and fewer than t of its neighbours stayed
+    stayed = _above(k + 1 - t, n - 1, lost, k)  # the client stayed, and fewer than t of it and its neighbours
+    left = _above(k - t, n - 1, max(0, lost - 1), k)  # the client left, and fewer than t of its neighbours stayed
     return n * (corrupted + cut) <= Fraction(1, 2**40) and n * max(stayed, left) <= Fraction(1, 2**20)
 
 

@@ -4,7 +4,7 @@ import yaml
 from cfl.assembly.resolve import dump, json_schema, load, resolve
 from cfl.config.presets import preset
 from cfl.config.schema import RunConfig
-from cfl.core.errors import ConfigError, unknown
+from cfl.core import ConfigError, unknown
 from cfl.models import build
 
 BENCHMARKS = ("permuted-digits", "split-digits", "permuted-mnist", "split-cifar100")
@@ -110,7 +110,7 @@ def test_a_benchmark_without_preset_gets_the_defaults():
         ("local.lrr=1", r"unknown option 'local\.lrr'; did you mean 'local\.lr'"),
         ("thresold=0.9", r"unknown option 'thresold'; did you mean 'strategy\.threshold'"),
         ("strategy.thresold=0.9", r"did you mean 'strategy\.threshold'"),
-        ("strategy.threshold=1.2", r"strategy\.threshold must be in \(0, 1\], not 1\.2"),
+        ("strategy.threshold=1.2", r"strategy\.threshold must be a number in \(0, 1\], not 1\.2"),
         ("partition.name=irid", r"unknown value of partition\.name 'irid'; did you mean 'iid'"),
         ("partition.name.x=1", r"unknown option 'partition\.name\.x'"),
         ("partition=iid", r"partition is a group of options"),
@@ -206,7 +206,7 @@ def test_a_file_of_the_wrong_shape_is_refused(text, message, tmp_path):
 
 @pytest.mark.parametrize("overrides", [["local=5", "local.lr=0.1"], ["local.lr=0.1", "local=5"]])
 def test_a_group_and_a_key_inside_it_are_refused_in_either_order(overrides):
-    with pytest.raises(ConfigError, match="gives local a value, and also sets a key inside it"):
+    with pytest.raises(ConfigError, match="--set sets local and also a key inside it"):
         resolve("permuted-digits", overrides=overrides)
 
 

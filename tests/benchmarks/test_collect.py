@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import cfl
+from cfl.assembly.resolve import dump
 from cfl.report.tables import percent
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +25,7 @@ def put(run, config):
     """A finished run of FOT on Permuted MNIST whose numbers are not computed but put there."""
     matrix = [[0.9, *[None] * 9], *([0.9] * (task + 1) + [None] * (9 - task) for task in range(1, 10))]
     run.mkdir()
-    (run / "config.yaml").write_text(json.dumps(cfl.config.dump(config)))  # JSON is YAML
+    (run / "config.yaml").write_text(json.dumps(dump(config)))  # JSON is YAML
     figures = {"method": "fot", "benchmark": "permuted-mnist", "seed": config.seed, "acc": 0.9, "fgt": 0.0175}
     figures |= {"accuracy_matrix": matrix, "subspace_use": {"a": 0.5, "b": 0.75}}
     (run / "metrics.json").write_text(json.dumps(figures))

@@ -1,4 +1,4 @@
-"""Every preset has a scale of minutes and one of seconds, and the latter goes through everything."""
+"""Every preset has a scale of minutes and a scale of seconds; smoke runs go from start to end."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ WITHOUT_FILES = ("permuted-digits", "split-digits", "iris")
 
 
 def visits(config: cfl.RunConfig) -> float:
-    """Passes over the data of the longest task, in the mean over the clients."""
+    """Passes over the data of the longest task, averaged over the clients."""
     each = config.rounds
     rounds = each if isinstance(each, int) else max(each.values() if isinstance(each, dict) else each)
     return rounds * config.local.epochs * config.cohort / config.partition.clients

@@ -1,4 +1,4 @@
-"""The chain: the order of hooks on clients and server, and that each member sees what is its own alone."""
+"""ComposedMethod: the order of hooks on clients and server, and that each member sees only its own state."""
 
 import itertools
 from dataclasses import dataclass, field, replace
@@ -8,14 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from cfl.contract import Batch, Phase, Strategy
 from cfl.contract.composed import ComposedMethod, own_state
-from cfl.contract.data import Batch
-from cfl.contract.rounds import Phase
-from cfl.contract.strategy import Strategy
 from cfl.core import optim
-from cfl.engines.step import LocalStep
+from cfl.engines.step import LocalStep, StepInputs
 from cfl.methods.regularizers import FedAvgM, FedProx, LocalRegularizer
-from cfl.models.handle import Model
+from cfl.models import Model
 from tests import toy
 from tests.toy import context
 
@@ -25,7 +23,7 @@ SHARED = {"params": {"w": torch.tensor(1.0)}}
 
 @dataclass(frozen=True)
 class Rule(LocalRegularizer):
-    """Records its calls; `adjust` and `around` are affine maps whose results tell the order."""
+    """Records its calls; `adjust` and `around` are affine maps whose results show the order."""
 
     name: str
     factor: float = 1.0
@@ -83,18 +81,18 @@ def order(log):
     return [name for name, _, _ in log]
 
 
-def test_each_member_starts_with_its_own_state_under_its_name():
+def test_each_members_initial_state_is_named_by_its_owner():
     _, ctx, _ = make(A, B)
     assert set(ctx.state) == {"strategy/count", "strategy/deep/er", "b/count", "b/deep/er"}
     assert {name: leaf.item() for name, leaf in own_state(ctx.state, "b").items()} == {"count": 10, "deep/er": -1}
 
 
-def test_owners_whose_names_begin_alike_are_kept_apart():
+def test_owners_with_a_common_prefix_are_kept_apart():
     state = {"prox/a": torch.tensor(1), "prox2/a": torch.tensor(2)}
     assert own_state(state, "prox") == {"a": torch.tensor(1)}
 
 
-def test_every_hook_sees_its_own_state_alone():
+def test_every_hook_sees_only_its_own_state():
     composed, ctx, log = make(A, B)
     composed.augment(BATCH, ctx)
     composed.penalty(SHARED["params"], torch.zeros(2, 2), ctx)
@@ -154,7 +152,7 @@ def test_penalties_add_up():
     assert ComposedMethod({"strategy": LocalRegularizer()}).penalty({}, torch.zeros(2, 2), ctx) == 0
 
 
-def test_hard_constraints_adjust_last_whatever_their_place():
+def test_hard_constraints_adjust_last_wherever_they_are_listed():
     composed, ctx, log = make(Hard("strategy", 2.0, 1.0), B, Rule("c", 0.5, 0.0))
     result = composed.adjust({"w": torch.tensor(1.0)}, SHARED["params"], ctx)["w"].item()
     assert result == ((1 * 10 + 3) * 0.5) * 2 + 1
@@ -168,7 +166,7 @@ def test_finish_keeps_uploads_and_states_apart():
     assert {name: leaf.item() for name, leaf in states.items()} == {"strategy/count": 7, "b/count": 15}
 
 
-def test_a_member_with_nothing_to_send_has_no_part_in_the_upload():
+def test_a_member_that_sends_nothing_is_not_in_the_uploads():
     composed = ComposedMethod({"strategy": LocalRegularizer()})
     ctx = context(SHARED, {"strategy/kept": torch.tensor(3.0)}, BATCH)
     assert composed.finish({"w": torch.tensor(4.0)}, ctx, 1) == ({}, ctx.state)
@@ -183,12 +181,12 @@ def test_the_empty_regularizer_changes_nothing():
     assert composed.client_state(None, SHARED["params"], None) == {}
 
 
-# --- what leaves the client, and the server's half -------------------------------------------------------------------
+# --- uploads, and the server half ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Half(LocalRegularizer):
-    """A regularizer with a server half; `send` and `server_step` are affine maps whose results tell the order."""
+    """A regularizer with a server half; `send` and `server_step` are affine maps whose results show the order."""
 
     name: str
     factor: float = 1.0
@@ -219,7 +217,7 @@ class Half(LocalRegularizer):
 
 @dataclass(frozen=True)
 class Plain(Strategy):
-    """Everything travels, whatever the names of the round."""
+    """Broadcasts all parameters, whatever the names of the round."""
 
     def broadcast(self, server, info):
         return {"params": server["params"]}
@@ -245,12 +243,12 @@ def test_send_runs_in_the_order_of_the_list_on_the_strategys_upload():
     uploads, state = composed.finish({"w": torch.tensor(4.0)}, ctx, 7)
     assert uploads["strategy"]["w"].item() == ((1 - 4) * 2 + 1) * 10 + 3
     assert uploads["b"]["sent"].item() == 2 and uploads["c"]["sent"].item() == 10
-    # each with its own state, as it was before `finish`, and with what came down for it alone
+    # each hook has its own state from before `finish`, and its own part of the broadcast
     assert log == [("b", "send", 2.0, 5, 7), ("c", "send", 10.0, None, 7)]
     assert {name: leaf.item() for name, leaf in state.items()} == {"b/mine": 3, "c/mine": 11}
 
 
-def test_there_is_nothing_to_send_where_the_strategy_uploads_nothing():
+def test_send_is_not_called_if_the_strategy_uploads_nothing():
     class Silent(Strategy):
         def finish(self, params, ctx, steps):
             return {}, ctx.state
@@ -280,7 +278,7 @@ def test_server_steps_run_in_order_and_the_strategy_absorbs_last():
         server = composed.absorb(server, parts, mean, TRAIN, 1.0)
         assert server["params"]["w"].item() == before - ((1 * 2 + 1) * 10 + 3)
         assert log[-2:] == [("b", "server", 1.0, 7.0, before), ("c", "server", 3.0, 8.0, before)]
-        # Plain drops all trees but its own; those of the regularizers are not its to drop
+        # Plain returns only its own trees; ComposedMethod keeps those of the regularizers
         assert {name: leaves["rounds"].item() for name, leaves in server.items() if name != "params"} == {
             "local/b": 2.0 * (number + 1),
             "local/c": 10.0 * (number + 1),
@@ -288,8 +286,8 @@ def test_server_steps_run_in_order_and_the_strategy_absorbs_last():
     assert mean["strategy"]["w"].item() == 1.0
 
 
-@pytest.mark.parametrize("names", itertools.permutations(["doubles", "distils", "momentum"]), ids=",".join)
-def test_server_steps_come_in_turns_whatever_the_users_order(names):
+@pytest.mark.parametrize("names", [*itertools.permutations(["doubles", "distils", "momentum"])], ids=",".join)
+def test_server_steps_run_by_turn_in_any_order_of_the_user(names):
     class Doubles(LocalRegularizer):
         def server_step(self, step, own, gathered, params, info):
             return {name: 2 * leaf for name, leaf in step.items()}, own
@@ -306,11 +304,11 @@ def test_server_steps_come_in_turns_whatever_the_users_order(names):
     for _ in range(2):
         mean = {"strategy": {"0.bias": torch.tensor([1.0, 2.0])}}
         server = composed.absorb(server, composed.broadcast(server, TRAIN), mean, TRAIN, 1.0)
-    # steps 2 + 10 and 4 + 10, then the same and half of the first again
+    # steps 2 + 10 and 4 + 10, then the same plus half of the first
     assert server["params"]["0.bias"].tolist() == [100 - 12 - 18, 100 - 14 - 21]
 
 
-def test_rounds_without_training_leave_the_server_half_alone():
+def test_rounds_without_training_do_not_run_the_server_half():
     composed, log = halves()
     server = {"params": {"w": torch.tensor(100.0)}, "local/b": {"rounds": torch.tensor(4.0)}}
     work = toy.consolidation(MODEL)
@@ -338,7 +336,7 @@ def test_a_server_tree_that_is_cleared_stays_cleared():
     assert seen == [{"fresh"}, set(), set()]
 
 
-def test_the_end_of_a_task_keeps_the_strategys_trees_alone():
+def test_the_end_of_a_task_keeps_only_the_strategys_trees():
     one = torch.ones(())
     server = {"params": {"w": one}, "basis": {"0": one}, "local/b": {"rounds": one}}
     clients = {3: {"strategy/a": one, "b/mine": one}, 5: {"b/mine": one}}
@@ -348,12 +346,12 @@ def test_the_end_of_a_task_keeps_the_strategys_trees_alone():
     assert {id: set(state) for id, state in clients.items()} == {3: {"strategy/a"}, 5: set()}
 
 
-def test_a_client_begins_a_task_with_the_strategys_state_and_new_ones_of_the_regularizers():
+def test_a_client_starts_a_task_with_the_strategys_stored_state_and_initial_ones_of_the_regularizers():
     composed, _, _ = make(A, B)
     stored = {"strategy/count": torch.tensor(7.0), "b/count": torch.tensor(7.0)}
     state = composed.client_state(stored, SHARED["params"], None)
     assert {name: leaf.item() for name, leaf in state.items()} == {"strategy/count": 7, "b/count": 10, "b/deep/er": -1}
-    cleared = composed.client_state({}, SHARED["params"], None)  # the strategy has cleared it: it stays cleared
+    cleared = composed.client_state({}, SHARED["params"], None)  # the strategy has cleared its state: it stays empty
     assert set(cleared) == {"b/count", "b/deep/er"}
 
 
@@ -362,7 +360,7 @@ def test_a_client_begins_a_task_with_the_strategys_state_and_new_ones_of_the_reg
 
 @dataclass(frozen=True)
 class Lender(Half):
-    """Has a term in every place from which borrowing takes it."""
+    """Changes `penalty`, `around` and `adjust`, the hooks that borrowing removes from the update."""
 
     def penalty(self, params, logits, ctx):
         self.log.append((self.name, "penalty"))
@@ -393,8 +391,8 @@ class Borrower(LocalRegularizer):
         return outer
 
 
-def test_what_is_borrowed_stays_out_of_penalty_around_and_adjust():
-    # the net is not looked at: the lender's term depends on w alone
+def test_borrowed_terms_stay_out_of_penalty_around_and_adjust():
+    # the outputs do not matter: the lender's penalty depends on w alone
     log, seen = [], []
     lender = Lender("b", 2.0, 1.0, log)
     composed = ComposedMethod({"strategy": Strategy(), "b": lender, "takes": Borrower("b", seen)})
@@ -406,9 +404,9 @@ def test_what_is_borrowed_stays_out_of_penalty_around_and_adjust():
     assert composed.adjust({"w": torch.tensor(1.0)}, at, ctx)["w"].item() == 1 and log == []
     seen.clear()
     assert composed.around(lambda params, ctx: {"w": torch.tensor(1.0)})(at, ctx)["w"].item() == 1
-    assert seen == [2 * 2 * 3 + 2 + 0.5]  # gradient of 2 w^2, then its state and what was sent, by `adjust`
+    assert seen == [2 * 2 * 3 + 2 + 0.5]  # gradient of 2 w^2; `adjust` adds the state and the broadcast
     assert log == [("b", "penalty"), ("b", "adjust")]
-    uploads, state = composed.finish(at, ctx, 1)  # its other hooks run as ever
+    uploads, state = composed.finish(at, ctx, 1)  # the lender's other hooks still run
     assert uploads["strategy"]["w"].item() == (1 - 3) * 2 + 1 and state["b/mine"].item() == 3
     plain = ComposedMethod({"strategy": Strategy(), "b": lender, "takes": Borrower("", seen)})
     assert plain.borrowed == frozenset() and composed.borrowed == {"b"}
@@ -417,7 +415,7 @@ def test_what_is_borrowed_stays_out_of_penalty_around_and_adjust():
     assert seen == [None] and plain.penalty(at, torch.zeros(2, 2), ctx).item() == 18
 
 
-def test_the_correction_is_the_gradient_of_the_lenders_penalty_at_any_place():
+def test_the_correction_is_the_gradient_of_the_lenders_penalty_at_all_parameters():
     class Twice(Borrower):
         def around(self, grad_fn):
             def outer(params, ctx):
@@ -432,7 +430,7 @@ def test_the_correction_is_the_gradient_of_the_lenders_penalty_at_any_place():
         step = LocalStep(MODEL, 0, frozenset(), ComposedMethod({"strategy": Strategy(), **members}), optim.sgd(0.9))
         local = step.start(MODEL.params)
         for index in range(4):
-            local, _ = step(local, batch, {"params": MODEL.params}, {}, 0.1, index, 0)
+            local, _ = step(local, StepInputs({"params": MODEL.params}, batch, lr=0.1, step=index))
         ends.append(local.params)
-    # taken out of the loss and added to its gradient, the term is what it was
+    # a term that is removed from the loss and added to its gradient gives the same training
     assert all(torch.allclose(ends[0][name], leaf, atol=1e-12, rtol=0) for name, leaf in ends[1].items())

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cfl.contract.data import Batch
+from cfl.contract import Batch
 from cfl.contract.losses import cross_entropy, divergence, masked_mean
 from cfl.models.handle import NO_CLASS
 from tests.toy import assert_stacked_is_each_alone, random
@@ -31,7 +31,7 @@ def test_cross_entropy_is_minus_the_log_probability_of_the_label():
     assert cross_entropy(logits, batch_of([0, 1])).tolist() == pytest.approx([math.log(4), math.log(4 / 3)])
 
 
-def test_masked_mean_is_that_of_the_live_values():
+def test_masked_mean_ignores_masked_values():
     values = torch.tensor([2.0, 100.0, 6.0])
     assert masked_mean(values, torch.tensor([1.0, 0.0, 1.0])).item() == 4  # (2 + 6) / 2
     assert masked_mean(values, torch.ones(3)).item() == 36
@@ -82,7 +82,7 @@ def test_divergence_is_zero_with_no_gradient_where_the_two_agree_up_to_a_shift()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_class_that_both_lack_counts_for_nothing(dtype):
+def test_a_class_that_both_lack_does_not_count(dtype):
     targets, logits = random(6, 4).to(dtype), random(6, 4, seed=1).to(dtype)
     lacking = torch.full((6, 1), NO_CLASS, dtype=dtype)
 
@@ -101,7 +101,7 @@ def test_a_class_without_probability_gives_no_nan():
     assert divergence(certain, Q.log(), 1.0).tolist() == pytest.approx([math.log(2)])
 
 
-def test_divergence_of_stacked_clients_is_that_of_each():
+def test_divergence_of_stacked_clients_equals_that_of_each():
     assert_stacked_is_each_alone(
         lambda logits, targets: divergence(targets, logits, 3.0).sum(), random(3, 6, 4), random(3, 6, 4, seed=1)
     )

@@ -4,8 +4,7 @@ from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 
-from cfl.core import plugins
-from cfl.core.errors import ConfigError
+from cfl.core import ConfigError, plugins
 from cfl.core.plugins import Registry
 
 

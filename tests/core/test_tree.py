@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cfl.core import tree
+from tests import toy
 
 SHAPES = st.dictionaries(
     st.text("abc.@/0", min_size=1, max_size=6),
@@ -28,33 +29,26 @@ def assert_equal(a, b):
 
 @settings(max_examples=40, deadline=None)
 @given(SHAPES, st.integers(-4, 4))
-def test_algebra_agrees_with_the_flattened_vectors(shapes, factor):
+def test_algebra_agrees_with_vectors(shapes, factor):
     a, b = filled(shapes, 1), filled(shapes, 2)
-    u, v = tree.flatten(a)[0], tree.flatten(b)[0]
-    assert torch.equal(tree.flatten(tree.add(a, b))[0], u + v)
-    assert torch.equal(tree.flatten(tree.sub(a, b))[0], u - v)
-    assert torch.equal(tree.flatten(tree.scale(a, factor))[0], factor * u)
+    u, v = toy.flat(a), toy.flat(b)
+    assert torch.equal(toy.flat(tree.add(a, b)), u + v)
+    assert torch.equal(toy.flat(tree.sub(a, b)), u - v)
+    assert torch.equal(toy.flat(tree.scale(a, factor)), factor * u)
     assert torch.equal(tree.dot(a, b), u @ v)
     assert tree.nbytes(a) == 4 * u.numel()
 
 
 @settings(max_examples=40, deadline=None)
 @given(SHAPES, st.integers(1, 3))
-def test_flatten_and_stack_have_exact_inverses(shapes, count):
+def test_stack_adds_a_first_dimension(shapes, count):
     trees = [filled(shapes, seed) for seed in range(count)]
-    assert_equal(tree.unflatten(*tree.flatten(trees[0])), trees[0])
     stacked = tree.stack(trees)
     assert {name: leaf.shape for name, leaf in stacked.items()} == {
         name: (count, *shape) for name, shape in shapes.items()
     }
-    for back, original in zip(tree.unstack(stacked), trees, strict=True):
+    for back, original in zip(toy.unstacked(stacked), trees, strict=True):
         assert_equal(back, original)
-
-
-def test_flatten_by_hand():
-    vector, shapes = tree.flatten({"b": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "a": torch.tensor(5.0)})
-    assert vector.tolist() == [1, 2, 3, 4, 5]  # in the order of the tree, not of the alphabet
-    assert shapes == {"b": (2, 2), "a": ()}
 
 
 def test_map_follows_the_first_tree_and_ignores_the_order_of_the_others():

@@ -1,4 +1,4 @@
-"""The choice of an engine: candidates, doubling, memory; a measurement changes nothing. No test waits for a clock."""
+"""The choice of an engine: candidates, growing blocks, memory; trials change no result. Time is simulated."""
 
 import math
 import time
@@ -8,9 +8,8 @@ import torch
 import yaml
 
 import cfl
-from cfl.contract.data import Client, Share
-from cfl.core import machine
-from cfl.core.errors import UpdateError
+from cfl.contract import Client, RoundInputs, Share
+from cfl.core import UpdateError, machine
 from cfl.engines import choose as module
 from cfl.engines.choose import Choice, choose, undecided
 from tests import toy
@@ -20,41 +19,60 @@ from tests.engines.test_vmapped import model_of, samples_of
 CPU = torch.device("cpu")
 
 
+class Trials:
+    """Builds engines whose rounds take `seconds(name, block, number of clients)` on a simulated clock.
+
+    rounds: (name, block) of the engine and the clients of every round; bytes: growth that each engine reports.
+    """
+
+    def __init__(self, monkeypatch, seconds, bytes=0):
+        self.now, self.rounds, self.engines = 0.0, [], []
+        self.seconds, self.bytes = seconds, bytes
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(machine, "peak_bytes", lambda device: 0)
+        monkeypatch.setattr(machine, "synchronize", lambda device: None)
+
+    def build(self, name, block):
+        self.engines.append(Trial(self, name, block))
+        return self.engines[-1]
+
+    def choose(self, engine, block=None, workers=1, threads=1, clients=20, device=CPU, batch_size=2, shares=None):
+        info = info_of(model_of(), range(clients))
+        shares = shares or {0: Share(samples_of(9), torch.arange(9))}
+        members = [Client(id, shares, 0, (0,)) for id in range(clients)]
+        found = choose(
+            engine, block, workers, threads, device, self.build, RoundInputs(info, {}, members, {}), batch_size
+        )
+        assert all(trial.closed for trial in self.engines)
+        return found
+
+
 class Trial:
-    grown = 0
+    gathers = {}
 
-    def __init__(self, name, block):
-        self.name, self.block, self.closed = name, block, False
+    def __init__(self, trials, name, block):
+        self.trials, self.place, self.grown, self.closed = trials, (name, block), trials.bytes, False
 
-    def round(self, *args):
-        raise AssertionError("nothing is computed here")
+    def collect(self, total, inputs, observe):
+        self.trials.rounds.append((self.place, inputs.clients))
+        self.trials.now += self.trials.seconds(*self.place, len(inputs.clients))
 
     def close(self):
         self.closed = True
 
 
-def chosen(monkeypatch, engine, times, block=None, workers=1, threads=1, clients=20, bytes=0, free=1000, device=CPU):
-    """The choice where candidates (name, block) take so many seconds a thread, or raise; and those that were tried."""
-    tried = []
+def chosen(monkeypatch, engine, times, bytes=0, free=1000, **options):
+    """Return the choice and the tried candidates. times: (name, block) to seconds with one thread, or an error."""
 
-    def build(name, block):
-        tried.append(Trial(name, block))
-        return tried[-1]
+    def seconds(name, block, clients):
+        if isinstance(times[name, block], Exception):
+            raise times[name, block]
+        return times[name, block] / torch.get_num_threads()
 
-    def seconds(engine, device, work, most):
-        time = times[engine.name, engine.block]
-        if isinstance(time, Exception):
-            raise time
-        return time / torch.get_num_threads(), bytes
-
-    monkeypatch.setattr(module, "_seconds", seconds)
-    monkeypatch.setattr(module, "SECONDS", math.inf)  # of all clients
+    monkeypatch.setattr(module, "SECONDS", math.inf)  # keeps all clients
     monkeypatch.setattr(machine, "free_bytes", lambda device: free)
-    info, samples = info_of(model_of(), range(clients)), samples_of(9)
-    members = [Client(id, {0: Share(samples, torch.arange(9))}, 0, (0,)) for id in range(clients)]
-    found = choose(engine, block, workers, threads, device, build, (info, {}, members, {}), 2)
-    assert all(trial.closed for trial in tried)
-    return found, list(dict.fromkeys((trial.name, trial.block) for trial in tried))
+    trials = Trials(monkeypatch, seconds, bytes)
+    return trials.choose(engine, **options), list(dict.fromkeys(place for place, _ in trials.rounds))
 
 
 LOOP = {("loop", None): 10.0}
@@ -67,79 +85,70 @@ def vmapped(*times, name="vmapped", last=20):
 @pytest.mark.parametrize(
     ("times", "expected", "most"),
     [
-        ((12, 13), ("loop", None), 4),  # blocks do not pay
-        ((8, 8), ("vmapped", 2), 4),  # doubling does not
-        ((12, 8, 5, 4.9), ("vmapped", 8), 16),  # the smallest blocks lose to the loop, larger ones win
+        ((12, 13), ("loop", None), 4),  # no block is faster than the loop
+        ((8, 8), ("vmapped", 2), 4),  # a doubled block is not faster
+        ((12, 8, 5, 4.9), ("vmapped", 8), 16),  # small blocks are slower than the loop, larger ones faster
         ((8, 6, 4, 3, 2), ("vmapped", 20), 20),  # all clients at once
-        ((9.8, 9.7), ("loop", None), 4),  # within the noise: the simpler one
+        ((9.8, 9.7), ("loop", None), 4),  # within the noise: the simpler engine
     ],
 )
-def test_blocks_double_as_long_as_that_saves_time(monkeypatch, times, expected, most):
+def test_blocks_double_while_that_saves_time(monkeypatch, times, expected, most):
     found, tried = chosen(monkeypatch, "auto", LOOP | vmapped(*times))
     assert found == Choice(*expected, 1) and tried[0] == ("loop", None) and tried[-1] == ("vmapped", most)
 
 
 @pytest.mark.parametrize(("free", "most"), [(1000, 20), (250, 20), (249, 2)])
-def test_blocks_double_as_long_as_memory_lasts(monkeypatch, free, most):
-    """A block grew the process by 100 bytes; one twice as large takes 200, at most 80 % of what is free: 250."""
+def test_blocks_double_while_memory_lasts(monkeypatch, free, most):
+    """A block takes 100 bytes, the next one 200: it is tried if that is at most 80 % of the free memory, 250."""
     found, _ = chosen(monkeypatch, "vmapped", vmapped(8, 6, 4, 3, 2), bytes=100, free=free)
     assert found == Choice("vmapped", most, 1)
 
 
-def test_several_cores_are_for_processes(monkeypatch):
-    """With 3 workers a worker's share of 20 clients is 7, and each of them takes the memory."""
+def test_a_cpu_with_several_cores_runs_processes(monkeypatch):
+    """With 3 workers, a worker's share of 20 clients is 7, and each worker takes the memory of a block."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     times = {("pool", None): 10.0} | vmapped(8, 6, 4, name="pool+vmapped", last=7) | vmapped(12, 13)
     found, tried = chosen(monkeypatch, "auto", times, workers=3)
     assert found == Choice("pool+vmapped", 7, 1) and {name for name, _ in tried} == {"pool", "pool+vmapped", "vmapped"}
-    found, _ = chosen(monkeypatch, "auto", times | vmapped(5, 3, 3), workers=3)  # so small that processes do not pay,
-    assert found == Choice("vmapped", 4, 3)  # but threads do
-    found, _ = chosen(monkeypatch, "auto", times, workers=3, threads=3, bytes=100, free=700)  # 2 x 100 x 3 > 80 % of it
+    found, _ = chosen(monkeypatch, "auto", times | vmapped(5, 3, 3), workers=3)
+    assert found == Choice("vmapped", 4, 3)  # a small model: threads are faster than processes
+    found, _ = chosen(monkeypatch, "auto", times, workers=3, threads=3, bytes=100, free=700)  # 2 x 100 x 3 > 80 %
     assert found == Choice("pool+vmapped", 2, 3)
     found, tried = chosen(monkeypatch, "auto", LOOP | vmapped(12, 13), workers=3, device=torch.device("cuda"))
-    assert found == Choice("loop", None, 1) and "pool" not in dict(tried)  # a GPU is for one process
+    assert found == Choice("loop", None, 1) and "pool" not in dict(tried)  # one process on a GPU
 
 
-def test_slow_steps_are_tried_with_few_clients(monkeypatch):
-    """A client takes 0.1 s by itself: 4 of them take the 0.4 s of a trial; each of 3 workers gets at least 2."""
-    seen = []
-
-    def seconds(engine, device, work, most):
-        seen.append(len(work.args[-1]))
-        return 0.1 * seen[-1], 0
-
-    monkeypatch.setattr(module, "_seconds", seconds)
+def test_slow_steps_are_timed_with_few_clients(monkeypatch):
+    """A client takes 3/32 s alone: 4 clients fit into the 0.4 s of a round; each of 3 workers gets at least 2."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    info, samples = info_of(model_of(), range(20)), samples_of(9)
-    members = [Client(id, {0: Share(samples, torch.arange(9))}, 0, (0,)) for id in range(20)]
     for workers, clients in ((1, 4), (3, 6)):
-        seen.clear()
-        choose("auto", None, workers, 1, CPU, Trial, (info, {}, members, {}), 2)
-        assert seen[0] == 1 and set(seen[1:]) == {clients}
+        trials = Trials(monkeypatch, lambda name, block, clients: 3 / 32 * clients)
+        trials.choose("auto", workers=workers)
+        seen = [len(given) for _, given in trials.rounds]
+        assert seen[0] == 1 and set(seen[3:]) == {clients}
 
 
-def test_a_trial_without_hope_is_short():
-    """Rounds of 10 ms where 4 ms were hoped for: two to warm up, and one that shows it."""
-    rounds = []
-    engine = Trial("loop", None)
-    module._seconds(engine, CPU, lambda: (rounds.append(0), time.sleep(0.01)), 0.004)
-    assert len(rounds) == module.WARM + 1
-    module._seconds(engine, CPU, lambda: rounds.append(0), math.inf)
-    assert len(rounds) == 2 * module.WARM + 1 + module.MOST  # so fast that time is no bound
+def test_a_hopeless_trial_is_short(monkeypatch):
+    """A slow engine has the warm-up and one timed round; the loop is fast enough for the most rounds."""
+    trials = Trials(monkeypatch, lambda name, block, clients: 2**-10 if name == "loop" else 1.0)
+    assert trials.choose("auto") == Choice("loop", None, 1)
+    places = [place for place, clients in trials.rounds if len(clients) > 1]
+    hopeless = [("vmapped", block) for block in (2, 4) for _ in range(module.WARM + 1)]
+    assert places == [("loop", None)] * (module.WARM + module.MOST) + hopeless
 
 
-def test_a_block_that_is_given_stays(monkeypatch):
+def test_a_given_block_is_kept(monkeypatch):
     found, tried = chosen(monkeypatch, "auto", {("loop", 5): 10.0, ("vmapped", 5): 3.0}, block=5)
-    assert found == Choice("vmapped", 5, 1) and tried == [("loop", 5), ("vmapped", 5)]  # the loop has no use for it
+    assert found == Choice("vmapped", 5, 1) and tried == [("loop", 5), ("vmapped", 5)]  # the loop ignores it
 
 
 @pytest.mark.parametrize("error", [UpdateError("vmap"), torch.OutOfMemoryError("much"), TypeError("a tensor")])
-def test_what_fails_is_not_chosen(monkeypatch, error):
+def test_a_failing_choice_is_left_out(monkeypatch, error):
     found, _ = chosen(monkeypatch, "auto", LOOP | vmapped(error))
     assert found == Choice("loop", None, 1)
     found, _ = chosen(monkeypatch, "auto", LOOP | vmapped(8, error))
     assert found == Choice("vmapped", 2, 1)
-    with pytest.raises(type(error)):  # nothing else was asked for
+    with pytest.raises(type(error)):  # no other engine was requested
         chosen(monkeypatch, "vmapped", vmapped(error))
     found, _ = chosen(monkeypatch, "vmapped", vmapped(8, error))
     assert found == Choice("vmapped", 2, 1)
@@ -150,21 +159,23 @@ def test_what_fails_is_not_chosen(monkeypatch, error):
     [("auto", None, True), ("auto", 4, True), ("vmapped", None, True), ("pool+vmapped", None, True)]
     + [("vmapped", 4, False), ("loop", None, False), ("pool", None, False)],
 )
-def test_what_has_to_be_measured(engine, block, expected):
+def test_undecided_configurations(engine, block, expected):
     assert undecided(engine, block) == expected
 
 
-def test_trials_are_short():
+def test_trials_take_few_steps(monkeypatch):
     share = Share(samples_of(50), torch.arange(50))
-    short = module._shortened(Client(3, {0: share, 1: share}, 1, (1,)), 4)
-    assert len(short) == 16 and short.steps(4) == module.STEPS and set(short.shares) == {0, 1}
+    trials = Trials(monkeypatch, lambda name, block, clients: 1.0)
+    trials.choose("vmapped", shares={0: share, 1: share}, batch_size=4)
+    for short in trials.rounds[0][1]:
+        assert len(short) == 16 and short.steps(4) == module.STEPS and set(short.shares) == {0, 1}
 
 
 @pytest.mark.parametrize("options", [(), ("secagg=full",), ("sampling=poisson", "cohort=1")])
 def test_a_measurement_changes_nothing_and_is_written_down(options, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "CLIENTS", 2)
-    monkeypatch.setattr(module, "_CLOSE", math.inf)
-    monkeypatch.setattr(module, "_BETTER", math.inf)  # the last candidate wins
+    monkeypatch.setattr(module, "CLOSE", math.inf)
+    monkeypatch.setattr(module, "BETTER", math.inf)  # the last candidate wins
     common = ("tasks=1", "workers=1", *options)
     found = cfl.run(toy.config("engine=auto", *common, method="fedavg"), stream=toy.stream(1), output=tmp_path)
     stored = yaml.safe_load((tmp_path / "config.yaml").read_text())

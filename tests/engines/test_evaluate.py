@@ -1,4 +1,4 @@
-"""Accuracies of several tasks at once, and what is looked at of the clients' models of a round."""
+"""Accuracies of several tasks at once, and measurements on the clients' models of a round."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 import cfl
 from cfl.core import rng
 from cfl.engines.evaluate import LocalModels, accuracies, accuracy
-from cfl.models.handle import Model
+from cfl.models import Model
 from cfl.streams.store import Pool, TaskSamples
 from tests import toy
 
@@ -16,7 +16,7 @@ INFO = toy.consolidation(MODEL, task=1)
 
 
 def moved(**by):
-    """The global model with numbers added to leaves; a dot in a name is written as two underscores."""
+    """The global model with numbers added to leaves; two underscores stand for a dot in a name."""
     return {name: leaf + by.get(name.replace(".", "__"), 0) for name, leaf in MODEL.params.items()}
 
 
@@ -49,7 +49,7 @@ def test_an_observer_gets_a_copy():
 
 
 def parts_of(*sizes):
-    """Test samples of tasks over one pool, each with pixels in an order of its own, and random labels."""
+    """Test samples of tasks over one pool, with a pixel permutation for each task, and random labels."""
     pool = Pool(torch.randint(0, 256, (sum(sizes), 6), dtype=torch.uint8, generator=rng.generator(0)))
     parts, rows = {}, torch.arange(sum(sizes)).split(sizes)
     for task, index in enumerate(rows):
@@ -60,7 +60,7 @@ def parts_of(*sizes):
 
 
 def by_hand(model, params, part, task):
-    """The fraction of samples, one at a time, whose largest logit is that of the label."""
+    """The fraction of samples whose largest logit is that of the label, computed one sample at a time."""
     model.module.eval()
     with torch.no_grad():
         found = [model.logits(params, part.gather(torch.tensor([row]))[0], task).argmax() for row in range(len(part))]
@@ -68,7 +68,7 @@ def by_hand(model, params, part, task):
 
 
 def counted(model):
-    """The sizes of the batches that go through the model, noted in a list."""
+    """A list that receives the size of each batch that goes through the model."""
     sizes = []
     model.module.register_forward_pre_hook(lambda _, given: sizes.append(len(given[0])))
     return sizes
@@ -79,20 +79,20 @@ def three_heads(**options):
     return Model(module, (6,), [3, 3, 3], **options)
 
 
-# 23 + 7 + 12 = 42 samples: batches of 10 lie across tasks (23 | 7 end at a border), and 7 samples are in one batch
+# 23 + 7 + 12 = 42 samples: batches of 10 span tasks (23 + 7 ends at a batch border), a batch of 100 takes all
 @pytest.mark.parametrize(("size", "batches"), [(1, [1] * 42), (10, [10] * 4 + [2]), (100, [42])])
 def test_tasks_with_the_same_model_share_batches(size, batches):
     model, parts = three_heads(multi_head=False), parts_of(23, 7, 12)
     expected = [by_hand(model, model.params, part, task) for task, part in parts.items()]
-    assert len(set(expected)) == 3  # so that exchanged tasks would show
+    assert len(set(expected)) == 3  # so that swapped tasks would fail
     sizes = counted(model)
-    served = {task: dict(model.params) for task in parts}  # what makes them the same is the leaves
+    served = {task: dict(model.params) for task in parts}  # other dictionaries of the same tensors
     assert accuracies(model, served, parts, size) == expected
     assert sizes == batches
     assert [accuracy(model, model.params, parts[task], task, size) for task in parts] == expected
 
 
-def test_tasks_with_models_or_heads_of_their_own_do_not():
+def test_tasks_with_different_models_or_heads_do_not():
     parts = parts_of(23, 7, 12)
     heads = three_heads(multi_head=True)
     single = three_heads(multi_head=False)
@@ -108,7 +108,7 @@ def test_tasks_with_models_or_heads_of_their_own_do_not():
 
 
 @pytest.mark.parametrize(("stats", "batches"), [("batch", [23, 7]), ("running", [30]), ("per_task", [23, 7])])
-def test_batch_statistics_are_of_one_task(stats, batches):
+def test_batch_statistics_come_from_one_task(stats, batches):
     module = toy.net(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     model = Model(module, (6,), [3, 3], multi_head=False, norm_stats=stats)
     parts, expected = parts_of(23, 7), []
@@ -122,8 +122,8 @@ def test_batch_statistics_are_of_one_task(stats, batches):
     assert sizes == batches
 
 
-def test_where_batches_decide_they_are_drawn_and_no_class_is_alone_in_one():
-    """Samples of class 0 lie around 0, those of class 1 around 4; a batch of one class is centred away from that."""
+def test_batches_with_batch_statistics_are_drawn_at_random():
+    """Samples of class 0 lie around 0, of class 1 around 4; normalising a batch of one class hides its class."""
     module = toy.net(nn.BatchNorm1d(1), nn.Linear(1, 2))
     model = Model(module, (1,), [2], multi_head=False, norm_stats="batch", seed=5)
     params = {**model.params, "1.weight": torch.tensor([[-1.0], [1.0]]).double()}
@@ -133,7 +133,7 @@ def test_where_batches_decide_they_are_drawn_and_no_class_is_alone_in_one():
     part = cfl.from_tensors([(x, y, x, y)]).tasks[0].test
 
     def right(order):
-        """How many are right, in batches of 8: weights of -1 and 1 say class 1 above the mean of the batch."""
+        """Correct predictions in batches of 8: weights of -1 and 1 predict class 1 above the mean of the batch."""
         return sum(int(((x[rows, 0] > x[rows, 0].mean()) == y[rows]).sum()) for rows in order.split(8))
 
     drawn = torch.randperm(40, generator=rng.generator(rng.key(5, "evaluation", 0)))
@@ -141,5 +141,5 @@ def test_where_batches_decide_they_are_drawn_and_no_class_is_alone_in_one():
     assert right(torch.arange(40)) / 40 < 0.7
     sizes = counted(model)
     assert accuracy(model, params, part, 0, 13) > 0.9
-    assert sizes == [13, 13, 14]  # a sample alone has no statistics
-    assert accuracy(model, params, part, 0, 40) == 1.0  # a batch of all is of both classes whatever the order
+    assert sizes == [13, 13, 14]  # a single sample has no statistics
+    assert accuracy(model, params, part, 0, 40) == 1.0  # one batch has both classes in any order

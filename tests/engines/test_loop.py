@@ -1,4 +1,4 @@
-"""The loop engine: FedAvg against central training and by hand, heads, buffers, ragged batches and bad updates."""
+"""The loop engine: FedAvg against central training and values by hand, heads, buffers, ragged batches, bad updates."""
 
 import copy
 from dataclasses import dataclass
@@ -9,16 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import cfl
+from cfl.contract import Batch, Client, Phase, RoundInfo, RoundInputs, Share, Strategy
 from cfl.contract.composed import ComposedMethod
-from cfl.contract.data import Batch, Client, Share
-from cfl.contract.rounds import Phase, RoundInfo
-from cfl.contract.strategy import Strategy
-from cfl.core import optim, plugins, rng, tree
-from cfl.core.errors import UpdateError
+from cfl.core import UpdateError, optim, plugins, rng, tree
 from cfl.engines.evaluate import accuracy
 from cfl.engines.loop import LoopEngine
 from cfl.methods.regularizers import FedProx, LocalRegularizer
-from cfl.models.handle import Model
+from cfl.models import Model
 from cfl.models.mlp import mlp
 from cfl.streams.store import Pool, TaskSamples
 from tests import toy
@@ -59,18 +56,18 @@ def info_of(model, clients, task=0, round=0, phase=Phase("train"), lr=LR):
 
 
 def run(engine, samples, rows, server=None, task=0, round=0, lr=LR, states=None, server_lr=1.0):
-    """One round; rows: client id to its rows. Gives the outcome and the server's new trees."""
+    """Run one round and return the outcome and the server's new trees. rows: client id to its rows."""
     info = info_of(engine.model, rows, task, round, lr=lr)
     server = server or {"params": engine.model.params}
     shared = engine.strategy.broadcast(server, info)
     states = states or {id: engine.composed.client_state(None, shared["params"], engine.model) for id in rows}
     clients = [Client(id, {task: Share(samples, torch.tensor(own))}, task, (task,)) for id, own in rows.items()]
-    outcome = engine.round(info, shared, states, clients)
+    outcome = engine.round(RoundInputs(info, shared, clients, states))
     return outcome, engine.strategy.absorb(server, outcome.mean, info, server_lr)
 
 
 @pytest.mark.parametrize("size", [24, 21, 17])  # with batches of 8: even, ragged, and a last batch of one sample
-def test_one_client_with_all_data_is_central_training(size):
+def test_one_client_with_all_data_equals_central_training(size):
     model, samples = make_model(), data(size)
     engine = engine_of(model, optimizer=optim.sgd(momentum=0.9, weight_decay=1e-2), epochs=3)
     _, server = run(engine, samples, {5: list(range(size))})
@@ -95,8 +92,8 @@ def test_the_loss_is_the_mean_over_the_last_epochs_batches():
     assert outcome.loss == pytest.approx(expected.item(), abs=1e-6)  # one batch: the loss before the first step
 
 
-def test_nothing_to_learn_gives_the_same_model_back():
-    """With lr 0 all client models equal the global one; momentum and decay must not creep in."""
+def test_a_learning_rate_of_zero_keeps_the_model():
+    """With lr 0 all client models equal the global one, whatever momentum and weight decay."""
     model = make_model()
     engine = engine_of(model, optimizer=optim.sgd(momentum=0.9, weight_decay=1e-2))
     _, server = run(engine, data(20), {0: [0, 1, 2], 3: list(range(3, 20))}, lr=0.0)
@@ -118,18 +115,18 @@ def test_aggregation_of_equal_models_returns_that_model():
 
 
 def alone(model, samples, rows):
-    """Each client's own model, from a round that it makes alone: draws depend on the id, not on the cohort."""
+    """Each client's model from a round without other clients: draws depend on the id, not on the cohort."""
     return {id: run(engine_of(model), samples, {id: own})[1]["params"] for id, own in rows.items()}
 
 
 def test_weights_by_hand():
     model, samples, rows = make_model(), data(16), {2: list(range(4)), 7: list(range(4, 16))}
     own = alone(model, samples, rows)
-    for weights, (a, b) in {"samples": (0.25, 0.75), "uniform": (0.5, 0.5)}.items():  # 4 and 12 samples
+    for weights, (a, b) in {"samples": (0.25, 0.75), "uniform": (0.5, 0.5)}.items():  # clients with 4 and 12 samples
         _, server = run(engine_of(model, weights=weights), samples, rows)
         for name, leaf in server["params"].items():
             assert torch.allclose(leaf, a * own[2][name] + b * own[7][name], atol=1e-6), name
-    assert not torch.allclose(own[2]["1.weight"], own[7]["1.weight"], atol=1e-3)  # the two means do differ
+    assert not torch.allclose(own[2]["1.weight"], own[7]["1.weight"], atol=1e-3)  # so the two means differ
 
 
 def test_weights_agree_for_clients_of_equal_size():
@@ -160,7 +157,7 @@ def test_unused_heads_keep_every_bit():
         assert torch.equal(leaf, model.params[name]) == name.endswith("@0"), name
 
 
-def test_only_the_tasks_leaves_travel():
+def test_only_the_tasks_leaves_are_uploaded():
     model = make_model(multi_head=True)
     outcome, _ = run(engine_of(model), data(16), {0: list(range(8)), 1: list(range(8, 16))}, task=1)
     assert tuple(outcome.mean["strategy"]) == model.trainable(1)
@@ -173,7 +170,7 @@ def test_statistics_are_averaged_and_counters_are_not():
     own = alone(model, samples, rows)
     _, server = run(engine_of(model), samples, rows, server_lr=0.5)
     mean, count = "1.running_mean@0", "1.num_batches_tracked@0"
-    expected = 0.25 * own[1][mean] + 0.75 * own[2][mean]  # 8 and 24 samples; the whole step, whatever the server's rate
+    expected = 0.25 * own[1][mean] + 0.75 * own[2][mean]  # 8 and 24 samples; server_lr does not apply
     assert torch.allclose(server["params"][mean], expected, atol=1e-6)
     assert server["params"][count].dtype == torch.int64
     assert server["params"][count].item() == own[1][count].item() == 1 and own[2][count].item() == 3
@@ -186,14 +183,14 @@ def poisoned(samples, rows):
     return TaskSamples(Pool(images), samples.index, samples.targets)
 
 
-def test_bad_update_raises_with_client_task_and_round():
+def test_a_bad_update_raises_with_client_task_and_round():
     model, samples = make_model(), poisoned(data(16), [9])
     message = r"client 4 .*NaN or infinity \(task 1, phase train, round 6\); lower local\.lr.*on_bad_update=exclude"
     with pytest.raises(UpdateError, match=message):
         run(engine_of(model), samples, {1: list(range(8)), 4: list(range(8, 16))}, task=1, round=6)
 
 
-def test_bad_update_can_be_left_out():
+def test_a_bad_update_can_be_excluded():
     class Counter(Strategy):
         def init_client(self, params, model):
             return {"rounds": torch.zeros(())}
@@ -208,7 +205,7 @@ def test_bad_update_can_be_left_out():
     outcome, server = run(engine, samples, {1: list(range(8)), 4: list(range(8, 16))}, states=states)
     assert outcome.excluded == [4] and set(outcome.states) == {1}
     assert outcome.states[1]["strategy/rounds"].item() == 6
-    assert states[4]["strategy/rounds"].item() == 8  # its state stays what it was
+    assert states[4]["strategy/rounds"].item() == 8  # its state does not change
     only = alone(model, samples, {1: list(range(8))})[1]
     assert all(torch.allclose(server["params"][name], leaf, atol=1e-6) for name, leaf in only.items())
     with pytest.raises(
@@ -217,7 +214,7 @@ def test_bad_update_can_be_left_out():
         run(engine, samples, {4: list(range(8, 16))})
 
 
-def test_a_round_writes_to_nothing_that_it_is_given_and_not_to_the_global_generator():
+def test_a_round_changes_neither_its_inputs_nor_the_global_generator():
     model = make_model(bn_net)
     before, state = tree.clone(model.params), torch.get_rng_state()
     run(engine_of(model, locals_={"fedprox": FedProx()}), data(20), {0: list(range(20))})
@@ -233,7 +230,7 @@ def test_dropout_is_drawn_from_the_clients_key():
     again = run(engine_of(model), data(16), {0: list(range(16))})[1]["params"]
     assert all(torch.equal(first[name], again[name]) for name in first)
     without = run(engine_of(make_model()), data(16), {0: list(range(16))})[1]["params"]
-    assert not torch.allclose(first["1.weight"], without["1.weight"], atol=1e-4)  # it was on
+    assert not torch.allclose(first["1.weight"], without["1.weight"], atol=1e-4)  # dropout was active
 
 
 def test_work_is_summed_and_needs_no_training():
@@ -246,14 +243,16 @@ def test_work_is_summed_and_needs_no_training():
     info = info_of(model, [1, 2], phase=Phase("measure", train=False, work=True))
     parts = {1: torch.arange(3), 2: torch.arange(3, 9)}
     clients = [Client(id, {0: Share(data(9), rows)}, 0, (0,)) for id, rows in parts.items()]
-    outcome = engine.round(info, {"params": model.params}, {1: {"fedprox/a": torch.ones(1)}, 2: {}}, clients)
-    assert outcome.mean == {"work": {"n": torch.tensor([9.0])}} and outcome.loss is None  # 3 + 6, not their mean
+    outcome = engine.round(
+        RoundInputs(info, {"params": model.params}, clients, {1: {"fedprox/a": torch.ones(1)}, 2: {}})
+    )
+    assert outcome.mean == {"work": {"n": torch.tensor([9.0])}} and outcome.loss is None  # a sum, 3 + 6, not a mean
     assert outcome.bytes_up == 2 * 4
     assert set(outcome.states[1]) == {"fedprox/a", "strategy/seen"} and outcome.states[2]["strategy/seen"].item() == 2
 
 
 class Looks(LocalRegularizer):
-    """Looks at the global model in each step and at the end, and changes nothing."""
+    """Evaluates the global model at each step and in `finish`, without an effect."""
 
     def penalty(self, params, logits, ctx):
         return 0.0 * (logits - ctx.forward(ctx.shared["params"], ctx.batch)).square().sum()
@@ -264,7 +263,7 @@ class Looks(LocalRegularizer):
         return {}, ctx.state
 
 
-def test_a_look_at_the_global_model_leaves_running_statistics_alone():
+def test_evaluating_the_global_model_keeps_running_statistics():
     model, rows = make_model(bn_net, norm_stats="running"), {1: list(range(20)), 2: list(range(20, 40))}
     before = tree.clone(model.params)
     _, plain_server = run(engine_of(model), data(40), rows)
@@ -285,11 +284,8 @@ def test_work_runs_in_evaluation_mode_and_draws_from_the_clients_key():
     model.module.train()
     info = info_of(model, [1], phase=Phase("measure", train=False, work=True))
     clients = [Client(1, {0: Share(data(9), torch.arange(9))}, 0, (0,))]
-    before = torch.get_rng_state()
-    draws = [
-        engine_of(model, Worker()).round(info, {"params": model.params}, {1: {}}, clients).mean["work"]["draw"]
-        for _ in range(2)
-    ]
+    inputs, before = RoundInputs(info, {"params": model.params}, clients, {1: {}}), torch.get_rng_state()
+    draws = [engine_of(model, Worker()).round(inputs).mean["work"]["draw"] for _ in range(2)]
     assert torch.equal(*draws) and torch.equal(torch.get_rng_state(), before)
     assert seen == [False, False] and model.module.training
 
@@ -310,7 +306,7 @@ def test_uploads_that_cannot_be_summed_name_the_client_and_the_leaf(changed):
         else r"'work/b' with shape \(1,\), others None"
     )
     with pytest.raises(UpdateError, match=rf"client 2 sent {leaf} \(task 0, phase measure, round 0\)"):
-        engine_of(model, Worker()).round(info, {"params": model.params}, {1: {}, 2: {}}, clients)
+        engine_of(model, Worker()).round(RoundInputs(info, {"params": model.params}, clients, {1: {}, 2: {}}))
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 100])
@@ -331,20 +327,20 @@ def test_training_lowers_the_loss(name):
     for round in range(15):
         outcome, server = run(engine, samples, rows, server, round=round)
         losses.append(outcome.loss)
-    # the labels are a function of two inputs' signs; chance is log 3 = 1.10, a fixed seed ends near half of it
+    # labels depend on the signs of two inputs; chance is log 3 = 1.10; with this seed the loss ends near half of that
     assert losses[-1] < 0.75 * losses[0]
 
 
 def test_an_error_in_local_training_names_client_task_and_round() -> None:
-    """BatchNorm1d cannot train on one sample: 12 samples a client in batches of 11 leave a last batch of one."""
+    """BatchNorm1d cannot train on one sample: 12 samples a client in batches of 11 leave a last batch of one sample."""
     module = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     with pytest.raises(UpdateError, match=r"client \d \(task 0, phase train, round 0\).*more than 1 value"):
         cfl.run(toy.config("local.batch_size=11", method="fedavg"), stream=toy.stream(), model=module)
 
 
 @pytest.mark.parametrize("weights", ["samples", "uniform"])
-def test_uploads_of_regularizers_are_gathered_as_they_ask(weights):
-    """Clients 2, 5 and 7 hold 4, 12 and 8 samples, and each sends its id and the square of it."""
+def test_uploads_of_regularizers_are_gathered_as_declared(weights):
+    """Clients 2, 5 and 7 hold 4, 12 and 8 samples; each uploads its id and the square of its id."""
 
     @dataclass(frozen=True)
     class Sends(LocalRegularizer):
@@ -360,14 +356,14 @@ def test_uploads_of_regularizers_are_gathered_as_they_ask(weights):
     mean = [(4 * 2 + 12 * 5 + 8 * 7) / 24, (4 * 4 + 12 * 25 + 8 * 49) / 24]
     expected = mean if weights == "samples" else [14 / 3, 78 / 3]
     assert outcome.mean["mean"]["id"].tolist() == pytest.approx(expected)
-    assert outcome.mean["sum"]["id"].tolist() == [2 + 5 + 7, 4 + 25 + 49]  # whatever the weights
-    assert outcome.mean["stack"]["id"].tolist() == [[2, 4], [5, 25], [7, 49]]  # in the order of the ids
-    # a counter is the first client's in a sum; a stack holds all
+    assert outcome.mean["sum"]["id"].tolist() == [2 + 5 + 7, 4 + 25 + 49]  # independent of the weights
+    assert outcome.mean["stack"]["id"].tolist() == [[2, 4], [5, 25], [7, 49]]  # in the order of ids
+    # sums keep the first client's counter; a stack holds all
     assert [outcome.mean[how]["count"].tolist() for how in members] == [2, 2, [2, 5, 7]]
     assert outcome.bytes_up == 3 * (4 * sum(leaf.numel() for leaf in model.params.values()) + 3 * (2 * 8 + 8))
 
 
-def test_a_client_left_out_is_in_no_sum():
+def test_an_excluded_client_is_in_no_sum():
     class Sends(LocalRegularizer):
         gathers = "stack"
 
@@ -384,7 +380,7 @@ def test_a_client_left_out_is_in_no_sum():
     assert outcome.mean["stack"]["id"].tolist() == [1, 6] and outcome.mean["sum"]["id"].item() == 7
 
 
-def test_what_goes_up_is_what_send_made_of_it():
+def test_the_upload_is_the_result_of_send():
     class Halves(LocalRegularizer):
         def send(self, update, ctx, steps):
             return {name: leaf / 2 for name, leaf in update.items()}
@@ -395,8 +391,8 @@ def test_what_goes_up_is_what_send_made_of_it():
         assert leaf.any() and torch.allclose(halved.mean["strategy"][name], leaf / 2, atol=1e-7)
 
 
-def test_each_batch_has_its_own_key_for_random_changes_of_its_images():
-    """Of 4 x 4 images, whose pixels all differ, each is flipped or not."""
+def test_each_batch_has_its_own_augmentation_key():
+    """Each 4 x 4 image is flipped or not; all its pixels differ, so a flip is visible."""
     images = torch.arange(1.0, 12 * 16 + 1).view(12, 1, 4, 4)
     part = TaskSamples(Pool(images), torch.arange(12), torch.arange(12) % 3, augment=("flip",))
     client = Client(5, {0: Share(part, torch.arange(12))}, 0, (0,))
@@ -408,11 +404,11 @@ def test_each_batch_has_its_own_key_for_random_changes_of_its_images():
         assert torch.equal(first[number].x, again[number].x)
         assert torch.equal(first[number].ids, batch.ids) and torch.equal(first[number].y, batch.y)
     flips = [[not torch.equal(a, b) for a, b in zip(one.x, none.x, strict=True)] for one, none in zip(first, plain)]
-    assert len(set(map(tuple, flips))) > 1  # no two batches with the same draws
+    assert len(set(map(tuple, flips))) > 1  # draws differ between batches
     assert any(not torch.equal(a.x, b.x) for a, b in zip(first, other, strict=True))
 
 
-def test_images_of_several_tasks_are_changed_by_the_batchs_key():
+def test_images_of_several_tasks_are_augmented_by_the_batchs_key():
     images = torch.arange(1.0, 16 * 16 + 1).view(16, 1, 4, 4)
     parts = [
         TaskSamples(Pool(images), torch.arange(8) + 8 * task, torch.arange(8) % 2, augment=("flip",)) for task in (0, 1)
@@ -425,8 +421,8 @@ def test_images_of_several_tasks_are_changed_by_the_batchs_key():
     assert torch.equal(first[flipped], plain[flipped].flip(3)) and torch.equal(first[~flipped], plain[~flipped])
 
 
-def test_images_change_by_client_and_epoch():
-    """Each epoch of each client has draws of its own; without augmentation images are as they are."""
+def test_augmentation_differs_by_client_and_epoch():
+    """Draws differ between clients and epochs; without augmentation images do not change."""
     seen = []
 
     class Looks(LocalRegularizer):
@@ -445,10 +441,10 @@ def test_images_change_by_client_and_epoch():
         assert len(seen) == 2 * 4
         states = {}
         for client, ids, x in seen:
-            # by place in the batch: a key draws the same for the same places, whoever the samples are
+            # by position in the batch: with one key, a position has the same draw for every client
             changed = [not torch.equal(a, images[b]) for a, b in zip(x, ids, strict=True)]
             states.setdefault(client, []).append(tuple(changed))
-        if augment:  # 8 coins each: 2^-8 that two epochs agree
+        if augment:  # 8 coins an epoch: two epochs agree with probability 2^-8
             assert len(set(states[0])) == 4 and states[0] != states[1]
         else:
             assert not any(any(flips) for flips in [*states[0], *states[1]])

@@ -1,4 +1,4 @@
-"""What the engine makes of a client's memory: draws for each step, and a check that it points to own data."""
+"""A client's memory in the engine: draws at each step, and the check that it points to the client's own data."""
 
 import itertools
 import math
@@ -8,14 +8,11 @@ import pytest
 import torch
 
 import cfl
+from cfl.contract import MEMORY, Client, Phase, RoundInfo, RoundInputs, Share, Strategy
 from cfl.contract.composed import ComposedMethod
-from cfl.contract.data import MEMORY, Client, Share
-from cfl.contract.rounds import Phase, RoundInfo
-from cfl.contract.strategy import Strategy
-from cfl.core import optim, rng, tree
-from cfl.core.errors import UpdateError
+from cfl.core import UpdateError, optim, rng, tree
 from cfl.engines.loop import LoopEngine, recalled
-from cfl.models.handle import Model
+from cfl.models import Model
 from cfl.models.mlp import mlp
 from tests import toy
 
@@ -24,7 +21,7 @@ STORE = Phase("store", train=False, work=True)
 
 
 def client(id=3, task=1):
-    """Rows of its own of the tasks up to the round's, twelve each."""
+    """A client with twelve rows of each task up to the round's, disjoint from those of other clients."""
     rows = torch.arange(id, 48, 4)
     return Client(id, {held: Share(STREAM.tasks[held].train, rows) for held in range(task + 1)}, task, (task,))
 
@@ -37,7 +34,7 @@ def draws(count, most, key=5, steps=4):
     return [batch.ids.tolist() for batch in itertools.islice(recalled(client(), places(count), most, key), steps)]
 
 
-def test_at_most_so_many_are_recalled_and_none_twice():
+def test_draws_have_the_given_size_and_no_duplicates():
     for ids in draws(10, 4, steps=20):
         assert len(ids) == 4 == len(set(ids))
 
@@ -53,10 +50,10 @@ def test_an_empty_memory_recalls_nothing():
     assert all(len(batch.y) == 0 for batch in itertools.islice(recalled(client(), places(0), 4, 5), 3))
 
 
-def test_draws_are_of_the_key_and_the_step():
+def test_draws_depend_on_the_key_and_the_step():
     first, again, other = draws(10, 4), draws(10, 4), draws(10, 4, key=6)
     assert first == again
-    assert len({tuple(sorted(ids)) for ids in (*first, *other)}) == 8  # of 210 subsets; fixed keys, so no chance
+    assert len({tuple(sorted(ids)) for ids in (*first, *other)}) == 8  # of 210 subsets; the keys are fixed
 
 
 def test_a_draw_does_not_depend_on_the_draws_before_it():
@@ -66,9 +63,9 @@ def test_a_draw_does_not_depend_on_the_draws_before_it():
         assert held.recall(places(10)[order]).ids.tolist() == ids
 
 
-def test_every_sample_is_drawn_with_the_same_chance():
-    """Each step draws 3 of 8, so that a sample is in Bin(2000, 3/8) draws; by Hoeffding's inequality a count is off by
-    more than t with a chance below 2 exp(-2 t^2 / 2000), and any of the eight by more than 130 below 1e-6."""
+def test_every_sample_is_drawn_with_the_same_probability():
+    """Each step draws 3 of 8, so a sample's count is Bin(2000, 3/8). By Hoeffding's inequality a count deviates by more
+    than t with probability below 2 exp(-2 t^2 / 2000), and any of the eight by more than 130 below 1e-6."""
     steps, bound = 2000, 130
     assert 8 * 2 * math.exp(-2 * bound**2 / steps) < 1e-6
     counts = torch.tensor(draws(8, 3, steps=steps)).flatten().unique(return_counts=True)[1]
@@ -81,7 +78,7 @@ def test_every_sample_is_drawn_with_the_same_chance():
 
 @dataclass(frozen=True)
 class Watcher(Strategy):
-    """FedAvg that keeps what it sees as its memory at each step."""
+    """FedAvg that records `ctx.memory` at each step."""
 
     seen: list = field(default_factory=list, repr=False)
 
@@ -103,7 +100,7 @@ def play(engine, states, clients, phase=Phase("train"), round=0):
     names = model.trainable(1)
     key = rng.key(3, phase.name, round)
     info = RoundInfo(1, 3, phase, round, ids, names, frozenset(), (1,), 9, 0.1, model, key)
-    return engine.round(info, {"params": model.params}, states, clients)
+    return engine.round(RoundInputs(info, {"params": model.params}, clients, states))
 
 
 def memories(round=0, ids=(3,), count=10, extra=()):
@@ -119,29 +116,29 @@ def test_each_step_gets_a_batch_of_the_memory():
     assert all(len(set(ids)) == 5 for ids in seen)
     held = set(client().recall(places(10)).ids.tolist())
     assert all(set(ids) <= held for ids in seen)
-    assert len({tuple(ids) for ids in seen}) == 6  # another draw at each step
+    assert len({tuple(ids) for ids in seen}) == 6  # each step draws anew
 
 
-def test_memory_of_a_client_is_drawn_by_its_id_and_round_alone():
+def test_draws_depend_only_on_the_clients_id_and_the_round():
     alone = memories()
     assert memories() == alone
-    assert memories(extra=(1,))[6:] == alone  # client 1 trains first, and changes nothing
+    assert memories(extra=(1,))[6:] == alone  # client 1 trains first and changes no draw
     assert memories(round=1) != alone
 
 
-def test_a_client_without_memory_sees_none():
+def test_a_client_without_a_memory_sees_an_empty_batch():
     strategy = Watcher()
     play(engine_of(strategy), {3: {}}, [client()])
     assert len(strategy.seen) == 6 and all(memory.x.shape == (0, 8) for memory in strategy.seen)
 
 
-def test_the_memory_of_another_owner_is_no_memory():
-    strategy = Watcher()  # a regularizer's leaf of the same name belongs to the regularizer
+def test_a_leaf_of_a_regularizer_is_not_a_memory():
+    strategy = Watcher()
     play(engine_of(strategy), {3: {f"mine/{MEMORY}": places(4)}}, [client()])
     assert all(memory.x.shape == (0, 8) for memory in strategy.seen)
 
 
-def test_the_states_memory_is_not_written_to():
+def test_training_does_not_change_the_memory():
     states = {3: {f"strategy/{MEMORY}": places(10)}}
     before = tree.clone(states[3])
     play(engine_of(Watcher()), states, [client()])
@@ -150,7 +147,7 @@ def test_the_states_memory_is_not_written_to():
 
 @dataclass(frozen=True)
 class Storing(Strategy):
-    """Stores the places that it is made with."""
+    """Stores the places given at construction."""
 
     places: list = field(default_factory=list)
 
@@ -161,8 +158,10 @@ class Storing(Strategy):
         return {}, {MEMORY: torch.tensor(self.places, dtype=torch.int64).reshape(-1, 2)}
 
 
-@pytest.mark.parametrize("bad", [[1, 12], [1, -1], [2, 0], [-1, 0], [0, 0]], ids=str)  # task 0 is over
-def test_a_memory_outside_of_the_clients_data_of_the_round_is_an_error(bad):
+@pytest.mark.parametrize(
+    "bad", [[1, 12], [1, -1], [2, 0], [-1, 0], [0, 0]], ids=str
+)  # task 0 is not in the current data
+def test_a_memory_outside_of_the_clients_current_data_is_an_error(bad):
     engine = engine_of(Storing([[1, 0], bad]))
     with pytest.raises(
         UpdateError, match=r"client 3 stores samples that it does not hold \(task 1, phase store, round 0\)"
@@ -171,21 +170,21 @@ def test_a_memory_outside_of_the_clients_data_of_the_round_is_an_error(bad):
 
 
 @pytest.mark.parametrize("good", [[], [[1, 0]], [[1, 11], [0, 11]]], ids=str)
-def test_a_memory_inside_of_the_clients_data_is_kept_as_places(good):
+def test_a_memory_inside_of_the_clients_data_is_stored(good):
     before = {"mine/a": torch.ones(1), f"strategy/{MEMORY}": torch.tensor([[0, 11]])}
     outcome = play(engine_of(Storing(good)), {3: before}, [client()], STORE)
     stored = outcome.states[3]
     assert stored[f"strategy/{MEMORY}"].dtype == torch.int64 and stored[f"strategy/{MEMORY}"].tolist() == good
-    assert "mine/a" in stored  # states of others stay
+    assert "mine/a" in stored  # other owners' states stay
 
 
-def test_in_a_run_the_first_client_with_a_wrong_memory_is_named():
+def test_a_run_names_the_first_client_with_a_wrong_memory():
     with pytest.raises(UpdateError, match=r"client 0 stores .*\(task 0, phase store, round 0\)"):
-        cfl.run(toy.config(method="fedavg"), stream=toy.stream(), strategy=Storing([[1, 0]]))  # a task still to come
+        cfl.run(toy.config(method="fedavg"), stream=toy.stream(), strategy=Storing([[1, 0]]))  # a later task
 
 
-def test_a_wrong_memory_from_finish_is_an_error_too():
-    """A negative position would be read from the end of the client's rows, and replay a sample that nobody chose."""
+def test_a_wrong_memory_from_finish_is_an_error():
+    """A negative position would index from the end of the client's rows and replay a sample that nobody chose."""
 
     class Finishing(Storing):
         def finish(self, params, ctx, steps):

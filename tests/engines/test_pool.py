@@ -1,4 +1,4 @@
-"""Worker processes: the same bits whoever computes what, and whatever dies."""
+"""Worker processes: the same bits for any number of workers, and after the death of a worker."""
 
 import multiprocessing
 import os
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import cfl
-from cfl.core.errors import ConfigError, UpdateError
+from cfl.core import ConfigError, UpdateError
 from cfl.engines import pool
 from cfl.engines.shared_memory import Arena
 from tests import toy
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def alike(one, other):
-    """Whether two outcomes are equal to the bit."""
+    """Return True if two outcomes are equal to the bit."""
     return all(
         torch.equal(leaf, other.mean[owner][name])
         for owner, leaves in one.mean.items()
@@ -39,7 +39,7 @@ def pooled(rule=None, workers=2, block=1, name="pool", **options):
 
 @dataclass(frozen=True)
 class Trips(cfl.LocalRegularizer):
-    """Something happens to client 7, in a worker: for ever, or once, where `flag` names a file to remember it by."""
+    """Fails at client 7 in a worker: at every attempt, or once if `flag` names a file that records the failure."""
 
     act: str = "kill"
     flag: str = ""
@@ -55,7 +55,7 @@ class Trips(cfl.LocalRegularizer):
                 raise Strange(1, 2)
             if self.act == "warn":
                 warnings.warn("odd", stacklevel=1)
-            if self.act == "half an answer":  # dies in the middle of the next message that it sends
+            if self.act == "half an answer":  # dies in the middle of its next message
                 Connection._send = lambda self, buffer: (os.write(self.fileno(), bytes(buffer)[:3]), die())
             if self.act == "kill":
                 die()
@@ -64,7 +64,7 @@ class Trips(cfl.LocalRegularizer):
 
 @dataclass(frozen=True)
 class Counts(cfl.LocalRegularizer):
-    """A state of which one leaf counts the rounds, one stays as it is, and a third is lost."""
+    """A state with a leaf that counts the rounds, an unchanged leaf, and a leaf that is dropped."""
 
     def finish(self, params, ctx, steps):
         return {}, {"rounds": ctx.state["rounds"] + 1, "kept": ctx.state["kept"]}
@@ -82,7 +82,7 @@ class Overwrites(cfl.LocalRegularizer):
 
 
 class Strange(Exception):
-    """Pickling loses it: its constructor takes other arguments than it keeps."""
+    """Unpickling fails: the constructor takes other arguments than those that are stored."""
 
     def __init__(self, a, b):
         super().__init__(f"{a} and {b}")
@@ -99,7 +99,7 @@ def test_any_number_of_workers_gives_the_same_bits(name):
 
 
 @pytest.mark.parametrize("name", ["loop", "pool", "pool+vmapped"])
-def test_what_a_client_leaves_as_it_was_is_neither_copied_nor_sent(name):
+def test_unchanged_leaves_of_a_state_are_neither_copied_nor_sent(name):
     def start(id):
         return {"rule/rounds": torch.ones(2), "rule/kept": torch.full((3,), float(id)), "rule/lost": torch.zeros(1)}
 
@@ -115,8 +115,8 @@ def test_what_a_client_leaves_as_it_was_is_neither_copied_nor_sent(name):
 
 @pytest.mark.parametrize("what", ["state", "broadcast"])
 @pytest.mark.parametrize("name", ["loop", "vmapped", "pool", "pool+vmapped"])
-def test_what_a_hook_writes_in_place_is_refused_by_every_engine(name, what):
-    """A pool would lose it. The leaves that a worker gets count writes together, so that its chunk is named."""
+def test_every_engine_refuses_hooks_that_write_in_place(name, what):
+    """A pool would lose the write. A worker's leaves share one version counter, so the message names its chunk."""
     engine = engine_of(name, model_of(), rules={"rule": Overwrites(what)}, block=1 if name == "pool" else 2)
     states = {id: {"rule/n": torch.zeros(2)} for id in ROWS}
     place = {"state": "the state of client 4", "broadcast": "the broadcast"}[what]
@@ -132,7 +132,7 @@ def test_a_worker_that_dies_is_replaced_and_changes_no_bit(act, tmp_path):
     assert flag.exists() and alike(whole, found)
 
 
-def test_clients_at_which_every_worker_dies_are_named():
+def test_an_error_names_clients_at_which_every_worker_dies():
     engine = pooled(Trips(parent=os.getpid()), block=2)
     message = (
         r"3 worker processes died at clients 6, 7 \(task 0, phase train, round 0\), the last with exit code -9; .*"
@@ -147,10 +147,10 @@ def test_an_error_reaches_the_caller_as_from_the_loop():
         with pytest.raises(KeyError, match="^'no such leaf'") as caught:
             a_round(engine, samples_of(30), ROWS)
         assert caught.value.args == ("no such leaf",)
-    assert "in finish" in caught.value.__notes__[-1]  # where it was raised, in the other process
+    assert "in finish" in caught.value.__notes__[-1]  # the traceback of the other process
 
 
-def test_an_error_that_pickling_loses_keeps_its_name():
+def test_an_error_that_cannot_be_pickled_keeps_its_name():
     with pytest.raises(RuntimeError, match="^Strange: 1 and 2"):
         a_round(pooled(Trips("strange")), samples_of(30), ROWS)
 
@@ -163,7 +163,7 @@ def test_after_an_error_the_same_engine_computes_the_next_round(tmp_path):
     assert alike(a_round(engine, samples_of(30), ROWS), a_round(pooled(), samples_of(30), ROWS))
 
 
-def test_memory_that_is_too_small_grows(monkeypatch):
+def test_too_small_arenas_grow(monkeypatch):
     whole = a_round(pooled(workers=2), samples_of(30), ROWS)
     sizes = []
 
@@ -173,29 +173,24 @@ def test_memory_that_is_too_small_grows(monkeypatch):
             super().__init__(bytes)
 
     monkeypatch.setattr(pool, "Arena", Small)
-    monkeypatch.setattr(pool, "_SPARE", -(10**9))  # down to one page, and `bytes` below nothing
+    monkeypatch.setattr(pool, "SPARE", -(10**9))  # arenas of one page, with negative `bytes`
     engine = pooled(workers=2)
     assert alike(a_round(engine, samples_of(30), ROWS), whole)
     assert min(sizes) < 0 and max(sizes) > 0
     grown = len(sizes)
-    assert alike(a_round(engine, samples_of(30), ROWS), whole) and len(sizes) > grown  # closed in between
+    assert alike(a_round(engine, samples_of(30), ROWS), whole) and len(sizes) > grown  # `a_round` has closed the engine
 
 
-def test_a_round_leaves_its_workers_and_close_ends_them():
-    engine, started = pooled(workers=2), []
+def test_close_ends_the_workers_of_a_round():
+    started, before = set(), multiprocessing.active_children()
 
-    class Keep(pool._Worker):
-        def start(self, *sizes, **named):
-            super().start(*sizes, **named)
-            started.append(self.process.pid)
+    def look(client, params):
+        started.update(child.pid for child in multiprocessing.active_children())
 
-    before = multiprocessing.active_children()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pool, "_Worker", Keep)
-        a_round(engine, samples_of(30), ROWS)  # closes it
+    a_round(pooled(workers=2), samples_of(30), ROWS, observe=look)  # closes the engine
     assert len(started) == 2 and multiprocessing.active_children() == before == []
     for pid in started:
-        with pytest.raises(ChildProcessError):  # waited for: no zombie is left
+        with pytest.raises(ChildProcessError):  # already reaped: not a zombie
             os.waitpid(pid, os.WNOHANG)
 
 
@@ -205,7 +200,7 @@ def test_warnings_of_clients_reach_the_caller():
 
 
 def gone(pids, seconds=20.0):
-    """Whether processes end within some time."""
+    """Return True if all processes end within that time."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if not any(_runs(pid) for pid in pids):
@@ -238,7 +233,9 @@ except KeyboardInterrupt:
 
 
 def started(action):
-    signals = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job ignores it
+    signals = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # background jobs ignore SIGINT
+    )
     return subprocess.run(
         [sys.executable, "-c", signals + SCRIPT.format(action=action)],
         cwd=ROOT,
@@ -252,29 +249,29 @@ def started(action):
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads the table of processes")
 def test_a_killed_parent_leaves_no_workers():
-    """Each worker's end of the pipe closes with the parent: no other worker has inherited it."""
+    """The death of the parent closes each worker's pipe, because no other worker inherits the parent's end."""
     done = started("os.kill(os.getpid(), signal.SIGKILL)")
     pids = [int(pid) for pid in done.stdout.split()]
     assert done.returncode == -signal.SIGKILL and len(pids) == 3
     assert gone(pids)
 
 
-def test_ctrl_c_is_left_to_the_parent():
-    """The signal goes to all processes of the group; the round ends with nothing lost, and then the run."""
+def test_the_parent_handles_ctrl_c():
+    """The signal goes to all processes of the group. The round ends without a loss, then the run ends."""
     done = started("os.killpg(0, signal.SIGINT)")
     assert done.stdout.splitlines()[-1] == "interrupted" and len(done.stdout.split()) == 4, done.stderr
     assert done.stderr.count("Traceback") == 0
 
 
-def test_a_gpu_is_refused_before_anything_is_forked():
+def test_a_gpu_is_refused_before_any_fork():
     engine = pooled()
     engine.inner.model.params["0.weight"] = engine.inner.model.params["0.weight"].to("meta")
     with pytest.raises(ConfigError, match="on a GPU use engine=vmapped"):
         pool.PoolEngine(engine.inner, 1, 1, [])
 
 
-def test_workers_know_model_and_data():
-    """What is known goes as a number: a message of a round has no sample in it, but for the rows' numbers."""
+def test_model_and_data_are_not_sent():
+    """Known objects are sent as numbers: a message of a round has the numbers of samples and no sample."""
     config = toy.config("tasks=1", "engine=pool", "block=1", "workers=1", method="fedavg")
     sent = []
 

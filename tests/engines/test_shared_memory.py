@@ -1,4 +1,4 @@
-"""Shared memory: what is read is what was written, where it lies, and what does not fit says how much there is."""
+"""Shared memory: objects are read as they were written, without a copy, and an overflow reports its size."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ LEAVES = {
 
 
 @pytest.mark.parametrize("name", LEAVES)
-def test_a_leaf_comes_back_with_type_and_shape(name):
+def test_a_leaf_keeps_type_and_shape(name):
     arena, leaf = Arena(4096), LEAVES[name]
     found = arena.read(arena.write([None, {"a": (leaf, 5, "text")}]))[1]["a"][0]
     assert isinstance(found, np.ndarray) == isinstance(leaf, np.ndarray)
@@ -32,7 +32,7 @@ def test_a_leaf_comes_back_with_type_and_shape(name):
     assert np.array_equal(found, leaf) if isinstance(leaf, np.ndarray) else torch.equal(found, leaf)
 
 
-def test_what_is_read_lies_in_the_arena():
+def test_tensors_that_are_read_are_views_of_the_arena():
     arena = Arena(4096)
     first = arena.read(arena.write(torch.ones(3)))
     arena.write(torch.zeros(3))
@@ -45,7 +45,7 @@ def test_leaves_begin_at_multiples_of_64_bytes():
     assert (two.data_ptr() - one.data_ptr()) == 64
 
 
-def test_what_does_not_fit_says_how_many_bytes_it_takes():
+def test_an_overflow_reports_the_bytes_it_takes():
     arena = Arena(4096)
     with pytest.raises(ArenaFull) as caught:
         arena.write([torch.ones(1, dtype=torch.bool), torch.zeros(4033, dtype=torch.bool)])
@@ -54,13 +54,13 @@ def test_what_does_not_fit_says_how_many_bytes_it_takes():
     arena.write(torch.zeros(4096, dtype=torch.bool))  # to the last byte
 
 
-def test_what_the_reader_has_is_not_sent():
+def test_known_objects_are_not_sent():
     arena, known = Arena(0), object()
     pickled = arena.write([known, 1], lambda value: ("known", 7) if value is known else None)
     assert arena.read(pickled, {"known": {7: known}.__getitem__})[0] is known
 
 
-def test_an_error_is_passed_on_with_where_it_was_raised():
+def test_a_portable_error_has_its_traceback():
     class Local(Exception):
         pass
 
@@ -70,4 +70,4 @@ def test_an_error_is_passed_on_with_where_it_was_raised():
         except Exception as raised:
             found = portable(raised)
         assert type(found) is kind and str(found) == text
-        assert "test_an_error_is_passed_on" in found.__notes__[-1]
+        assert "test_a_portable_error" in found.__notes__[-1]

@@ -1,4 +1,4 @@
-"""The one local step: a client at a time, and the same code for stacked clients under torch.func.vmap."""
+"""The local step: for one client, and the same code for stacked clients under torch.func.vmap."""
 
 import copy
 
@@ -7,13 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from cfl.contract import Batch, Strategy
 from cfl.contract.composed import ComposedMethod
-from cfl.contract.data import Batch
-from cfl.contract.strategy import Strategy
 from cfl.core import optim, rng, tree
-from cfl.engines.step import Local, LocalStep
+from cfl.engines.step import Local, LocalStep, StepInputs
 from cfl.methods.regularizers import FedProx, LocalRegularizer
-from cfl.models.handle import Model
+from cfl.models import Model
 
 CLIENTS, STEPS, SIZE, LR = 4, 3, 6, 0.1
 
@@ -64,7 +63,7 @@ def test_one_step_equals_autograd_and_torch_sgd():
     expected = F.cross_entropy(reference(data.x), data.y)
     expected.backward()
     torch.optim.SGD(reference.parameters(), lr=LR, weight_decay=0.1).step()
-    after, loss = step(step.start(model.params), data, {"params": model.params}, {}, LR, 0, 0)
+    after, loss = step(step.start(model.params), StepInputs({"params": model.params}, data, lr=LR))
     assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
     for name, leaf in reference.named_parameters():
         assert torch.allclose(after.params[model.tree_name(name, 0)], leaf, atol=1e-7)
@@ -73,33 +72,35 @@ def test_one_step_equals_autograd_and_torch_sgd():
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("net", NETS)
 def test_vmap_over_clients_equals_the_loop(net, optimizer):
-    """As engines do it: the gradients of a block of clients by vmap, then one update of the stacked trees in place."""
+    """As in the engine: gradients of a block of clients by vmap, then one in-place update of the stacked trees."""
     model, step = make(net, OPTIMIZERS[optimizer])
     shared = {"params": model.params}
-    live = [[6, 6, 6], [6, 6, 2], [5, 4], [3]]  # samples of each client's steps; who is done leaves the block
+    live = [[6, 6, 6], [6, 6, 2], [5, 4], [3]]  # samples by client and step; finished clients leave the block
 
     looped, losses = [], []
     for client in range(CLIENTS):
         local = step.start(model.params)
         for index, samples in enumerate(live[client]):
-            local, loss = step(local, batch(net, client, index, samples), shared, {}, LR, index, 7)
+            local, loss = step(local, StepInputs(shared, batch(net, client, index, samples), lr=LR, step=index, key=7))
             losses.append((index, client, loss.item()))
         looped.append(local)
 
     stacked = Local(*map(tree.stack, zip(*(step.start(model.params) for _ in range(CLIENTS)))))
     found = []
     for index in range(STEPS):
-        there = sum(len(steps) > index for steps in live)  # the first ones: they have the most steps
+        there = sum(len(steps) > index for steps in live)  # the first clients have the most steps
         block = Local(*(tree.map(lambda leaf, there=there: leaf[:there], part) for part in stacked))
         parts = zip(*(batch(net, client, index, live[client][index])[:4] for client in range(there)))
 
         def one(params, buffers, parts, index=index):
-            return step.gradient(params, buffers, step.context(shared, {}, index, 7, Batch(*parts), buffers=buffers))
+            return step.gradient(
+                params, buffers, step.context(StepInputs(shared, Batch(*parts), step=index, key=7), buffers)
+            )
 
         grads, buffers, loss = torch.func.vmap(one, randomness="different")(
             block.params, block.buffers, tuple(map(torch.stack, parts))
         )
-        step.optimizer.update(grads, block.optimizer, block.params, LR, index)  # writes to `stacked`: these are views
+        step.optimizer.update(grads, block.optimizer, block.params, LR, index)  # in `stacked`, too: views
         for name, leaf in buffers.items():
             stacked.buffers[name][:there] = leaf
         found += [(index, client, value) for client, value in enumerate(loss.tolist())]
@@ -118,57 +119,57 @@ def test_vmap_over_clients_equals_the_loop(net, optimizer):
 def test_the_gradient_by_plain_autograd_is_that_of_torch_func(net):
     model, step = make(net)
     local, shared, data = step.start(model.params), {"params": model.params}, batch(net, 0, 0, live=5)
-    local = local._replace(params=tree.map(lambda leaf: leaf + 0.1, local.params))  # so that FedProx pulls
-    ctx = step.context(shared, {}, 0, 7, data, buffers=local.buffers)
+    local = local._replace(params=tree.map(lambda leaf: leaf + 0.1, local.params))  # FedProx is then not 0
+    ctx = step.context(StepInputs(shared, data, key=7), local.buffers)
     grads, buffers, loss = step.gradient(local.params, local.buffers, ctx)
-    expected, (mean, after) = torch.func.grad(step._loss, has_aux=True)(local.params, local.buffers, ctx)
+    expected, (mean, after) = torch.func.grad(step.loss, has_aux=True)(local.params, local.buffers, ctx)
     assert_same((grads, buffers, {"loss": loss}), (expected, after, {"loss": mean}))
     assert not any(leaf.requires_grad for leaf in (*grads.values(), *buffers.values(), loss))
 
 
-def test_names_that_the_loss_does_not_reach_have_a_gradient_of_zero():
+def test_weights_outside_of_the_loss_have_a_gradient_of_zero():
     model, step = make("mlp", optim.sgd())
     step = LocalStep(model, 0, frozenset(), step.composed, step.optimizer, heads=(0, 1))
     local = step.start(model.params)
-    ctx = step.context({"params": model.params}, {}, 0, 7, batch("mlp", 0, 0))
+    ctx = step.context(StepInputs({"params": model.params}, batch("mlp", 0, 0), key=7))
     grads, *_ = step.gradient(local.params, local.buffers, ctx)
     assert set(grads) == set(local.params) >= {*model.head(0), *model.head(1)}
     assert not any(grads[name].any() for name in model.head(1)) and all(grads[name].any() for name in model.head(0))
 
 
-def test_the_gradient_writes_to_nothing_and_a_batch_of_padding_has_none():
+def test_the_gradient_changes_no_input_and_is_zero_for_a_batch_of_padding():
     for net in NETS:
         model, step = make(net, members={"strategy": Strategy()})
         local, shared = step.start(model.params), {"params": model.params}
         before = [tree.clone(part) for part in (model.params, *local)]
         for live in (SIZE, 0):
-            ctx = step.context(shared, {}, 0, 7, batch(net, 0, 0, live), buffers=local.buffers)
+            ctx = step.context(StepInputs(shared, batch(net, 0, 0, live), key=7), local.buffers)
             grads, _, loss = step.gradient(local.params, local.buffers, ctx)
             assert_same(before, [model.params, *local])
             assert any(leaf.any() for leaf in grads.values()) == (loss.item() != 0) == (live > 0)
 
 
 @pytest.mark.parametrize("net", ["mlp", "conv"])
-def test_padding_is_the_same_as_absence(net):
+def test_padding_does_not_change_a_step(net):
     model, step = make(net)
     padded = batch(net, 0, 0, live=4)
     cut = Batch(*(part[:4] for part in padded[:4]))
-    a, loss_a = step(step.start(model.params), padded, {"params": model.params}, {}, LR, 0, 0)
-    b, loss_b = step(step.start(model.params), cut, {"params": model.params}, {}, LR, 0, 0)
+    a, loss_a = step(step.start(model.params), StepInputs({"params": model.params}, padded, lr=LR))
+    b, loss_b = step(step.start(model.params), StepInputs({"params": model.params}, cut, lr=LR))
     assert loss_a.item() == pytest.approx(loss_b.item(), abs=1e-6)
     assert all(torch.allclose(a.params[name], leaf, atol=1e-6) for name, leaf in b.params.items())
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("net", NETS)
-def test_a_step_writes_to_its_carry_alone(net, optimizer):
+def test_a_step_writes_only_to_its_carry(net, optimizer):
     model, step = make(net, OPTIMIZERS[optimizer])
     shared, local, data = {"params": model.params}, step.start(model.params), batch(net, 0, 0)
     leaves = dict(zip("xymi", data))
     before = [tree.clone(part) for part in (model.params, local.buffers, leaves)]
     start = tree.clone(local.params)
-    after, _ = step(local, data, shared, {}, LR, 0, 7)
-    step.context(shared, {}, 1, 0, data, buffers=after.buffers).forward(after.params, data)
+    after, _ = step(local, StepInputs(shared, data, lr=LR, key=7))
+    step.context(StepInputs(shared, data, step=1), after.buffers).forward(after.params, data)
     assert_same(before, [model.params, local.buffers, leaves])
     assert after.params is local.params and after.optimizer is local.optimizer
     assert not any(torch.equal(after.params[name], leaf) for name, leaf in start.items())
@@ -184,28 +185,28 @@ def test_start_takes_the_tasks_names_without_the_frozen_ones():
     local = frozen.start(model.params)
     bias = local.params["0.bias"].clone()
     assert "0.weight" not in local.params and "0.weight" not in local.optimizer
-    after, _ = frozen(local, batch("norm", 0, 0), {"params": model.params}, {}, LR, 0, 0)
+    after, _ = frozen(local, StepInputs({"params": model.params}, batch("norm", 0, 0), lr=LR))
     assert "0.weight" not in after.params and not torch.equal(after.params["0.bias"], bias)
 
 
 def test_batch_statistics_reach_the_buffers():
     model, step = make("norm")
     data = batch("norm", 0, 0)
-    after, _ = step(step.start(model.params), data, {"params": model.params}, {}, LR, 0, 0)
+    after, _ = step(step.start(model.params), StepInputs({"params": model.params}, data, lr=LR))
     hidden = F.linear(data.x, model.params["0.weight"], model.params["0.bias"])
     assert torch.allclose(after.buffers["1.running_mean@0"], 0.1 * hidden.mean(0), atol=1e-6)  # momentum 0.1, from 0
     assert after.buffers["1.num_batches_tracked@0"].item() == 1
 
 
-def test_features_are_of_the_pass_that_gave_the_logits():
-    """Dropout makes each pass another one: only with that pass' features does the last layer give its logits."""
+def test_features_come_from_the_same_pass_as_the_logits():
+    """With dropout passes differ: the last layer maps only the features of the same pass to the logits."""
     seen = []
 
     class Looks(LocalRegularizer):
         def penalty(self, params, logits, ctx):
             seen.append(F.linear(ctx.features, params["2.weight@0"], params["2.bias@0"]) - logits)
             again = ctx.forward(params, ctx.batch, features=True)
-            assert again.shape == ctx.features.shape and not torch.equal(again, ctx.features)  # another draw
+            assert again.shape == ctx.features.shape and not torch.equal(again, ctx.features)  # another draw of dropout
             return 0.0
 
     with rng.fork(1):
@@ -214,11 +215,11 @@ def test_features_are_of_the_pass_that_gave_the_logits():
     model.module.train()
     step = LocalStep(model, 0, frozenset(), ComposedMethod({"strategy": Strategy(), "looks": Looks()}), optim.sgd())
     with rng.fork(2):
-        step(step.start(model.params), batch("mlp", 0, 0), {"params": model.params}, {}, LR, 0, 0)
+        step(step.start(model.params), StepInputs({"params": model.params}, batch("mlp", 0, 0), lr=LR))
     assert len(seen) == 1 and seen[0].abs().max() < 1e-6
 
 
-def test_features_are_none_where_no_linear_layer_ends_the_model():
+def test_features_are_none_if_the_last_layer_is_not_linear():
     seen = []
 
     class Looks(LocalRegularizer):
@@ -228,15 +229,15 @@ def test_features_are_none_where_no_linear_layer_ends_the_model():
 
     model = Model(nn.Sequential(nn.Conv2d(1, 3, 6), nn.Flatten()), (1, 6, 6), [3], multi_head=False)
     step = LocalStep(model, 0, frozenset(), ComposedMethod({"strategy": Strategy(), "looks": Looks()}), optim.sgd())
-    step(step.start(model.params), batch("conv", 0, 0), {"params": model.params}, {}, LR, 0, 0)
+    step(step.start(model.params), StepInputs({"params": model.params}, batch("conv", 0, 0), lr=LR))
     assert seen == [None]
 
 
 @pytest.mark.parametrize(("optimizer", "momentum"), [("sgd", 0.9), ("adam", 0.0)])
-def test_hooks_know_momentum_client_and_public_data(optimizer, momentum):
+def test_the_context_holds_momentum_client_step_and_public_data(optimizer, momentum):
     model, step = make("mlp", OPTIMIZERS[optimizer])
     public = object()
     step = LocalStep(model, 0, frozenset(), step.composed, step.optimizer, public=public)
-    ctx = step.context({"params": model.params}, {}, 3, 0, client=torch.tensor(5))
+    ctx = step.context(StepInputs({"params": model.params}, step=3, client=torch.tensor(5)))
     assert (ctx.momentum, ctx.client.item(), ctx.step) == (momentum, 5, 3)
     assert ctx.public is public

@@ -1,11 +1,11 @@
-"""Traces give the bits of the steps that they stand for, and none is made of what changes from step to step."""
+"""Traces equal untraced steps to the bit; work that reads numbers which change between steps is not traced."""
 
 import pytest
 import torch
 from torch import nn
 
 import cfl
-from cfl.contract.context import Ctx
+from cfl.contract import Ctx
 from cfl.engines import traced
 from tests import toy
 
@@ -18,24 +18,24 @@ def normed():
 
 @pytest.fixture
 def after(monkeypatch):
-    """A function that has shapes traced when they come for the n-th time; it gives the list of all tries."""
+    """A function that sets after how many equal shapes a trace is recorded, and returns the list of recordings."""
 
     def set_to(times):
-        tries, trace = [], traced._traced
+        tries, trace = [], traced.record
 
         def tried(*args, **options):
             tries.append(trace(*args, **options))
-            return tries[-1]  # the trace or None, and what was read
+            return tries[-1]  # the trace or None, and the fields read
 
         monkeypatch.setattr(traced, "AFTER", times)
-        monkeypatch.setattr(traced, "_traced", tried)
+        monkeypatch.setattr(traced, "record", tried)
         return tries
 
     return set_to
 
 
 def weights(label, *overrides, multi_head=False, model=None):
-    """The model after two tasks of two rounds of ragged clients in blocks of three."""
+    """The model after two tasks of two rounds; clients of unequal size train in blocks of three."""
     own = [option for rule in label.split("+") for option in OPTIONS.get(rule, ())]
     options = ["tasks=2", "cohort=3", "engine=vmapped", "block=3", "local.lr=0.1", "partition.name=lda", *own]
     config = toy.config(*options, *overrides, method=label)
@@ -50,7 +50,7 @@ def assert_same_bits(one, other):
     ("label", "multi_head"),
     [("fedavg", True), ("fot+fedsol", False), ("ewc", True), ("er", True), ("gpm+scaffold", False), ("moon", False)],
 )
-def test_a_run_has_the_same_bits_whenever_its_steps_are_traced(label, multi_head, after):
+def test_a_run_has_the_same_bits_with_and_without_traces(label, multi_head, after):
     tries = after(1)
     at_once = weights(label, "model.dropout=[0.2,0.2]", multi_head=multi_head)
     assert any(trace for trace, _ in tries)
@@ -68,16 +68,16 @@ def test_buffers_are_those_of_the_untraced_step(norm_stats, after):
     assert_same_bits(some, weights("fedavg", *options, model=module))
 
 
-def test_what_reads_the_number_of_the_step_is_not_traced(after):
+def test_a_method_that_reads_the_step_number_is_not_traced(after):
     tries = after(1)
-    found = weights("fedproj")  # its memory's batch is that of ctx.step
+    found = weights("fedproj")  # FedProj picks its memory batch by ctx.step
     assert any("step" in read for _, read in tries)
     after(10**6)
     assert_same_bits(found, weights("fedproj"))
 
 
 def block():
-    """Inputs of a work: weights of two clients."""
+    """Inputs of traced work: weights of two clients."""
     return {"params": {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}}
 
 
@@ -94,11 +94,11 @@ def test_each_shape_has_its_own_trace(after):
     for inputs in (block(), block(), {"params": {"w": torch.ones(1, 2)}}, {"params": {"w": torch.full((2, 2), 7.0)}}):
         result = traces(doubled, inputs, task=0, alike=True)
         assert list(result) == ["found", "none"] and torch.equal(result["found"]["w"], 2 * inputs["params"]["w"])
-    assert len(tries) == 1  # of the shape that came twice; the last inputs ran through it
+    assert len(tries) == 1  # for the shape that came twice; the last inputs use it
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_a_trace_that_reads_the_task_is_of_that_task_alone(reads, after):
+def test_a_trace_that_reads_the_task_serves_that_task_alone(reads, after):
     tries, traces = after(1), traced.Traces()
     for task in (3, 4, 3):
         factor = lambda kind, task=task: context(kind)._replace(task=task).task if reads else 2  # noqa: E731
@@ -109,7 +109,7 @@ def test_a_trace_that_reads_the_task_is_of_that_task_alone(reads, after):
 
 
 @pytest.mark.parametrize("field", ["step", "lr", "key"])
-def test_what_reads_a_number_that_changes_is_computed_anew(field, after):
+def test_work_that_reads_a_changing_number_is_computed_every_time(field, after):
     tries, traces = after(1), traced.Traces()
     for value in (2.0, 5.0):
         work = lambda inputs, kind, value=value: {  # noqa: E731
@@ -119,19 +119,19 @@ def test_what_reads_a_number_that_changes_is_computed_anew(field, after):
     assert len(tries) == 1 and field in tries[0][1]
 
 
-def test_what_cannot_be_traced_is_computed_as_it_was(after):
+def test_work_that_cannot_be_traced_runs_untraced(after):
     tries, traces = after(1), traced.Traces()
 
     def branches(inputs, kind):
         w = inputs["params"]["w"]
-        return {"": {"": w if float(w.sum()) > 0 else -w}}  # a branch on a value: make_fx refuses
+        return {"": {"": w if float(w.sum()) > 0 else -w}}  # make_fx refuses a branch on a value
 
     assert torch.equal(traces(branches, block(), task=0, alike=False)[""][""], block()["params"]["w"])
     assert [trace for trace, _ in tries] == [None]
 
 
-def test_a_trace_draws_as_the_step_does():
-    """Dropout's draws come from the global generator: the trace itself takes none, and repeats take new ones."""
+def test_a_trace_draws_like_the_untraced_step():
+    """Dropout draws from the global generator: recording draws nothing, and every repetition draws anew."""
     dropped = lambda inputs, kind: {"": {"": nn.functional.dropout(inputs["params"]["w"], 0.5)}}  # noqa: E731
     inputs = {"params": {"w": torch.ones(4, 50)}}
     found = []

@@ -1,8 +1,8 @@
-"""Blocks of clients at once, and in processes, against one by one: whole runs of every method, and what is ragged.
+"""Engines with blocks and processes against the loop engine: whole runs of every method, and clients of unequal size.
 
-Networks are in float64. Engines add the same numbers in another order, each sum off by some 1e-16 of its size; a run of
-a few dozen steps keeps that below 1e-10, and what must not differ (a wrong mask, a client's buffers) is above 1e-4.
-A few are in float32, whose sums are off by 1e-7: below 1e-5.
+Networks are in float64. Engines add the same numbers in different orders, with relative errors of about 1e-16 a sum. In
+a run of a few dozen steps these stay below 1e-10, while real faults (a wrong mask, another client's buffers) exceed
+1e-4. A few networks are in float32: sums have errors of 1e-7, and runs stay below 1e-5.
 """
 
 import math
@@ -14,12 +14,10 @@ from torch import nn
 import cfl
 from cfl import engines
 from cfl.aggregation.gaussian import SampleNoise
+from cfl.contract import Client, RoundInputs, Share, Strategy
 from cfl.contract.composed import ComposedMethod
-from cfl.contract.data import Client, Share
-from cfl.contract.strategy import Strategy
-from cfl.core import optim, plugins, rng
-from cfl.core.errors import UpdateError
-from cfl.models.handle import Model
+from cfl.core import UpdateError, optim, plugins, rng
+from cfl.models import Model
 from cfl.streams import from_tensors
 from cfl.streams.store import Pool, TaskSamples
 from tests import toy
@@ -37,7 +35,7 @@ SMALL = ("tasks=2", "partition.clients=6", "cohort=5", *RAGGED)
 
 
 def images():
-    """Two tasks of 40 and 20 images of 1 x 6 x 6, a bright column by class."""
+    """Two tasks of 40 training and 20 test images, 1 x 6 x 6, with a bright column that depends on the class."""
     parts = []
     for task in range(2):
         x, y = torch.randn(60, 1, 6, 6, generator=rng.generator(task)) / 2, torch.arange(60) % 2
@@ -75,14 +73,14 @@ def toys(multi_head=False):
 
 
 def run(make, stream, options, method="fedavg", **more):
-    """A run, and the rows that it reports."""
+    """Run, and return the result and the reported rows."""
     log = toy.Rows()
     config = toy.config(*SMALL, *options, method=method)
     return cfl.run(config, stream=stream(), model=make(), sink=log, **more), log.rows
 
 
 def assert_near(found, expected, where=""):
-    """Equal, but for rounding in floats; times aside."""
+    """Assert equality up to rounding errors; "seconds" are not compared."""
     if isinstance(expected, dict):
         assert found.keys() == expected.keys(), where
         for name in expected.keys() - {"seconds"}:
@@ -95,14 +93,14 @@ def assert_near(found, expected, where=""):
         assert found.dtype == expected.dtype and found.shape == expected.shape, where
         assert float((found.double() - expected.double()).abs().max()) <= TOLERANCE[found.dtype], where
     elif isinstance(expected, float):
-        close = 1e-10 if "/local/" in where else 1e-6  # blocks keep the losses of steps in float32
+        close = 1e-10 if "/local/" in where else 1e-6  # float32 networks have float32 losses
         assert found == pytest.approx(expected, abs=close, rel=close, nan_ok=True), where
     else:
         assert found == expected, where
 
 
 def assert_same_run(make, stream, options, names, method="fedavg"):
-    """The loop's run and those of other engines; the loop's result and rows."""
+    """Compare the runs of other engines with that of the loop engine; return the latter's result and rows."""
     whole, rows = run(make, stream, options, method)
     for name in names:
         found, found_rows = run(make, stream, (*options, *{**BLOCKS, **POOLS}[name]), method)
@@ -136,18 +134,18 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_is_that_of_the_loop(case):
+def test_a_run_equals_that_of_the_loop_engine(case):
     make, stream, options, method = CASES[case]
     names = [*BLOCKS, *POOLS] if case == "mlp" else ["vmapped, 3", "pool+vmapped, 2"]
     whole, rows = assert_same_run(make, stream, options, names, method)
-    start = whole.model.params  # as the run began
-    assert max(float((whole.params[name] - start[name]).abs().max()) for name in start) > 1e-2  # it did train
+    start = whole.model.params  # the initial model
+    assert max(float((whole.params[name] - start[name]).abs().max()) for name in start) > 1e-2  # it has trained
     if case == "poisson":
         assert len({row["clients"] for row in rows}) > 2
 
 
-def test_the_clients_of_these_runs_are_ragged():
-    from cfl.run.population import Population
+def test_the_clients_of_these_runs_have_unequal_sizes():
+    from cfl.runtime.population import Population
 
     config = toy.config(*SMALL)
     sizes = [size for deal in Population(toy.stream(2), config).deals for size in deal.sizes.tolist()]
@@ -160,15 +158,15 @@ PRIVATE = ("dp.noise_multiplier=0.5", "dp.accountant=rdp", "agg.weights=uniform"
 
 
 @pytest.mark.parametrize("more", [(), ("secagg=sum", "secure.fraction_bits=40"), ("cohort=1", "dp.amplify=true")])
-def test_noise_on_whole_uploads_is_that_of_the_loop(more):
-    """Its key is of the round or of the client, not of the block. With cohort=1 some rounds draw nobody."""
+def test_noise_on_uploads_equals_that_of_the_loop_engine(more):
+    """The noise key depends on round and client, not on the block. With cohort=1 some rounds draw no client."""
     options = ("tasks=1", "rounds=4", *PRIVATE, "dp.amplify=false", *more)
     _, rows = assert_same_run(plain, toys(), options, ["vmapped, 3", "pool, 2", "pool+vmapped, 2"])
     assert any(row["shortened"] for row in rows) and (("cohort=1" in more) == any(not row["clients"] for row in rows))
 
 
-def test_bounds_on_single_samples_are_those_of_the_loop():
-    """Draws of noise are of the block, so there is next to none: 1e-13 of a gradient bounded by 1."""
+def test_per_sample_clipping_equals_that_of_the_loop_engine():
+    """The noise differs, as a block draws it as a whole; here it is negligible, 1e-13 of the clip."""
     options = ("tasks=1", "dp.level=example", "dp.accountant=rdp", "agg.weights=uniform", "sampling=poisson")
     noise = ("dp.noise_multiplier=1e-13", "dp.amplify=false", "dp.clip=0.3", "local.epochs=2")
     found = []
@@ -188,10 +186,10 @@ OPTIONS = {
 
 @pytest.mark.parametrize("multi_head", [False, True], ids=["one head", "heads"])
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_gives_what_it_gives_one_by_one(method, multi_head):
+def test_every_method_equals_its_run_with_the_loop_engine(method, multi_head):
     options = ("local.momentum=0.5",) if method not in ("scaffold", "fednova") else ()
     names = ["vmapped, 3", "pool, 2"] if multi_head else ["vmapped, 3"]
-    make = single if method == "joint" else plain  # its loss takes float32 only
+    make = single if method == "joint" else plain  # joint's loss accepts float32 only
     assert_same_run(make, toys(multi_head), (*OPTIONS.get(method, ()), *options), names, method)
 
 
@@ -219,14 +217,14 @@ def samples_of(count, seed=0, bad=()):
 
 
 def a_round(engine, samples, rows, states=None, observe=None, **changes):
-    """A round of task 0; rows: client id to its rows."""
+    """Run a round of task 0. rows: client id to its rows."""
     info = info_of(engine.inner.model if hasattr(engine, "inner") else engine.model, rows, **changes)
     loop = getattr(engine, "inner", engine)
     shared = loop.composed.broadcast({"params": loop.model.params}, info)
     states = states or {id: loop.composed.client_state(None, shared["params"], loop.model) for id in rows}
     clients = [Client(id, {0: Share(samples, torch.tensor(own))}, 0, (0,)) for id, own in rows.items()]
     try:
-        return engine.round(info, shared, states, clients, observe)
+        return engine.round(RoundInputs(info, shared, clients, states), observe)
     finally:
         engine.close()
 
@@ -236,8 +234,8 @@ KINDS = [("vmapped", 2), ("vmapped", 9), ("pool", 2), ("pool+vmapped", 2)]
 
 
 @pytest.mark.parametrize(("name", "block"), KINDS)
-def test_a_client_that_is_not_finite_is_left_out_alone(name, block):
-    """Client 6, whose images are NaN, shares a block with others: nothing of it may reach them."""
+def test_only_the_client_with_a_bad_update_is_excluded(name, block):
+    """Client 6 has NaN images and shares a block with others; they must not be affected."""
     samples = samples_of(30, bad=[17])
     alone = a_round(engine_of("loop", model_of(), on_bad_update="exclude"), samples, ROWS)
     found = a_round(engine_of(name, model_of(), block=block, on_bad_update="exclude"), samples, ROWS)
@@ -269,7 +267,7 @@ def test_observers_see_every_model_in_evaluation_mode(name, block):
 
 
 class Stacks(cfl.LocalRegularizer):
-    """Sends its client's id, to be stacked."""
+    """Uploads the client's id and steps, to be stacked."""
 
     gathers = "stack"
 
@@ -285,7 +283,7 @@ def test_stacked_uploads_are_in_the_order_of_ids(name, block):
 
 
 class Remembers(Strategy):
-    """Has a state whose shape is another one for odd clients."""
+    """Has a state, whose shape the test makes differ between odd and even clients."""
 
     def init_client(self, params, model):
         return {"seen": torch.zeros(2)}
@@ -299,7 +297,7 @@ class Remembers(Strategy):
 
 
 @pytest.mark.parametrize(("name", "block"), KINDS)
-def test_states_of_other_shapes_go_in_other_blocks(name, block):
+def test_states_of_different_shapes_go_into_different_blocks(name, block):
     states = {id: {"strategy/seen": torch.full((1 + id % 2,), float(id))} for id in ROWS}
     alone, found = (
         a_round(engine_of(kind, model_of(), Remembers(), block=size), samples_of(30), ROWS, states)
@@ -311,8 +309,8 @@ def test_states_of_other_shapes_go_in_other_blocks(name, block):
 
 
 @pytest.mark.parametrize(("apply", "together"), [("update", [[4, 9, 1, 6, 7]]), ("gradient", [[9, 1, 7], [4, 6]])])
-def test_states_that_no_step_sees_split_no_block(apply, together):
-    """GPM's bases are of another width for even clients; its steps see them only where it projects gradients."""
+def test_states_that_no_step_sees_do_not_split_blocks(apply, together):
+    """Even and odd clients have GPM bases of different widths; steps see the bases only if GPM projects gradients."""
     strategy, samples = plugins.strategies.get("gpm")(apply=apply, bias="free"), samples_of(30)
     even, odd = (torch.eye(8, dtype=torch.float64)[:, :width] for width in (2, 3))
     states = {id: {"strategy/basis/0": odd if id % 2 else even} for id in ROWS}
@@ -330,33 +328,33 @@ def test_blocks_are_sorted_by_steps():
     engine = engine_of("vmapped", model_of(), block=2)
     clients = [Client(id, {0: Share(samples_of(30), torch.tensor(own))}, 0, (0,)) for id, own in ROWS.items()]
     found = [[client.id for client in block] for block in engine.blocks(clients, dict.fromkeys(ROWS, {}))]
-    assert found == [[4, 9], [1, 6], [7]]  # 4, 2, 1, 1, 1 steps; the larger one first, then the lower id
+    assert found == [[4, 9], [1, 6], [7]]  # 4, 2, 1, 1, 1 steps; ties: more samples first, then lower id
 
 
 def uploads(engine, rows, samples):
-    """What each client would send: its model's distance from the global one."""
+    """Each client's local model minus the global model, first layer, (clients, weights)."""
     seen = {}
     a_round(engine, samples, rows, observe=lambda id, params: seen.update({id: params["0.weight"].clone()}))
     start = getattr(engine, "inner", engine).model.params["0.weight"]
     return torch.stack([(seen[id] - start).flatten() for id in rows])
 
 
-def test_clients_of_a_block_do_not_share_their_noise():
-    """Six clients with the same 4 samples, and noise far above the gradients: what they share shows as correlation.
+def test_clients_of_a_block_have_independent_noise():
+    """Six clients with the same 4 samples and noise far above the gradients: shared noise would show as correlation.
 
-    Of two independent vectors of 48 entries the correlation is below 0.6 in all but 1 of 10^5 pairs (4.1 deviations
-    of 1/sqrt(47)).
+    Two independent vectors of 48 entries have a correlation above 0.6 in 1 of 10^5 pairs (4.1 standard deviations of
+    1/sqrt(47)).
     """
     noise, rows = SampleNoise(1.0, 50.0, 4), {id: list(range(4)) for id in range(6)}
     engine = engine_of("vmapped", model_of(), block=6, noise=noise, epochs=3)
     found = uploads(engine, rows, samples_of(4))
     pairs = torch.corrcoef(found).triu(1).abs()
     assert 0 < float(pairs.max()) < 0.6
-    # deviation of the sum of 3 steps: lr x multiplier x clip / expected x sqrt(3), of 6 x 48 draws: +-4 %
+    # sum of 3 steps: lr x multiplier x clip / expected x sqrt(3); estimated from 6 x 48 draws, so +-4 %
     assert float(found.std()) == pytest.approx(0.1 * 50 / 4 * 3**0.5, rel=0.2)
 
 
-def test_dropout_is_drawn_for_each_client_and_again_the_same():
+def test_dropout_differs_between_clients_and_repeats_with_the_run():
     def make():
         return toy.net(nn.Linear(8, 6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 2))
 
@@ -366,7 +364,7 @@ def test_dropout_is_drawn_for_each_client_and_again_the_same():
     assert all(not torch.allclose(first[0], other, atol=1e-4) for other in first[1:])
 
 
-def test_what_vmap_does_not_take_is_named_with_its_clients():
+def test_an_error_of_vmap_names_the_clients_of_the_block():
     class Branches(cfl.LocalRegularizer):
         def adjust(self, grads, params, ctx):
             return grads if grads["0.weight"].sum() > 0 else {name: -leaf for name, leaf in grads.items()}

@@ -18,12 +18,12 @@ from scipy import stats
 
 import cfl
 from cfl.assembly.resolve import dump
-from cfl.core.errors import Busy, ConfigError
-from cfl.experiments import parallel as side_by_side
+from cfl.core import Busy, ConfigError
+from cfl.experiments import parallel
 from cfl.experiments.compare import HOW, alone, digest, finished, finished_in, plan
 from cfl.experiments.parallel import run_all
 from cfl.report import paired
-from cfl.run.run_folder import RunFolder
+from cfl.runtime.run_folder import RunFolder
 
 FEW = ["tasks=2", "rounds=3", "model.hidden=[8]", "partition.clients=4"]
 OPTIONS = [text for one in FEW for text in ("--set", one)]
@@ -115,7 +115,7 @@ def test_a_run_alone_has_the_hash_in_its_name_where_options_are_set():
         ("local.lr=", "--vary takes key=value,value"),
         ("engine=loop,pool", "--vary cannot take engine"),
         ("local.lrr=1,2", "did you mean 'local.lr'"),
-        ("strategy.threshold=0.8,2", r"strategy.threshold must be in \(0, 1\], not 2"),
+        ("strategy.threshold=0.8,2", r"strategy.threshold must be a number in \(0, 1\], not 2"),
     ],
 )
 def test_what_cannot_be_varied_is_said_before_anything_runs(vary, named):
@@ -157,7 +157,7 @@ def test_a_stored_run_that_is_not_known_here_is_named(tmp_path):
         if text:
             (tmp_path / name / "config.yaml").write_text(text)
     assert list(finished(tmp_path / "good", tmp_path / "other").values()) == [tmp_path / "good"]
-    with pytest.raises(ConfigError, match=r"the run '.*bad' is of another version.*did you mean 'fot'"):
+    with pytest.raises(ConfigError, match=r"the run '.*bad' is from another version.*did you mean 'fot'"):
         finished(tmp_path)
 
 
@@ -213,7 +213,7 @@ def test_paired_differences_are_those_of_a_paired_t_test():
 def test_a_folder_is_one_process_s_at_a_time(tmp_path):
     folder = RunFolder(tmp_path / "run")
     assert RunFolder.busy(tmp_path / "run") and not RunFolder.busy(tmp_path)
-    with pytest.raises(Busy, match="another process is at"):
+    with pytest.raises(Busy, match="another process uses"):
         RunFolder(tmp_path / "run", resume=True)
     folder.close()
     assert not RunFolder.busy(tmp_path / "run")
@@ -289,7 +289,7 @@ def test_a_run_whose_starter_is_gone_is_interrupted_once(monkeypatch):
     ours.close()
     sent = []
     monkeypatch.setattr(signal, "raise_signal", sent.append)
-    sink = side_by_side._Channel(theirs)
+    sink = parallel._Channel(theirs)
     for _ in range(2):
         sink.warn("text")
     assert sent == [signal.SIGINT]
@@ -299,10 +299,10 @@ def test_ctrl_c_says_that_nothing_is_lost(tmp_path, monkeypatch, capsys):
     def interrupted(crew):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(side_by_side._Crew, "work", interrupted)
+    monkeypatch.setattr(parallel._Crew, "work", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_all(plan("permuted-digits", "fedavg", "0", tmp_path)[0].runs, quiet=True)
-    assert "runs are saved after their rounds; give the same command again" in capsys.readouterr().err
+    assert "each run is saved after its round; repeat the command" in capsys.readouterr().err
 
 
 def test_a_run_that_fails_or_dies_leaves_the_others_alone(tmp_path):

@@ -10,8 +10,7 @@ import torch
 import cfl
 from cfl import cli, streams
 from cfl.assembly.resolve import dump
-from cfl.core import plugins, rng
-from cfl.core.errors import ConfigError
+from cfl.core import ConfigError, plugins, rng
 from cfl.experiments import reproduce
 from cfl.experiments.compare import Run, digest
 from cfl.experiments.reproduce import Cell, Score, Table
@@ -111,9 +110,9 @@ def test_a_method_gets_the_options_that_it_has_and_no_run_another_s_name():
     with pytest.raises(ConfigError, match=r"did you mean 'strategy.threshold'"):
         runs("treshold=0.5")
     for name in ("seed=3", "method=ewc", "benchmark=mnist", "scale=small"):
-        with pytest.raises(ConfigError, match=f"--set cannot take {name.partition('=')[0]}, "):
+        with pytest.raises(ConfigError, match=f"--set cannot take {name.partition('=')[0]}; "):
             runs(name)
-    with pytest.raises(ConfigError, match="'gone' is no folder"):
+    with pytest.raises(ConfigError, match="'gone' is not a folder"):
         runs(stored=[Path("gone")])
 
 

@@ -5,8 +5,7 @@ import torch
 
 import cfl
 from cfl.assembly.resolve import dump, load
-from cfl.core import plugins
-from cfl.core.errors import ConfigError
+from cfl.core import ConfigError, plugins
 from cfl.methods.regularizers import FedNova, Scaffold
 from cfl.methods.strategies import FOT
 from cfl.methods.subspace.projection import names
@@ -181,14 +180,14 @@ PUBLIC = "public.name=cifar100"  # not opened before a run
         ("fot+fedsol+scaffold", ["local.optimizer=adam"], r"'scaffold' cannot run like this"),
         ("feddf", [], r"'feddf' needs public data; set public\.name to a data set, such as cifar100"),
         ("fot+fedproj", [], r"'fedproj' needs public data"),
-        ("joint+fedproj", [PUBLIC], "'fedproj' distils one task, and 'joint' trains on all tasks at once"),
-        ("joint+feddf", [PUBLIC], "'feddf' distils one task, and 'joint'"),
+        ("joint+fedproj", [PUBLIC], "'fedproj' distils one task at a time, but 'joint' trains on all tasks at once"),
+        ("joint+feddf", [PUBLIC], "'feddf' distils one task at a time, but 'joint'"),
         (
             "fot+fedsol",
             ["regularizer.fedsol.proximal=moon"],
-            "'fedsol' takes the terms of 'moon', which is not used; add --local moon",
+            "'fedsol' borrows the terms of 'moon', which is not used; add --local moon",
         ),
-        ("fedsol", ["regularizer.fedsol.proximal=fedsol"], "'fedsol' takes the terms of 'fedsol'"),
+        ("fedsol", ["regularizer.fedsol.proximal=fedsol"], "'fedsol' borrows the terms of 'fedsol'"),
         ("fott", [], "unknown method 'fott'; did you mean 'fot'"),
         ("fedsool", [], "unknown method 'fedsool'; did you mean 'fedsol'"),
         ("fot+fedsool", [], "unknown local regularizer 'fedsool'; did you mean 'fedsol'"),

@@ -1,12 +1,11 @@
-"""McMahan's CNN: its size, its outputs by hand, and its derivatives under `torch.func`."""
+"""McMahan's CNN: number of parameters, outputs by hand, layers and heads."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from cfl import models
-from cfl.core import rng
-from cfl.core.errors import ConfigError
+from cfl.core import ConfigError, rng
 from cfl.models import Model
 
 SMALL = {"width": 3, "hidden": 7}
@@ -17,11 +16,6 @@ def make(shape, outputs=5, **options):
     with rng.fork(1):
         module = models.build("cnn", shape, outputs, options).double()
     return module, torch.randn(2, *shape, dtype=torch.float64, generator=rng.generator(2))
-
-
-def close(a, b):
-    """Equal to ten digits of the largest."""
-    return (a - b).abs().max() <= 1e-10 * b.abs().max()
 
 
 def count(module):
@@ -47,7 +41,7 @@ def test_outputs_by_hand(shape):
     first, first_bias, second, second_bias, hidden, hidden_bias, last, last_bias = module.parameters()
     out = x
     for weight, bias in ((first, first_bias), (second, second_bias)):
-        out = F.max_pool2d(F.conv2d(out, weight, bias, padding=2).relu(), 2)  # a side that is odd loses a pixel
+        out = F.max_pool2d(F.conv2d(out, weight, bias, padding=2).relu(), 2)  # an odd side loses a pixel
     features = (out.reshape(2, -1) @ hidden.T + hidden_bias).relu()
     assert torch.allclose(module(x), features @ last.T + last_bias, atol=1e-12)
     model = Model(module, shape, [5], multi_head=False)

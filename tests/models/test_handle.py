@@ -1,13 +1,12 @@
-"""The handle: what any module turns into, by inspection alone."""
+"""The handle on any module: names in the tree, heads, running statistics and features."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cfl.core import rng
-from cfl.core.errors import ConfigError
-from cfl.models.handle import Model
+from cfl.core import ConfigError, rng
+from cfl.models import Model
 from cfl.models.mlp import mlp
 
 
@@ -21,7 +20,7 @@ def bn_net():
 
 
 class Custom(nn.Module):
-    """Layers out of order, one never called, one called twice, a norm and a parameter of its own."""
+    """Layers out of order, one never called, one called twice, a normalisation layer, and a bare parameter."""
 
     def __init__(self):
         super().__init__()
@@ -66,7 +65,7 @@ def test_heads_are_initialised_from_the_seed_and_the_task():
     assert not torch.equal(heads(0)[0], heads(1)[0])
 
 
-def test_logits_are_those_of_the_module_with_the_tasks_head():
+def test_logits_equal_those_of_the_module_with_the_head_of_the_task():
     module = seeded(lambda: mlp((4,), 3, hidden=(5,)))
     model, x = Model(module, (4,), [3, 2], multi_head=True), torch.randn(7, 4, generator=rng.generator(1))
     hidden = F.relu(F.linear(x, model.params["1.weight"], model.params["1.bias"]))
@@ -88,12 +87,12 @@ def test_the_users_module_is_copied():
     assert all(torch.equal(leaf, before[name]) for name, leaf in module.state_dict().items())
 
 
-def test_building_leaves_mode_hooks_and_global_randomness_alone():
+def test_building_keeps_mode_hooks_and_global_randomness():
     module, state = seeded(bn_net).train(), torch.get_rng_state()
     model = Model(module, (4,), [3, 3], multi_head=True)
     assert model.module.training and not any(layer._forward_pre_hooks for layer in model.module.modules())
     assert torch.equal(torch.get_rng_state(), state)
-    assert model.params["1.num_batches_tracked@0"].item() == 0  # the trial pass counts as no batch
+    assert model.params["1.num_batches_tracked@0"].item() == 0  # the traced pass does not count as a batch
 
 
 def test_a_custom_module_is_read_from_its_forward_pass():
@@ -141,7 +140,7 @@ def test_outputs_and_inputs_must_fit_the_stream():
         ("batch", set()),
     ],
 )  # fmt: skip
-def test_where_running_statistics_live(stats, names):
+def test_names_of_running_statistics(stats, names):
     model = Model(seeded(bn_net), (4,), [3, 3], multi_head=False, norm_stats=stats)
     parameters = set(model.trainable(0))
     assert set(model.params) - parameters == names
@@ -174,72 +173,8 @@ def test_batch_statistics_normalise_with_the_batch_in_evaluation_too():
     assert torch.allclose(seen[0].var(0, unbiased=False), torch.ones(6), atol=1e-3)
 
 
-CONVOLUTIONS = {
-    "plain": lambda: nn.Conv2d(4, 6, 3),
-    "stride": lambda: nn.Conv2d(4, 6, 2, stride=2, padding=1, bias=False),
-    "shortcut": lambda: nn.Conv2d(4, 6, 1, stride=2),
-    "even-same": lambda: nn.Conv2d(4, 6, (4, 3), padding="same"),
-    "dilated": lambda: nn.Conv2d(4, 6, 3, dilation=2, padding=(2, 1)),
-    "reflect": lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"),
-    "circular": lambda: nn.Conv2d(4, 6, 3, padding=(1, 2), padding_mode="circular"),
-    "grouped": lambda: nn.Conv2d(4, 6, 3, groups=2),
-    "depthwise": lambda: nn.Conv2d(4, 8, 3, padding=1, groups=4, bias=False),
-}
-
-
-@pytest.mark.filterwarnings("ignore:Using padding=.same. with even kernel")
-@pytest.mark.parametrize("case", CONVOLUTIONS)
-def test_layer_inputs_times_weight_is_the_convolution(case):
-    conv = seeded(lambda: CONVOLUTIONS[case]().double())
-    width = conv(torch.zeros(1, 4, 7, 6).double()).shape[-1]
-    model = Model(nn.Sequential(conv), (4, 7, 6), [width], multi_head=False)  # any last dimension passes as classes
-    x = torch.randn(3, 4, 7, 6, dtype=torch.float64, generator=rng.generator(3))
-    expected = conv(x)
-    assert len(model.layers) == conv.groups
-    for layer in model.layers:
-        weight = model.params[layer.weight][layer.rows].flatten(1)
-        outputs = layer.inputs(x) @ weight.T  # (batch, positions, outputs of the group)
-        if layer.bias:
-            outputs = outputs + model.params[layer.bias][layer.rows]
-        outputs = outputs.transpose(1, 2).reshape(3, -1, *expected.shape[2:])
-        assert layer.size == weight.shape[1]
-        assert torch.allclose(outputs, expected[:, layer.rows], atol=1e-12)
-
-
-def test_groups_share_out_the_rows_of_the_weight():
-    conv = nn.Conv2d(4, 6, 1, groups=2)
-    model = Model(nn.Sequential(conv, nn.Flatten(), nn.Linear(24, 2)), (4, 2, 2), [2, 2], multi_head=True)
-    assert [(layer.name, layer.rows) for layer in model.layers] == [
-        ("0.group0", slice(0, 3)),
-        ("0.group1", slice(3, 6)),
-    ]
-
-
-def test_inputs_of_a_linear_layer_on_sequences():
-    class Mean(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.head = nn.Linear(5, 4), nn.Linear(4, 2)
-
-        def forward(self, x):
-            return self.head(self.inner(x).mean(1))
-
-    model = Model(Mean(), (3, 5), [2, 2], multi_head=True)
-    x = torch.randn(2, 3, 5, generator=rng.generator(4))
-    assert torch.equal(model.layers[0].inputs(x), x)  # positions are the steps of the sequence
-    assert model.layers[0].inputs(x[:, 0]).shape == (2, 1, 5)
-
-
-def test_layers_that_share_a_weight_are_not_projected():
-    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
-    second.weight = first.weight
-    model = Model(nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(4, 3)), (4,), [3], multi_head=False)
-    assert [layer.name for layer in model.layers] == ["4"]
-    assert model.logits(model.params, torch.zeros(2, 4), 0).shape == (2, 3)
-
-
 @pytest.mark.parametrize("multi_head", [False, True])
-def test_features_are_what_enters_the_last_layer(multi_head):
+def test_features_are_the_inputs_of_the_last_linear_layer(multi_head):
     model = Model(seeded(lambda: mlp((4,), 3, hidden=(5, 6))), (4,), [3, 3], multi_head=multi_head)
     x = torch.randn(7, 4, generator=rng.generator(1))
     features = model.features(model.params, x, 1)
@@ -250,7 +185,7 @@ def test_features_are_what_enters_the_last_layer(multi_head):
     assert torch.equal(F.linear(features, weight, bias), model.logits(model.params, x, 1))
 
 
-def test_features_follow_the_parameters_and_carry_their_gradient():
+def test_features_depend_on_the_parameters_and_have_gradients():
     model = Model(seeded(lambda: mlp((4,), 3, hidden=(5,))), (4,), [3], multi_head=False)
     x = torch.randn(7, 4, generator=rng.generator(1))
     gradient = torch.func.grad(lambda at: model.features(at, x, 0).sum())(model.params)
@@ -287,7 +222,9 @@ def test_features_of_images_are_flat():
 
 def test_a_model_without_a_last_linear_layer_has_no_features():
     model = Model(nn.Sequential(nn.Conv2d(1, 3, 4), nn.Flatten()), (1, 4, 4), [3], multi_head=False)
-    with pytest.raises(ConfigError, match=r"what enters the last layer; end the model in nn\.Linear"):
+    with pytest.raises(
+        ConfigError, match=r"features are the inputs of the last Linear layer; end the model in nn\.Linear"
+    ):
         model.features(model.params, torch.zeros(2, 1, 4, 4), 0)
     with model.watched_features() as seen:
         model.logits(model.params, torch.zeros(2, 1, 4, 4), 0)
@@ -296,7 +233,7 @@ def test_a_model_without_a_last_linear_layer_has_no_features():
 
 @pytest.mark.parametrize("multi_head", [False, True])
 @pytest.mark.parametrize("stats", ["per_task", "running", "batch"])
-def test_parameters_are_told_from_statistics(multi_head, stats):
+def test_is_parameter_is_false_for_running_statistics(multi_head, stats):
     model = Model(seeded(bn_net), (4,), [3, 3], multi_head=multi_head, norm_stats=stats)
     parameters = {*model.trainable(0), *model.trainable(1)}
     assert {name for name in model.params if model.is_parameter(name)} == parameters

@@ -1,4 +1,4 @@
-"""Several heads in one pass, each sample through its own, and the switches of the module's modes."""
+"""Several heads in one pass, each sample through its own head, and context managers for the module's modes."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from cfl.core import rng
-from cfl.models.handle import Model
+from cfl.models import Model
 
 
 def linear():
@@ -39,7 +39,7 @@ def narrow(model, logits, task):
 @pytest.mark.parametrize("heads", [(0, 1, 2), (2, 0), (1,), (1, 1)], ids=str)
 @pytest.mark.parametrize("classes", CLASSES)
 @pytest.mark.parametrize("net", NETS)
-def test_heads_in_one_pass_are_those_of_a_pass_each(net, classes, heads):
+def test_heads_in_one_pass_equal_one_pass_for_each_head(net, classes, heads):
     model, x = make(net, CLASSES[classes])
     together = model.outputs(model.params, x, 0, heads)
     widest = max(CLASSES[classes][head] for head in heads)
@@ -50,7 +50,7 @@ def test_heads_in_one_pass_are_those_of_a_pass_each(net, classes, heads):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_entries_that_a_head_does_not_have_weigh_nothing(dtype):
+def test_padding_of_narrow_heads_has_no_weight(dtype):
     model, x = make(dtype=dtype)
     y = torch.arange(7) % 2
     params = {name: leaf.clone().requires_grad_() for name, leaf in model.params.items()}
@@ -87,7 +87,7 @@ def test_each_sample_goes_through_its_own_head(net, classes):
         assert logits[place].softmax(0)[len(expected) :].sum() == 0
 
 
-def test_own_heads_are_found_by_task_where_some_did_not_travel():
+def test_own_heads_are_found_by_task_without_the_other_heads():
     model, x = make()
     travelled = {name: leaf for name, leaf in model.params.items() if not name.endswith("@1")}
     own = torch.tensor([2, 0, 2, 2, 0, 0, 2])
@@ -95,7 +95,7 @@ def test_own_heads_are_found_by_task_where_some_did_not_travel():
     assert torch.allclose(few, all_, atol=1e-12)
 
 
-def test_with_one_head_down_all_samples_go_through_it():
+def test_all_samples_go_through_the_only_head():
     model, x = make()
     own = torch.ones(7, dtype=torch.int64)
     params = {name: leaf for name, leaf in model.params.items() if "@" not in name or name.endswith("@1")}
@@ -103,7 +103,7 @@ def test_with_one_head_down_all_samples_go_through_it():
 
 
 @pytest.mark.parametrize("net", NETS)
-def test_a_single_head_model_gives_its_one_head_whatever_is_asked(net):
+def test_a_single_head_model_returns_its_head_for_any_request(net):
     model, x = make(net, [3, 3, 3], multi_head=False)
     expected = model.logits(model.params, x, 0)
     for heads in ((0,), (0, 1, 2)):
@@ -111,7 +111,7 @@ def test_a_single_head_model_gives_its_one_head_whatever_is_asked(net):
     assert torch.equal(model.own_logits(model.params, x, 1, torch.arange(7) % 3), expected)
 
 
-def test_a_single_head_model_that_ends_in_no_linear_layer():
+def test_a_single_head_model_without_a_last_linear_layer():
     model, x = make((lambda: nn.Sequential(nn.Conv2d(1, 3, 4), nn.Flatten()), (1, 4, 4)), [3, 3], multi_head=False)
     own = torch.arange(7) % 2
     assert torch.equal(model.own_logits(model.params, x, 0, own), model.logits(model.params, x, 0))
@@ -133,7 +133,7 @@ def test_all_heads_use_the_statistics_of_the_given_task():
 
 @pytest.mark.parametrize("net", NETS)
 def test_own_heads_under_vmap_and_grad(net):
-    """Gradients of each sample's loss at once, against a backward pass a sample through the head of its task."""
+    """Gradients of all samples at once equal one backward pass for each sample through the head of its task."""
     model, x = make(net)
     own, y = torch.tensor([2, 0, 1, 1, 2, 0, 2]), torch.arange(7) % 2
 
@@ -159,7 +159,7 @@ def test_own_heads_of_stacked_clients():
         assert torch.allclose(found[client], model.own_logits(params, x, 0, own[client]), atol=1e-12)
 
 
-def test_trainable_names_the_body_the_own_head_and_those_asked_for():
+def test_trainable_names_the_body_the_own_head_and_the_requested_heads():
     model, _ = make()
     body = ("0.weight", "0.bias")
     assert model.trainable(1) == (*body, "2.weight@1", "2.bias@1")
@@ -172,7 +172,7 @@ def test_trainable_names_the_body_the_own_head_and_those_asked_for():
 
 
 def noisy():
-    """Dropout at two depths, one of it switched off by its owner, and a norm."""
+    """Dropout at two depths and a normalisation layer."""
     inner = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5))
     return nn.Sequential(inner, nn.BatchNorm1d(6), nn.AlphaDropout(0.5), nn.Dropout(0.9), nn.Linear(6, 3))
 
@@ -181,7 +181,7 @@ def modes(model):
     return [layer.training for layer in model.module.modules()]
 
 
-def test_without_dropout_switches_dropout_alone():
+def test_without_dropout_switches_only_dropout_off():
     model, x = make((noisy, (4,)), [3], norm_stats="batch")
     model.module.train()
     model.module[3].eval()
@@ -190,8 +190,8 @@ def test_without_dropout_switches_dropout_alone():
         assert [model.module[0][1].training, model.module[2].training, model.module[3].training] == [False] * 3
         assert model.module.training and model.module[1].training
         inside = model.logits(model.params, x, 0)
-    assert modes(model) == before  # what its owner switched off stays off
-    with model.evaluation():  # "batch": the norm does the same in both modes, so that dropout is all there is
+    assert modes(model) == before  # the layer that was off stays off
+    with model.evaluation():  # with "batch", the modes differ in dropout only
         assert torch.equal(inside, model.logits(model.params, x, 0))
     with rng.fork(3):
         assert not torch.allclose(inside, model.logits(model.params, x, 0), atol=1e-3)  # it is on again
@@ -199,7 +199,7 @@ def test_without_dropout_switches_dropout_alone():
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("switch", ["without_dropout", "evaluation"])
-def test_modes_come_back_after_an_error(switch, training):
+def test_an_error_restores_the_modes(switch, training):
     model, _ = make((noisy, (4,)), [3])
     model.module.train(training)
     before = modes(model)
@@ -209,11 +209,11 @@ def test_modes_come_back_after_an_error(switch, training):
     assert modes(model) == before == [training] * len(before)
 
 
-def test_the_switches_may_be_nested():
+def test_evaluation_and_without_dropout_nest():
     model, _ = make((noisy, (4,)), [3])
     model.module.train()
     with model.evaluation():
         with model.without_dropout():
             assert not any(modes(model))
-        assert not any(modes(model))  # leaving the inner one does not switch dropout on
+        assert not any(modes(model))  # the end of the inner context does not switch dropout on
     assert all(modes(model))

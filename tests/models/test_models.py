@@ -1,10 +1,10 @@
-"""The models that come with the package: parameter counts and input sizes of the papers, and how errors read."""
+"""The built-in models: parameter counts and input sizes of the papers, and error messages."""
 
 import pytest
 import torch
 
 from cfl import models
-from cfl.core.errors import ConfigError
+from cfl.core import ConfigError
 from cfl.models import Model
 
 
@@ -42,7 +42,7 @@ CASES = {
         [10] * 10,
         True,
         3 * 16 * 16 + 16 * 32 * 9 + 32 * 64 * 4 + 256 * 512 + 512 * 512 + 10 * 512 * 10,
-        457_984,  # the same sum; it is no published network
+        457_984,  # the same sum; not a published network
         [48, 144, 128, 256, 512],
     ),
     "resnet-20": (

@@ -1,4 +1,4 @@
-"""The ResNets: sizes, torchvision's blocks as the reference, initial values, and derivatives under `torch.func`."""
+"""The ResNets: sizes, torchvision's blocks as the reference, and initial values."""
 
 import math
 
@@ -8,8 +8,7 @@ from torch import nn
 from torchvision.models.resnet import BasicBlock, ResNet
 
 from cfl import models
-from cfl.core import rng
-from cfl.core.errors import ConfigError
+from cfl.core import ConfigError, rng
 from cfl.models import Model
 
 NAMES = ("resnet18", "resnet18_cifar", "resnet8")
@@ -20,11 +19,6 @@ def make(name, shape, outputs=5, **options):
     with rng.fork(1):
         module = models.build(name, shape, outputs, options).double()
     return module, torch.randn(2, *shape, dtype=torch.float64, generator=rng.generator(2))
-
-
-def close(a, b):
-    """Equal to ten digits of the largest."""
-    return (a - b).abs().max() <= 1e-10 * b.abs().max()
 
 
 def body(depth, width=64, channels=3, norm=True):
@@ -64,13 +58,13 @@ def test_outputs_and_running_statistics_are_those_of_torchvisions_blocks(name, d
     theirs = theirs.double()
     for ours, other in zip(module.state_dict().values(), theirs.state_dict().values(), strict=True):
         other.copy_(ours)
-    for training in (True, False):  # evaluation comes with the statistics of the pass before
+    for training in (True, False):  # evaluation uses the statistics of the pass before
         assert torch.allclose(module.train(training)(x), theirs.train(training)(x), atol=1e-9)
     for ours, other in zip(module.buffers(), theirs.buffers(), strict=True):
         assert torch.allclose(ours, other, atol=1e-9)
 
 
-def test_initial_values_of_resnet18_are_those_of_its_layers_drawn_in_order():
+def test_initial_values_of_resnet18_are_drawn_layer_by_layer_in_order():
     # stored runs depend on names and order: stem, then for each block both convolutions and the shortcut, then the head
     with rng.fork(1):
         expected = {"stem": nn.Conv2d(3, 4, 3, bias=False)}
@@ -86,13 +80,13 @@ def test_initial_values_of_resnet18_are_those_of_its_layers_drawn_in_order():
     assert all(torch.equal(ours[f"{name}.weight"], layer.weight) for name, layer in expected.items())
 
 
-def test_convolutions_of_resnet8_start_as_he_et_al_say():
+def test_convolutions_of_resnet8_are_initialised_as_he_et_al():
     module, _ = make("resnet8", (3, 8, 8))
     wide = [layer for layer in module.modules() if isinstance(layer, nn.Conv2d) and layer.weight.numel() > 10_000]
-    assert len(wide) == 10  # all eight of the blocks, and the two larger shortcuts
+    assert len(wide) == 10  # the eight of the blocks and the two larger shortcuts
     for layer in wide:
         size = layer.kernel_size[0] ** 2 * layer.out_channels
-        # standard error of a standard deviation: 1 / sqrt(2 n), below 0.7 % for n above 10,000; five of them
+        # five standard errors of a standard deviation: 5 / sqrt(2 n), below 3.5 % for n above 10,000
         assert layer.weight.std().item() == pytest.approx(math.sqrt(2 / size), rel=0.035)
 
 
@@ -117,14 +111,14 @@ def test_layers_heads_and_features(name, sizes):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_operation_overwrites_what_a_layer_gave(name):
+def test_no_operation_overwrites_the_output_of_a_layer(name):
     module, x = make(name, (3, 16, 16), width=2, norm=True)
-    given = []
+    outputs = []
     for layer in module.modules():
         if not list(layer.children()):
-            layer.register_forward_hook(lambda _, __, output: given.append((output, output._version)))
+            layer.register_forward_hook(lambda _, __, output: outputs.append((output, output._version)))
     module(x)
-    assert len(given) > 20 and all(output._version == version for output, version in given)
+    assert len(outputs) > 20 and all(output._version == version for output, version in outputs)
 
 
 @pytest.mark.parametrize(

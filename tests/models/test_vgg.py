@@ -1,4 +1,4 @@
-"""VGG-11: its size, torchvision's features as the reference, small images, and derivatives under `torch.func`."""
+"""VGG-11: number of parameters, torchvision's features as the reference, and small images."""
 
 import math
 
@@ -8,8 +8,7 @@ from torch import nn
 from torchvision.models.vgg import cfgs, make_layers
 
 from cfl import models
-from cfl.core import rng
-from cfl.core.errors import ConfigError
+from cfl.core import ConfigError, rng
 from cfl.models import Model
 
 FILTERS = (64, 128, 256, 256, 512, 512, 512, 512)  # configuration A
@@ -20,11 +19,6 @@ def make(shape, outputs=5, **options):
     with rng.fork(1):
         module = models.build("vgg11", shape, outputs, options).double()
     return module, torch.randn(2, *shape, dtype=torch.float64, generator=rng.generator(2))
-
-
-def close(a, b):
-    """Equal to ten digits of the largest."""
-    return (a - b).abs().max() <= 1e-10 * b.abs().max()
 
 
 def convolutions(channels):
@@ -60,11 +54,11 @@ def test_outputs_are_those_of_torchvisions_features(norm):
     assert torch.allclose(module.eval()(x), theirs.eval()(x), atol=1e-10)
 
 
-def test_convolutions_start_as_he_et_al_say():
+def test_convolutions_are_initialised_as_he_et_al():
     module, _ = make((3, 32, 32))
     for layer in module:
         if isinstance(layer, nn.Conv2d) and layer.weight.numel() > 10_000:
-            # standard error of a standard deviation: 1 / sqrt(2 n), below 0.7 % for n above 10,000; five of them
+            # five standard errors of a standard deviation: 5 / sqrt(2 n), below 3.5 % for n above 10,000
             assert layer.weight.std().item() == pytest.approx(math.sqrt(2 / (9 * len(layer.weight))), rel=0.035)
             assert layer.bias.count_nonzero() == 0
 
@@ -82,7 +76,7 @@ def test_layers_and_heads():
     model = Model(module, (3, 32, 32), [5, 3], multi_head=True)
     # nine inputs for each filter (of a narrow network: 1 / 32 of the usual) of the layer before, then one pixel
     assert [layer.size for layer in model.layers] == [27, *(9 * f // 32 for f in FILTERS[:-1]), 16]
-    assert model.head(1) == ("24.weight@1", "24.bias@1")  # after 8 x 2 + 5 parts, flattening, and a hidden layer
+    assert model.head(1) == ("24.weight@1", "24.bias@1")  # after 8 x 2 + 5 modules, flattening, and a hidden layer
     assert model.logits(model.params, x, 1).shape == (2, 3)
     assert model.outputs(model.params, x, 0, (0, 1)).shape == (2, 2, 5)
 

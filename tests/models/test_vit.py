@@ -1,4 +1,4 @@
-"""The vision transformer: its size, torchvision's as the reference, its layers in subspaces, and `torch.func`."""
+"""The vision transformer: number of parameters, torchvision's as the reference, layers, and second derivatives."""
 
 from functools import partial
 
@@ -9,8 +9,7 @@ from torch.func import functional_call, grad
 from torchvision.models import VisionTransformer
 
 from cfl import models
-from cfl.core import rng
-from cfl.core.errors import ConfigError
+from cfl.core import ConfigError, rng
 from cfl.methods.subspace.layer_inputs import watch
 from cfl.models import Model
 
@@ -21,13 +20,8 @@ def make(shape, outputs=5, **options):
     """A network in float64, and two images."""
     with rng.fork(1):
         module = models.build("vit_small", shape, outputs, {**SMALL, **options}).double()
-        module.token.data.normal_()  # it starts as 0
+        module.token.data.normal_()  # its initial value is 0
     return module, torch.randn(2, *shape, dtype=torch.float64, generator=rng.generator(2))
-
-
-def close(a, b):
-    """Equal to ten digits of the largest."""
-    return (a - b).abs().max() <= 1e-10 * b.abs().max()
 
 
 def size(channels, patches, patch=4, width=192, depth=6, outputs=10):
@@ -84,8 +78,8 @@ def test_layers_heads_and_features():
     assert model.outputs(model.params, x, 0, (0, 1)).shape == (2, 2, 5)
 
 
-def test_updates_orthogonal_to_the_layers_inputs_leave_the_outputs_as_they_are():
-    # what methods that protect subspaces rest on: no product with a weight escapes `Model.layers`
+def test_updates_orthogonal_to_the_inputs_of_the_layers_do_not_change_the_outputs():
+    # subspace methods need every product with a weight in `Model.layers`
     module, x = make((3, 8, 8), width=24)
     x = x[:1]  # five tokens in 24 dimensions or more (four patches in 48)
     model = Model(module, (3, 8, 8), [5], multi_head=True)
@@ -102,7 +96,7 @@ def test_updates_orthogonal_to_the_layers_inputs_leave_the_outputs_as_they_are()
     assert rest == {"norm.weight", *(f"blocks.{i}.norm{j}.weight" for i in (0, 1) for j in (1, 2))}
 
 
-def test_second_derivatives_are_differences_of_the_first():
+def test_second_derivatives_equal_finite_differences():
     module, x = make((1, 8, 8))
     params = {name: leaf.detach() for name, leaf in module.named_parameters()}
 
@@ -120,13 +114,13 @@ def test_second_derivatives_are_differences_of_the_first():
     assert exact.abs().max() > 1e-3
 
 
-def test_dropout_is_everywhere_and_off_in_evaluation():
+def test_dropout_layers_are_active_in_training_only():
     module, x = make((1, 8, 8), dropout=0.5)
     with rng.fork(5):
         assert not torch.allclose(module(x), module(x))
     plain, _ = make((1, 8, 8))
     rates = [layer.p for layer in module.modules() if isinstance(layer, nn.Dropout)]
-    assert rates == [0.5] * 5  # after the positions; in each of two blocks inside the perceptron and after either half
+    assert rates == [0.5] * 5  # after the positions; in each of two blocks, in the perceptron and after both halves
     assert torch.equal(module.eval()(x), plain(x))
 
 
@@ -137,7 +131,7 @@ def test_dropout_is_everywhere_and_off_in_evaluation():
         ((3, 30, 32), {}, r"images of 30 x 32 pixels cannot be cut into patches of 4 x 4; set model\.patch"),
         ((3, 32, 30), {}, "images of 32 x 30 pixels cannot be cut"),
         ((3, 2, 2), {}, "images of 2 x 2 pixels cannot be cut"),
-        ((3, 8, 8), {"heads": 5}, r"model\.width must be a multiple of model\.heads, but 192 is none of 5"),
+        ((3, 8, 8), {"heads": 5}, r"model\.width must be a multiple of model\.heads, but 192 is not a multiple of 5"),
         ((3, 8, 8), {"depth": 0}, r"model\.depth must be a whole number of at least 1, not 0"),
         ((3, 8, 8), {"dropout": 2}, r"dropout probability has to be between 0 and 1"),
     ],

@@ -141,7 +141,7 @@ def test_groups_on_different_seeds_have_no_best(stored):
     found = runs.read([stored / "seed0", stored / "a"])
     uneven = html.page(found, date="")
     seeds = "fedavg with seed 0; fot with seeds 0 and 1"
-    assert f"fedavg and fot are compared on different seeds, so none is called the best: {seeds}." in uneven
+    assert f"fedavg and fot have different seeds, so no group is marked as the best: {seeds}." in uneven
     assert "<b>" not in uneven and "has the" not in uneven
     _, rows, _ = runs.overview(runs.scenes(found.runs))
     assert len(rows) == 2 and not any(cell.best for row in rows for cell in row)
@@ -150,16 +150,16 @@ def test_groups_on_different_seeds_have_no_best(stored):
 
 
 def test_the_page_names_what_it_leaves_out(page, stored, tmp_path):
-    assert f"Not finished, and not on this page: {stored / 'killed'}" in page
+    assert f"Left out because it is not finished: {stored / 'killed'}" in page
     shutil.copytree(stored / "seed0", tmp_path / "bare")
     for name in ("rounds.jsonl", "timing.json"):
         (tmp_path / "bare" / name).unlink()
     (tmp_path / "bare" / "machine.json").write_text('{"date": "2026-11-21", "machine": "2 cores"}')
     bare = html.page(runs.read([tmp_path]), date="2026-11-21")
-    assert "No training loss of 1 run: rounds.jsonl is not stored." in bare
-    assert "No seconds by phase of 1 run: timing.json is not stored." in bare
+    assert "No training loss for 1 run: rounds.jsonl is missing." in bare
+    assert "No seconds by phase for 1 run: timing.json is missing." in bare
     assert "Computed on: date 2026-11-21, machine 2 cores" in bare
-    assert "Training loss" not in bare and "Seconds by who" not in bare and "Subspaces" not in bare
+    assert "Training loss" not in bare and "Seconds by role" not in bare and "Subspaces" not in bare
     assert "fedavg reaches an ACC of" in bare
 
 
@@ -205,7 +205,7 @@ def test_a_command_writes_each_kind_of_report(stored, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("args", "hint"),
     [
-        (("nowhere", "-o", "a.html"), "'nowhere' is no run"),
+        (("nowhere", "-o", "a.html"), "'nowhere' contains no run"),
         (("nowhere", "-o", "a.pdf"), "must end in .html, .md, .tex, not 'a.pdf'"),
         (("nowhere",), "'--output'"),
     ],
@@ -224,10 +224,10 @@ def test_a_long_stream_has_lines_for_bars_and_few_points_of_loss(stored, tmp_pat
     rows = [{"task": n // 50, "phase": "train", "loss": n % 2} for n in range(1000)]
     (folder / "rounds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (scene,) = runs.scenes(runs.read([folder]).runs)
-    groups = [runs.Group(name, scene.groups[0].runs) for name in "abc"]
+    groups = [runs.RunGroup(name, scene.groups[0].runs) for name in "abc"]
     drawn = {figure.title: figure.svg for figure in figures.accuracy(groups, {g.label: plots.Style(0) for g in groups})}
     assert len(drawn) == 5 and max(map(len, drawn.values())) < 60_000
-    loss = drawn["Training loss; dotted lines: a new task"]
+    loss = drawn["Training loss (dotted lines: start of a task)"]
     assert "a 0.5, b 0.5, c 0.5" in loss.partition(">")[0]  # of the last four rounds: 0, 1, 0, 1
 
 

@@ -9,8 +9,8 @@ import cfl
 from cfl import cli
 from cfl.assembly.resolve import dump
 from cfl.config.overrides import assignment, parse
-from cfl.core.errors import ConfigError
-from cfl.report.runs import Run, command, flat, read, scenes
+from cfl.core import ConfigError
+from cfl.report.runs import FinishedRun, command, flat, read, scenes
 
 
 def made(method="fot", seed=0, benchmark="permuted-digits", **results):
@@ -18,7 +18,7 @@ def made(method="fot", seed=0, benchmark="permuted-digits", **results):
     overrides = results.pop("overrides", ())
     config = cfl.resolve(benchmark, method=method, seed=seed, overrides=overrides)
     metrics = {"method": config.label, "benchmark": benchmark, "seed": seed, "acc": 0.5, "fgt": 0.1, **results}
-    return Run(Path(f"{method}-{seed}"), metrics, flat(dump(config)), config)
+    return FinishedRun(Path(f"{method}-{seed}"), metrics, flat(dump(config)), config)
 
 
 def shown(found):
@@ -45,9 +45,9 @@ def test_a_folder_counts_once_and_so_does_a_repeated_run(stored, tmp_path):
 
 def test_what_is_no_run_is_named(stored, tmp_path):
     (tmp_path / "config.yaml").write_text("name: of something else\n")
-    with pytest.raises(ConfigError, match=f"'{tmp_path}' is no run and holds none"):
+    with pytest.raises(ConfigError, match=f"'{tmp_path}' contains no run"):
         read([stored, tmp_path])
-    with pytest.raises(ConfigError, match="'nowhere' is no run"):
+    with pytest.raises(ConfigError, match="'nowhere' contains no run"):
         read([Path("nowhere")])
 
 
@@ -63,7 +63,7 @@ def test_the_command_for_a_killed_run_finishes_it_where_it_is(stored, tmp_path):
     assert [run.path for run in read([tmp_path]).runs] == [folder]
     shutil.copytree(stored / "killed", tmp_path / "a")
     shutil.copytree(stored / "killed", tmp_path / "b")
-    with pytest.raises(ConfigError, match=r"/a --resume, or all with the command that began them$"):
+    with pytest.raises(ConfigError, match=r"/a --resume, or repeat the command that began them all$"):
         read([tmp_path / "a", tmp_path / "b"])
 
 
@@ -72,7 +72,7 @@ def test_the_command_for_a_killed_run_finishes_it_where_it_is(stored, tmp_path):
     [
         ("metrics.json", "{", "metrics.json' is damaged"),
         ("metrics.json", "[]", "metrics.json' is damaged"),
-        ("metrics.json", '{"method": "fot"}', "is not the result of a run: it has no 'benchmark'"),
+        ("metrics.json", '{"method": "fot"}', "is not the result of a run: it lacks 'benchmark'"),
         ("rounds.jsonl", '{"task": 0}\n{"ta', "rounds.jsonl' is damaged"),
         ("timing.json", "", "timing.json' is damaged"),
     ],

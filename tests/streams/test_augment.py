@@ -3,15 +3,14 @@
 import pytest
 import torch
 
-from cfl.core import rng
-from cfl.core.errors import ConfigError
+from cfl.core import ConfigError, rng
 from cfl.streams.augment import augment, check
 
 BLACK = torch.tensor([-1.0, -2.0, -3.0]).view(3, 1, 1)
 
 
 def _images(size=200, channels=3, height=10, width=7):
-    """Each pixel has a value of its own; none is 0 or that of a black pixel."""
+    """All pixels differ; none is 0 or equals a black pixel."""
     return torch.arange(1.0, size * channels * height * width + 1).view(size, channels, height, width)
 
 
@@ -19,7 +18,7 @@ def _augmented(x, *kinds, key=5):
     return augment(x, kinds, rng.generator(key), BLACK[: x.shape[1]])
 
 
-def test_nothing_asked_for_changes_nothing():
+def test_no_kind_changes_nothing():
     x = _images()
     assert torch.equal(_augmented(x), x)
 
@@ -80,7 +79,7 @@ def test_the_order_is_crop_flip_cutout():
     assert not torch.equal(both, _augmented(_augmented(_augmented(x, "cutout"), "flip"), "crop"))
 
 
-def test_draws_depend_on_the_key_and_the_place_in_the_batch_only():
+def test_draws_depend_only_on_the_key_and_the_position_in_the_batch():
     x = _images(40)
     torch.manual_seed(1)
     first, state = _augmented(x, "crop", "flip", "cutout"), torch.random.get_rng_state()
@@ -88,12 +87,12 @@ def test_draws_depend_on_the_key_and_the_place_in_the_batch_only():
     torch.manual_seed(2)
     assert torch.equal(_augmented(x, "crop", "flip", "cutout"), first)
     assert not torch.equal(_augmented(x, "crop", "flip", "cutout", key=6), first)
-    # a smaller batch, for instance one without padding: the same draws for the images that it has
+    # a smaller batch, for instance without padding, has the same draws for its images
     assert torch.equal(_augmented(x[:13], "crop", "flip", "cutout"), first[:13])
     assert _augmented(x[:0], "crop", "flip", "cutout").shape == (0, 3, 10, 7)
 
 
-def test_the_batch_given_is_left_as_it_is():
+def test_the_batch_is_not_changed_in_place():
     x = _images(20)
     before = x.clone()
     _augmented(x, "crop", "flip", "cutout")

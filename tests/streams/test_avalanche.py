@@ -1,4 +1,4 @@
-"""Streams that Avalanche makes: the built-in benchmarks, and benchmarks of a user's own."""
+"""Streams that Avalanche makes: the built-in benchmarks, and a user's own Avalanche benchmarks."""
 
 import subprocess
 import sys
@@ -9,8 +9,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from cfl import streams
-from cfl.core import rng
-from cfl.core.errors import ConfigError, DataError
+from cfl.core import ConfigError, DataError, rng
 from cfl.core.plugins import benchmarks
 from cfl.streams import avalanche
 from cfl.streams.datasets import digits, load, pooled
@@ -31,7 +30,7 @@ def test_registered_benchmarks_name_a_registered_model():
         assert benchmarks.get(name).source and benchmarks.get(name).summary
 
 
-def test_import_leaves_avalanche_and_torchvision_alone():
+def test_import_does_not_import_avalanche_or_torchvision():
     code = "import sys, cfl.streams; print({'avalanche', 'torchvision', 'sklearn'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"
@@ -62,7 +61,7 @@ def test_split_random_order_is_avalanches_own():
     assert names == [set(order[2 * i : 2 * i + 2]) for i in range(5)]
 
 
-def test_building_leaves_global_randomness_alone():
+def test_building_does_not_change_global_randomness():
     torch.manual_seed(5)
     np.random.seed(5)
     before, numpy_before = torch.random.get_rng_state(), np.random.get_state()[1].copy()
@@ -152,7 +151,7 @@ def test_from_benchmark_reads_class_splits_with_task_labels(from_zero):
         rows = [i for i in range(24) if int(y[i]) // 2 == number]
         _assert_holds(task.train, x, y % 2, [i for i in rows if i < 18])
         _assert_holds(task.test, x, y % 2, [i for i in rows if i >= 18])
-    assert len(stream.tasks[0].train.pool.images) == 24  # the shared data sets are held once
+    assert len(stream.tasks[0].train.pool.images) == 24  # each shared data set is in memory once
 
 
 def test_from_benchmark_without_task_labels_has_one_head():
@@ -166,7 +165,7 @@ def test_from_benchmark_without_task_labels_has_one_head():
     assert avalanche.from_benchmark(benchmark, multi_head=True).multi_head
 
 
-def test_from_benchmark_with_transforms_goes_sample_by_sample():
+def test_from_benchmark_applies_evaluation_transforms_sample_by_sample():
     from avalanche.benchmarks import nc_benchmark
 
     x, y, train, test = _tensor_data()
@@ -186,7 +185,7 @@ def test_from_benchmark_with_transforms_goes_sample_by_sample():
         _assert_holds(task.test, 2 * x, y % 3, [i for i in rows if i >= 18])
 
 
-def test_from_benchmark_reads_what_a_users_data_set_returns():
+def test_from_benchmark_reads_the_samples_that_a_users_data_set_returns():
     from avalanche.benchmarks import nc_benchmark
 
     class Doubled(TensorDataset):
@@ -218,7 +217,7 @@ def test_from_benchmark_reads_tensor_benchmarks_and_plain_streams():
     _assert_holds(plain.tasks[0].test, x, y, range(18, 24))
 
 
-def test_from_benchmark_says_what_it_cannot_read():
+def test_from_benchmark_names_samples_that_it_cannot_read():
     from avalanche.benchmarks import benchmark_from_datasets, nc_benchmark
     from avalanche.benchmarks.utils import as_classification_dataset
 

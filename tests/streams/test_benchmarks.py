@@ -7,7 +7,7 @@ from sklearn.datasets import load_iris
 
 from cfl import streams
 from cfl.assembly.resolve import resolve
-from cfl.core.errors import ConfigError
+from cfl.core import ConfigError
 from cfl.core.plugins import benchmarks
 from cfl.models import build as build_model
 from tests import toy
@@ -36,13 +36,13 @@ def _save(root, name):
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_a_data_set_is_one_task_with_the_official_parts(name, tmp_path):
+def test_a_data_set_is_one_task_with_the_official_split(name, tmp_path):
     x = _save(tmp_path, name)
     stream = streams.build(name, data_root=tmp_path)
     shape, classes, *_ = WHOLE[name]
     (task,) = stream.tasks
     assert (stream.name, stream.input_shape, stream.multi_head, stream.public) == (name, shape, False, None)
-    assert task.classes == classes  # those of the data set, though only five occur here
+    assert task.classes == classes  # of the data set; only five occur here
     assert task.train.index.tolist() == list(range(20)) and task.test.index.tolist() == list(range(20, 30))
     assert task.train.targets.tolist() == [i % 4 for i in range(20)]
     assert task.test.targets.tolist() == [i % 5 for i in range(10)]
@@ -88,7 +88,7 @@ def test_iris_signs_are_fixed():
     assert first.tolist() == pytest.approx([-2.684, 0.319], abs=1e-3)
 
 
-def test_all_of_iris_is_trained_and_tested_on_and_public():
+def test_all_samples_of_iris_are_train_test_and_public_samples():
     stream = streams.build("iris")
     task, rows = stream.tasks[0], torch.arange(150)
     x, y = task.train.gather(rows)
@@ -149,7 +149,7 @@ def test_presets_take_public_data_of_another_data_set():
     assert resolve("iris").public.name == "stream"  # its own
 
 
-def test_preset_of_iris_is_the_recipe():
+def test_preset_of_iris_has_the_settings_of_the_pilot_study():
     config = resolve("iris")
     assert (config.partition.name, config.partition.clients, config.cohort, config.rounds) == ("classes", 3, 3, 20)
     assert (config.local.epochs, config.local.batch_size, config.local.lr, config.local.momentum) == (5, 8, 0.01, 0.9)
@@ -185,5 +185,5 @@ def test_lda_of_real_cifar10_keeps_cap_and_minimum(seed):
     dealt = streams.deal(targets, 0, seed=seed, **resolve("cifar10").partition.model_dump())
     sizes = [len(rows) for rows in dealt.rows]
     assert len(sizes) == 100 and sum(sizes) == 50000 and min(sizes) >= 10
-    # a client below 500 may still get all of one class, but of none after it
+    # a client below 500 may still get all of one class, and nothing of later classes
     assert max(sizes) < 500 + 5000

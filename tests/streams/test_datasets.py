@@ -9,11 +9,10 @@ import pytest
 import torch
 from PIL import Image
 from scipy.io import savemat
-from sklearn.datasets import load_digits
 
-from cfl.core.errors import ConfigError, DataError
+from cfl.core import ConfigError, DataError
 from cfl.streams import torchvision_fix
-from cfl.streams.datasets import digits, load, pooled
+from cfl.streams.datasets import load
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +87,7 @@ def test_svhn_is_read_from_its_mat_files(tmp_path, monkeypatch):
 
 
 def _cinic(root, parts=("train", "valid", "test"), classes=10):
-    """One folder a class of PNG files: two a class in train, one in the other parts, each of one colour."""
+    """A folder of PNG files for each class: two in train, one in the other parts, each of one colour."""
     for number in range(classes):
         for at, part in enumerate(parts):
             folder = root / "cinic-10" / part / f"class-{number}"
@@ -112,7 +111,7 @@ def test_damaged_cinic10_says_what_is_wrong(tmp_path):
     with pytest.raises(DataError, match="cinic-10. Put it there.*has no --download"):
         load("cinic10", tmp_path, download=True)
     _cinic(tmp_path, classes=9)
-    with pytest.raises(DataError, match="has 9 classes in train and 9 in test; .*the same 10 in both"):
+    with pytest.raises(DataError, match="has 9 classes in train and 9 in test; .*the same 10 classes in both"):
         load("cinic10", tmp_path)
     image = tmp_path / "cinic-10" / "test" / "class-3" / "0.png"
     image.write_bytes(image.read_bytes()[:40])
@@ -124,7 +123,7 @@ def test_damaged_cinic10_says_what_is_wrong(tmp_path):
         load("cinic10", tmp_path / "other")
 
 
-def test_sets_may_come_from_npz(tmp_path):
+def test_data_sets_without_a_package_are_read_from_npz(tmp_path):
     np.savez(tmp_path / "notmnist.npz", **_arrays())
     np.savez(tmp_path / "tiny-imagenet100.npz", **{**_arrays(colour=True), "y_test": np.array([99, 0])})
     assert load("notmnist", tmp_path).x_train.shape == (6, 1, 4, 5)
@@ -154,7 +153,7 @@ def test_medmnist_files_are_read_by_their_package(tmp_path):
 
 
 def test_medmnist_name_with_our_arrays_needs_no_package(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "medmnist", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "medmnist", None)  # as if medmnist were not installed
     np.savez(tmp_path / "pathmnist.npz", **{**_arrays(colour=True), "y_test": np.array([8, 0])})
     assert load("pathmnist", tmp_path).y_test.tolist() == [8, 0]
     (tmp_path / "pathmnist.npz").write_bytes(b"neither")
@@ -183,7 +182,7 @@ def test_medmnist_errors_are_data_errors(tmp_path, monkeypatch):
         load("pathmnist", tmp_path)
 
     def offline(**arguments):
-        assert arguments["md5"] == "ebe78ee8b05294063de985d821c1c34b"  # the package's own for TissueMNIST
+        assert arguments["md5"] == "ebe78ee8b05294063de985d821c1c34b"  # medmnist's own checksum of TissueMNIST
         raise OSError("no route to host")
 
     monkeypatch.setattr("torchvision.datasets.utils.download_url", offline)
@@ -200,7 +199,7 @@ def test_damaged_torchvision_folder_is_a_data_error(tmp_path):
         load("cifar100", tmp_path)
 
 
-def test_nothing_is_downloaded_unasked(tmp_path, monkeypatch):
+def test_nothing_is_downloaded_without_download(tmp_path, monkeypatch):
     asked = []
 
     class Fake:
@@ -226,7 +225,7 @@ def test_failed_download_is_a_data_error(tmp_path, monkeypatch):
         load("cifar10", tmp_path, download=True)
 
 
-def test_torchvision_import_mends_only_the_one_error(monkeypatch):
+def test_torchvision_import_fixes_only_the_one_error(monkeypatch):
     def broken(name):
         raise RuntimeError("something else")
 
@@ -270,7 +269,7 @@ def test_damaged_npz_names_file_and_array(tmp_path, change, message):
     assert "mnist.npz" in str(error.value)
 
 
-def test_file_that_is_no_npz(tmp_path):
+def test_file_that_is_not_an_npz_file(tmp_path):
     np.savez(tmp_path / "whole.npz", **_arrays())
     whole = (tmp_path / "whole.npz").read_bytes()
     for content in (b"", b"no archive", whole[:200], whole[:150] + b"xxxx" + whole[154:]):
@@ -281,32 +280,3 @@ def test_file_that_is_no_npz(tmp_path):
     (tmp_path / "one.npy").rename(tmp_path / "mnist.npz")
     with pytest.raises(DataError, match="mnist.npz"):
         load("mnist", tmp_path)
-
-
-def test_digits_are_all_there_and_standardised():
-    found = digits()
-    assert found.x_train.shape == (1400, 64) and found.x_test.shape == (397, 64)
-    assert found.x_train.dtype == torch.float32
-    raw, labels = load_digits(return_X_y=True)
-    assert torch.equal(torch.cat([found.y_train, found.y_test]).bincount(), torch.from_numpy(labels).bincount())
-    train = found.x_train.double()
-    assert abs(train.mean()) < 1e-6 and abs(train.std(correction=0) - 1) < 1e-6
-    # one affine map for all pixels: undoing it by the known range 0..16 gives back every feature's multiset of pixels
-    everything = torch.cat([found.x_train, found.x_test]).double()
-    back = 16 * (everything - everything.min()) / (everything.max() - everything.min())
-    assert (raw.min(), raw.max()) == (0, 16)
-    assert torch.allclose(back.sort(0).values, torch.from_numpy(np.sort(raw, axis=0)), atol=1e-4)
-
-
-def test_digits_split_is_fixed_and_mixed():
-    first, torch_state = digits(), torch.random.get_rng_state()
-    again = digits()
-    assert torch.equal(first.x_train, again.x_train) and torch.equal(torch_state, torch.random.get_rng_state())
-    # 397 of 1,797 samples, about 178 a class: mean 39, std sqrt(178 * .22 * .78) = 5.5
-    assert (first.y_test.bincount() - 39.7).abs().max() < 5 * 5.5
-
-
-def test_pooled_holds_train_then_test():
-    found = digits()
-    pool = pooled(found)
-    assert len(pool.images) == 1797 and torch.equal(pool.images[1400], found.x_test[0]) and pool.mean is None

@@ -1,4 +1,4 @@
-"""5-Datasets: five data sets of ten classes as tasks of one stream, with pools and scales of their own."""
+"""5-Datasets: five data sets of ten classes as tasks of one stream, each with its own pool and normalisation."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ import cfl
 from cfl import streams
 from cfl.assembly.resolve import dump, load, resolve
 from cfl.config.presets import preset
-from cfl.core.errors import ConfigError, DataError
+from cfl.core import ConfigError, DataError
 from cfl.models import build as build_model
 from cfl.streams.public import public
 from tests import toy
@@ -65,7 +65,7 @@ def test_tasks_are_the_data_sets_in_the_order_of_the_code(root):
 
 
 @pytest.mark.parametrize("name", ORDER)
-def test_images_are_padded_then_normalised_with_the_scale_of_their_own(root, name):
+def test_images_are_padded_then_normalised_by_their_own_data_set(root, name):
     raw = _save(root, name, ORDER.index(name))
     task = streams.build("five-datasets", tasks=(name,), data_root=root).tasks[0]
     found, _ = task.train.gather(torch.tensor([4]))
@@ -78,11 +78,11 @@ def test_images_are_padded_then_normalised_with_the_scale_of_their_own(root, nam
         assert torch.allclose(found[0, :, 0, 0], torch.tensor(-MEAN[name][0] / STD[name][0]))  # black, normalised
 
 
-def test_grey_images_are_kept_once_and_larger_ones_as_they_are(root):
+def test_grey_images_are_in_memory_once_and_larger_ones_keep_their_size(root):
     pool = streams.build("five-datasets", tasks=("mnist",), data_root=root).tasks[0].train.pool
     assert pool.images.shape == (32, 3, 32, 32)  # 21 train and 11 test images
     assert pool.images.untyped_storage().nbytes() == 32 * 32 * 32  # one channel in memory
-    raw = _save(root, "notmnist", side=32)  # as HAT's code has it
+    raw = _save(root, "notmnist", side=32)  # as in HAT's code
     pool = streams.build("five-datasets", tasks=("notmnist",), data_root=root).tasks[0].train.pool
     assert (pool.images[:20, 1].numpy() == raw).all()
 
@@ -91,7 +91,7 @@ def test_streams_of_some_tasks(root):
     first = streams.build("five-datasets", tasks=2, data_root=root)
     assert [task.name for task in first.tasks] == ["cifar10", "mnist"]
     chosen = streams.build("five-datasets", tasks=["notmnist", "cifar10"], data_root=root)
-    assert [task.name for task in chosen.tasks] == ["notmnist", "cifar10"]  # in the order asked for
+    assert [task.name for task in chosen.tasks] == ["notmnist", "cifar10"]  # in the order of the argument
     for tasks, message in [
         (0, r"tasks must be in \[1, 5\] for 'five-datasets', not 0"),
         (6, r"tasks must be in \[1, 5\] for 'five-datasets', not 6"),
@@ -134,7 +134,7 @@ def test_missing_data_set_is_named_with_the_remedies(root):
 def test_public_data_are_not_those_of_a_task(root):
     stream = streams.build("five-datasets", tasks=("cifar10", "mnist"), data_root=root)
     for name in ("cifar10", "mnist"):
-        with pytest.raises(ConfigError, match=f"public data '{name}' is what the clients"):
+        with pytest.raises(ConfigError, match=f"public data '{name}' is the data set of the clients"):
             public(name, stream, data_root=root)
     assert len(public("svhn", stream, data_root=root)) == 34  # 22 train and 12 test images
 
@@ -183,7 +183,7 @@ PRESETS = {
 MODELS = {  # side of an image, outputs of all heads, parameters: of FOT's code (Table 8's networks)
     "five-datasets": (32, 50, 1_122_140),
     "split-mini-imagenet": (84, 100, 3_025_440),
-    # four halvings, rounded up, and one of the average, rounded down: of 84 are left 3 x 3 pixels, of 64 2 x 2
+    # four halvings rounded up, and one of the average rounded down: 84 pixels end as 3 x 3, 64 pixels as 2 x 2
     "split-tiny-imagenet100": (64, 100, 3_025_440 - 100 * (2304 - 1024)),
 }
 

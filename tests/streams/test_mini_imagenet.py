@@ -1,4 +1,4 @@
-"""Mini-ImageNet in its layouts: small copies of each, with the same images, give the same arrays."""
+"""Mini-ImageNet in its layouts: small copies of each with the same images give the same arrays."""
 
 import csv
 import pickle
@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from cfl import streams
-from cfl.core.errors import ConfigError, DataError
+from cfl.core import ConfigError, DataError
 from cfl.streams import datasets, mini_imagenet
 
 CLASSES = {"train": ("n03", "n01"), "val": ("n09",), "test": ("n02",)}  # of each part, not in the order of names
@@ -19,7 +19,7 @@ SIZES = {"classes": 4, "train": TRAIN, "test": TEST}
 
 
 def _image(name, number, side=84):
-    """An image of one colour, which jpg keeps to a step or two: class n0k has 25 k in red, image i has 40 i in blue."""
+    """An image of one colour, which jpg keeps nearly: class n0k has 25 k in red, image i has 40 i in blue."""
     return np.full((side, side, 3), (25 * int(name[1:]), 100, 40 * number), np.uint8)
 
 
@@ -90,7 +90,7 @@ def _assert_holds(arrays, order):
     assert arrays["y_test"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     for part, numbers in (("train", range(TRAIN)), ("test", range(TRAIN, TRAIN + TEST))):
         expected = np.stack([_image(name, i) for name in order for i in numbers])
-        assert np.abs(arrays[f"x_{part}"].astype(int) - expected).max() <= 3  # what jpg loses
+        assert np.abs(arrays[f"x_{part}"].astype(int) - expected).max() <= 3  # loss of jpg
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -99,7 +99,7 @@ def test_layouts_hold_the_same_arrays(tmp_path, layout):
     _assert_holds(mini_imagenet.read(tmp_path, **SIZES), ORDER)
 
 
-def test_folders_of_classes_alone_come_by_name(tmp_path):
+def test_folders_of_classes_without_parts_are_sorted_by_name(tmp_path):
     _foldered(tmp_path)
     for part in CLASSES:
         for own in (tmp_path / part).iterdir():
@@ -180,7 +180,7 @@ def _fetched(monkeypatch, fetch):
     return asked
 
 
-def test_download_is_whole_or_nothing(tmp_path, monkeypatch):
+def test_download_is_complete_or_removed(tmp_path, monkeypatch):
     monkeypatch.delenv("CFL_DATA", raising=False)
     source = tmp_path / "source"
     source.mkdir()
@@ -221,7 +221,6 @@ def _hundred(root, name, side, classes=100):
     return x, y
 
 
-MINI = (0.47313006, 0.44905752, 0.40378186), (0.27292014, 0.26559181, 0.27953038)
 BENCHMARKS = {  # data set, side, mean and deviation: of FOT's code; of the train images
     "split-mini-imagenet": (
         "mini-imagenet",

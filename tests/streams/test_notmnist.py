@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cfl.core.errors import DataError
+from cfl.core import DataError
 from cfl.streams import notmnist
 from cfl.streams.datasets import load
 
@@ -22,7 +22,7 @@ def no_data_root(monkeypatch):
 
 
 def _letters(folder, images=3, side=28):
-    """Image i of letter k is grey 20 k + i; file names are not in the order in which they are made."""
+    """Image i of letter k is grey 20 k + i; files are not written in the order of their names."""
     for label, letter in enumerate("ABCDEFGHIJ"):
         (folder / letter).mkdir(parents=True)
         for number in reversed(range(images)):
@@ -35,7 +35,7 @@ def _greys(x):
     return x[:, 0, 0].tolist()
 
 
-def test_every_tenth_image_of_the_letters_is_to_test(tmp_path):
+def test_every_tenth_image_of_the_letters_is_a_test_image(tmp_path):
     _letters(tmp_path / "notmnist")
     found = notmnist.read(tmp_path / "notmnist")
     greys = [20 * label + number for label in range(10) for number in range(3)]  # in the order of letters and names
@@ -54,12 +54,15 @@ def test_small_set_has_as_many_test_images_as_the_papers():
     assert (test.sum(), (~test).sum()) == (1873, 16851)
 
 
-def test_unreadable_images_are_counted_and_left_out(tmp_path):
+def test_unreadable_images_are_counted_and_skipped(tmp_path):
     inner = tmp_path / "notMNIST_small"  # the folder in the archive
     _letters(inner)
     (inner / "A" / "font-1.png").write_bytes(b"")
     (inner / "F" / "font-0.png").write_bytes(b"no image")
-    with pytest.warns(UserWarning, match=r"2 of 30 images of \S*notMNIST_small cannot be .*font-1\.png in A"):
+    with pytest.warns(
+        UserWarning,
+        match=r"2 of 30 images of \S*notMNIST_small .*skipped, the first is font-1\.png in A",
+    ):
         found = notmnist.read(tmp_path)
     assert sorted(_greys(found["x_train"]) + _greys(found["x_test"])) == sorted(
         20 * label + number for label in range(10) for number in range(3) if (label, number) not in ((0, 1), (5, 0))
@@ -77,7 +80,7 @@ def test_missing_letters_and_unequal_images_are_named(tmp_path):
         notmnist.read(tmp_path)
 
 
-def test_pickles_of_hats_code_keep_their_parts(tmp_path):
+def test_pickles_of_hats_code_keep_their_split(tmp_path):
     folder = tmp_path / "notmnist"
     folder.mkdir()
     draws = np.random.default_rng(0)
@@ -97,7 +100,7 @@ def test_pickles_of_hats_code_keep_their_parts(tmp_path):
 
 @pytest.fixture
 def served(tmp_path):
-    """Address of a server on this machine that has the files of a folder, and the folder."""
+    """Address of a local server of a folder's files, and the folder."""
     (tmp_path / "served").mkdir()
     handler = partial(QuietHandler, directory=str(tmp_path / "served"))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -111,7 +114,7 @@ class QuietHandler(SimpleHTTPRequestHandler):
         pass
 
 
-def test_download_takes_the_mirror_and_compares_the_checksum(tmp_path, served, monkeypatch):
+def test_download_uses_the_mirror_and_verifies_the_checksum(tmp_path, served, monkeypatch):
     address, folder = served
     _letters(tmp_path / "made" / "notMNIST_small")
     archive = folder / "notMNIST_small.tar.gz"

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cfl.core import rng
-from cfl.core.errors import ConfigError, DataError
+from cfl.core import ConfigError, DataError, rng
 from cfl.streams import deal, from_tensors, partition
 
 CIFAR_TASK = torch.arange(10).repeat(500)  # the labels of one task of split-cifar100: 10 classes x 500, mixed
@@ -17,12 +16,12 @@ def _dealt(result):
     return torch.cat(result.rows)
 
 
-def test_iid_deals_equal_disjoint_parts():
+def test_iid_deals_equal_disjoint_shares():
     targets = torch.zeros(103, dtype=torch.int64)
     result = deal(targets, 0, name="iid", clients=10, seed=0)
     assert [len(rows) for rows in result.rows] == [10] * 10  # floor(103 / 10); three samples are dropped
     assert len(_dealt(result).unique()) == 100 and _dealt(result).max() < 103
-    assert result.owners == tuple(range(10)) and result.without_data == ()
+    assert result.owners == tuple(range(10))
 
 
 def test_iid_clients_see_all_classes_about_equally():
@@ -69,11 +68,11 @@ def test_dirichlet_with_large_alpha_is_even_and_with_small_alpha_is_not():
     assert (largest > 450).sum() >= 8
 
 
-def test_dirichlet_ends_with_more_clients_than_it_serves():
+def test_dirichlet_may_leave_clients_without_samples():
     result = deal(CIFAR_TASK, 0, name="dirichlet", clients=500, alpha=1e-3, seed=1)
     assert len(_dealt(result)) == 5000
-    assert result.without_data and sorted((*result.owners, *result.without_data)) == list(range(500))
-    assert all(len(result.rows[client]) == 0 for client in result.without_data)
+    assert 0 < len(result.owners) < 500
+    assert result.owners == tuple(client for client, rows in enumerate(result.rows) if len(rows))
 
 
 def test_task_share_draws_exactly_that_many_owners_for_each_task():
@@ -121,7 +120,7 @@ def test_sharding_pieces_of_a_class_differ_by_a_sample_at_most():
     assert set(counts) <= sums and len(set(counts)) > 6
 
 
-def test_sharding_gives_the_first_classes_the_shards_that_are_left():
+def test_sharding_gives_the_first_classes_the_remaining_shards():
     # FedSOL's PathMNIST: 200 clients x 2 = 400 shards of 9 classes, 44 each and one more for the first 4
     targets = torch.arange(9).repeat_interleave(990)
     result = deal(targets, 0, name="sharding", clients=200, seed=0)
@@ -156,7 +155,7 @@ def test_lda_deals_every_sample_once_within_cap_and_minimum(alpha):
             held += count
 
 
-def test_lda_is_dirichlet_where_nothing_is_capped_or_too_small():
+def test_lda_of_one_class_is_dirichlet():
     """The cap acts from the second class on, so a single class has the sizes of plain Dirichlet shares."""
     targets = torch.zeros(900, dtype=torch.int64)
     sizes = np.array(
@@ -170,7 +169,7 @@ def test_lda_is_dirichlet_where_nothing_is_capped_or_too_small():
     assert sizes.std(0) / 900 == pytest.approx([math.sqrt(2 / 63)] * 3, rel=0.15)  # a std's own is 1 / sqrt(800)
 
 
-def test_lda_gives_a_full_owner_nothing_more():
+def test_lda_gives_an_owner_at_the_cap_nothing_of_later_classes():
     # class 0 has 90 of 100 samples: with alpha 1e-3 nearly all go to one owner, which then has more than 100 / 2
     targets = torch.tensor([0] * 90 + [1] * 10)
     for seed in range(20):
@@ -201,8 +200,8 @@ def test_classes_give_each_client_a_class():
         deal(targets, 0, name="classes", clients=4, task_share=0.5, seed=0)
 
 
-def test_the_first_partitions_deal_as_they_always_did():
-    """Stored results depend on these draws: written down before `sharding`, `lda` and `classes` came."""
+def test_partitions_of_stored_results_do_not_change():
+    """Stored results depend on these draws, recorded before `sharding`, `lda` and `classes` were added."""
     wanted = {
         "iid": [[0, 1, 7, 8], [2, 3, 5, 11], [4, 6, 9, 10]],
         "shards": [[0, 1, 4, 8], [2, 3, 6, 10], [5, 7, 9, 11]],
@@ -225,7 +224,7 @@ def test_draws_depend_on_seed_and_task_only(name):
     assert rows(2, 7) == first
 
 
-def test_the_test_part_is_not_dealt():
+def test_test_samples_are_not_dealt():
     x, y = torch.arange(40.0).view(20, 2), torch.arange(20) % 2
     stream = from_tensors([(x, y, x + 100, y)])
     before = stream.tasks[0].test.gather(torch.arange(20))
@@ -251,7 +250,7 @@ def test_errors_name_the_numbers():
 
 
 def pieces_one_by_one(name, y, owners, draws):
-    """What each owner holds, from the same draws, with a list of samples for each."""
+    """Positions of each owner's samples from the same draws, in a list for each owner."""
     n, labels = len(y), np.unique(y)
     if name == "iid":
         order, size = draws.permutation(n), n // owners
@@ -277,7 +276,7 @@ def pieces_one_by_one(name, y, owners, draws):
 
 @pytest.mark.parametrize("name", ["iid", "shards", "sharding", "dirichlet"])
 @pytest.mark.parametrize("share", [1.0, 0.6])
-def test_deals_are_those_of_lists_made_client_by_client(name, share):
+def test_deals_equal_lists_made_client_by_client(name, share):
     y = torch.arange(203) ** 2 % 7  # uneven classes: squares modulo 7 are 0, 1, 2 and 4
     result = deal(y, 3, name=name, clients=15, task_share=share, seed=4)
     count = round(15 * share)
@@ -288,7 +287,7 @@ def test_deals_are_those_of_lists_made_client_by_client(name, share):
         mine = sorted(expected.get(client, []))
         assert result.of(client).tolist() == result.rows[client].tolist() == mine
         assert result.sizes[client] == len(mine) == (client in result.owners and len(mine))
-        assert (client in result.without_data) == (not len(mine))
+        assert (client in result.owners) == bool(mine)
 
 
 def test_a_deal_to_very_many_clients_is_two_arrays():

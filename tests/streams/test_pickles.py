@@ -1,4 +1,4 @@
-"""Pickles of others: arrays and plain containers come through, of any version, and nothing else is run."""
+"""Pickled data sets: arrays and plain containers of any version are loaded, everything else is refused."""
 
 import os
 import pickle
@@ -8,7 +8,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from cfl.core.errors import DataError
+from cfl.core import DataError
 from cfl.streams import pickles
 
 DATA = {
@@ -20,7 +20,7 @@ DATA = {
 
 
 @pytest.mark.parametrize("protocol", range(6))
-def test_arrays_and_containers_come_through(tmp_path, protocol):
+def test_arrays_and_containers_are_loaded(tmp_path, protocol):
     (tmp_path / "x.pkl").write_bytes(pickle.dumps(DATA, protocol))
     found = pickles.load(tmp_path / "x.pkl")
     assert (found.pop("image_data") == DATA["image_data"]).all()
@@ -28,7 +28,7 @@ def test_arrays_and_containers_come_through(tmp_path, protocol):
 
 
 def test_pickles_of_python_2_are_read(tmp_path):
-    """As Python 2 writes the dictionary {'data': array of 1 and 255, 'labels': [0]}: by hand, with its byte strings."""
+    """Bytes that Python 2 writes for {'data': array of 1 and 255, 'labels': [0]}."""
     array = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(I0\ntS'b'\ntR(I1\n(I2\ntcnumpy\ndtype\n"
     array += b"(S'u1'\nI0\nI1\ntR(I3\nS'|'\nNNNI-1\nI-1\nI0\ntbI00\nS'\\x01\\xff'\ntb"
     (tmp_path / "x.pkl").write_bytes(b"(dS'data'\n" + array + b"sS'labels'\n(lI0\nas.")
@@ -48,7 +48,7 @@ class Runs:
     "function, named",
     [(os.system, "system"), (eval, "eval"), (subprocess.run, "subprocess.run"), (getattr, "getattr")],
 )
-def test_what_could_run_is_refused_and_not_run(tmp_path, function, named):
+def test_functions_are_refused_and_not_run(tmp_path, function, named):
     mark = tmp_path / "ran"
     payload = [np.array([Runs(function, f"touch {mark}")], dtype=object)]  # also inside an array of objects
     (tmp_path / "x.pkl").write_bytes(pickle.dumps(payload))
@@ -57,7 +57,7 @@ def test_what_could_run_is_refused_and_not_run(tmp_path, function, named):
     assert not mark.exists()
 
 
-def test_names_of_numpy_that_are_no_arrays_are_refused(tmp_path):
+def test_other_names_of_numpy_are_refused(tmp_path):
     for name in (b"numpy\nload", b"numpy.core.multiarray\nfromfile", b"numpy.testing._private.utils\nrunstring"):
         (tmp_path / "x.pkl").write_bytes(b"c" + name + b"\n.")
         with pytest.raises(DataError, match="which is no array"):

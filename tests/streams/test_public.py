@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from cfl import streams
-from cfl.core.errors import ConfigError, DataError
+from cfl.core import ConfigError, DataError
 from cfl.streams.public import public, with_public
 from tests import toy
 
@@ -40,13 +40,13 @@ def test_images_of_the_same_shape_are_normalised_as_the_task(root):
     part = public("svhn", stream, data_root=root)
     x, y = _all(part)
     assert len(part) == 12 and y.tolist() == [0] * 12 and part.index.tolist() == list(range(12))
-    # the scale of CIFAR-10, as the benchmark has it: FedSOL's code, rounded
+    # normalisation of CIFAR-10 in the benchmark: FedSOL's code, rounded
     mean, std = torch.tensor([0.4914, 0.48216, 0.44653]), torch.tensor([0.24703, 0.24349, 0.26159])
     expected = ((raw / 255 - mean) / std).permute(0, 3, 1, 2)
     assert torch.allclose(x, expected, atol=1e-6)
 
 
-def test_no_label_comes_along(root):
+def test_public_data_have_no_labels(root):
     _save(root, "svhn", (8, 8, 3))  # its labels are 1 to 6
     part = public("svhn", _stream("cifar10", root), data_root=root)
     tensors = [value for value in vars(part).values() if isinstance(value, torch.Tensor)]
@@ -104,13 +104,13 @@ def test_the_stream_keeps_its_tasks(root):
     stream = _stream("cifar10", root)
     more = with_public(stream, "svhn", samples=5, seed=3, data_root=root)
     assert stream.public is None and len(more.public) == 5 and more.tasks == stream.tasks
-    assert more.public.pool is not more.tasks[0].train.pool  # its ids are rows of a pool of its own
+    assert more.public.pool is not more.tasks[0].train.pool  # its ids are rows of its own pool
     assert torch.equal(_all(more.public)[0], _all(public("svhn", stream, samples=5, seed=3, data_root=root))[0])
 
 
 def test_the_clients_own_data_are_refused(root):
     _save(root, "cifar100", (8, 8, 3), classes=100, size=200)
-    with pytest.raises(ConfigError, match="'cifar10' is what the clients of benchmark 'cifar10' hold"):
+    with pytest.raises(ConfigError, match="'cifar10' is the data set of the clients of benchmark 'cifar10'"):
         public("cifar10", _stream("cifar10", root), data_root=root)
     with pytest.raises(ConfigError, match="'cifar100' .* 'split-cifar100'"):
         public("cifar100", _stream("split-cifar100", root), data_root=root)
@@ -125,7 +125,7 @@ def test_iris_has_public_inputs_of_its_own():
     assert torch.equal(_all(stream.public)[0], _all(stream.tasks[0].train)[0])
 
 
-def test_what_cannot_be_matched_is_refused(root):
+def test_streams_of_other_samples_are_refused(root):
     vectors = streams.build("iris")
     with pytest.raises(DataError, match=r"'mnist' are uint8 images.* 'iris' are torch.float32 of shape \(2,\)"):
         public("mnist", vectors, data_root=root)
@@ -148,13 +148,13 @@ def test_what_cannot_be_matched_is_refused(root):
     # 50,000 + 10,000; 8,000 + 2,000; 10,000 + 3,000
     [("cifar10", "cifar100", 60000), ("mnist", "notmnist", 10000), ("cifar100", "tiny-imagenet100", 13000)],
 )
-def test_real_public_data_have_about_the_scale_of_the_task(benchmark, name, total):
+def test_real_public_data_have_nearly_the_scale_of_the_task(benchmark, name, total):
     toy.need_data(benchmark, name)
     stream = streams.build(benchmark)
     assert len(public(name, stream).pool.images) == total
     x, _ = _all(public(name, stream, samples=500))
     assert x.shape == (500, *stream.input_shape)
     own, _ = stream.tasks[0].train.gather(torch.arange(500))
-    # photographs are as bright as photographs; letters of notMNIST fill more of the image than digits
+    # photographs are about equally bright; letters of notMNIST fill more of the image than digits
     assert (x.mean() - own.mean()).abs() < (1.2 if name == "notmnist" else 0.3)
     assert 0.8 < x.std() / own.std() < 1.6

@@ -1,11 +1,10 @@
-"""Pools, parts, tasks and streams."""
+"""Pools, samples of tasks, tasks and streams."""
 
 import pytest
 import torch
 
 from cfl import streams
-from cfl.core import rng
-from cfl.core.errors import ConfigError, DataError
+from cfl.core import ConfigError, DataError, rng
 from cfl.streams.augment import augment
 from cfl.streams.store import Pool, Stream, Task, TaskSamples
 
@@ -38,14 +37,14 @@ def test_gather_scales_normalises_then_permutes():
             assert sample.flatten()[pixel].item() == pytest.approx(expected, abs=1e-5)
 
 
-def test_gather_leaves_float_images_as_they_are():
+def test_gather_does_not_scale_float_images():
     images = torch.tensor([[300.0, -2.0], [1.0, 0.5]])
     x, y = TaskSamples(Pool(images), torch.tensor([1, 0]), torch.tensor([0, 1])).gather(torch.tensor([1]))
     assert x.tolist() == [[300.0, -2.0]] and y.tolist() == [1]
 
 
 @pytest.mark.parametrize("raw", [True, False])
-def test_gather_rounds_as_one_operation_after_another_and_leaves_the_pool_alone(raw):
+def test_gather_rounds_as_separate_operations_and_does_not_change_the_pool(raw):
     images = torch.randint(0, 256, (40, 3, 5, 5), dtype=torch.uint8, generator=rng.generator(0))
     mean, std = (
         torch.tensor([0.4914, 0.4824, 0.4467]).view(3, 1, 1),
@@ -62,7 +61,7 @@ def test_gather_rounds_as_one_operation_after_another_and_leaves_the_pool_alone(
 
 
 def _image_stream(permutation: torch.Tensor | None = None) -> Stream:
-    """One task of 40 images of 2 x 6 x 6, half of them to test."""
+    """One task of 40 images of 2 x 6 x 6; half of them are test images."""
     images = torch.randint(0, 256, (40, 2, 6, 6), dtype=torch.uint8, generator=rng.generator(0))
     pool = Pool(images, torch.tensor([0.25, 0.5]).view(2, 1, 1), torch.tensor([0.5, 0.25]).view(2, 1, 1))
     parts = [TaskSamples(pool, rows, torch.zeros(20).long(), permutation) for rows in torch.arange(40).split(20)]
@@ -115,7 +114,7 @@ def test_stream_to_keeps_augmentation_and_public_data():
     stream = _image_stream().with_augment(["flip"])
     moved = stream.to("cuda" if torch.cuda.is_available() else "cpu")
     assert moved.tasks[0].train.augment == ("flip",) and moved.tasks[0].test.augment == ()
-    assert moved.public.pool is moved.tasks[0].train.pool  # as before: shared
+    assert moved.public.pool is moved.tasks[0].train.pool  # still shared
     assert moved.public.pool is not stream.public.pool  # moved
     assert moved.public.index.device == moved.tasks[0].train.index.device
 
@@ -134,7 +133,7 @@ def test_stream_to_keeps_the_one_copy_of_images():
     assert len({id(part.permutation) for part in everything}) == 1
 
 
-def test_stream_refuses_what_cannot_be_trained():
+def test_streams_without_tasks_or_with_unequal_tasks_are_refused():
     with pytest.raises(DataError, match="no task"):
         Stream("s", (), (3,), False)
     with pytest.raises(DataError, match=r"\[2, 3\] classes"):
@@ -144,11 +143,11 @@ def test_stream_refuses_what_cannot_be_trained():
         Stream("s", (_task(),), (4,), False)
 
 
-def test_task_and_part_refuse_bad_samples():
+def test_tasks_refuse_bad_samples():
     pool = Pool(torch.zeros(4, 3))
     one = TaskSamples(pool, torch.tensor([0]), torch.tensor([0]))
     with pytest.raises(DataError, match="sample id twice"):
-        _task(first=8)  # the test part has the rows 8 and 9
+        _task(first=8)  # the test samples have the rows 8 and 9
     with pytest.raises(DataError, match=r"\[0, 1\]"):
         _task(classes=1)
     with pytest.raises(DataError, match="no test samples"):
@@ -189,13 +188,15 @@ def test_from_tensors_takes_public_inputs():
     assert found.tolist() == [[8.0, 9.0], [0.0, 1.0]] and labels.tolist() == [0, 0]
     assert found.dtype == torch.float32 and stream.public.index.tolist() == [0, 1, 2, 3, 4]
     assert streams.from_tensors([(x, y, x, y)]).public is None
-    with pytest.raises(DataError, match=r"the public part .* shape \(3,\), not \(2,\); bring all to one shape"):
+    with pytest.raises(
+        DataError, match=r"the public data of stream .* shape \(3,\), not \(2,\); bring all to one shape"
+    ):
         streams.from_tensors([(x, y, x, y)], public=torch.zeros(5, 3))
     with pytest.raises(DataError, match="public inputs are torch.uint8 and the tasks' are torch.float32"):
         streams.from_tensors([(x, y, x, y)], public=torch.zeros(5, 2, dtype=torch.uint8))
 
 
-def test_from_tensors_names_what_is_wrong():
+def test_from_tensors_names_the_error():
     x, y = torch.zeros(3, 2), torch.tensor([0, 1, 0])
     with pytest.raises(DataError, match="train labels of task 1"):
         streams.from_tensors([(x, y, x, y), (x, y[:2], x, y)])

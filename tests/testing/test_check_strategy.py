@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cfl
-from cfl.contract.data import MEMORY
+from cfl.contract import MEMORY
 from cfl.core import plugins, rng, tree
 from cfl.methods.strategies import GPM
 from cfl.methods.strategies.replay import Replay
@@ -240,29 +240,29 @@ BROKEN = [
     (WritesServer(), "absorb", "writes to server['params']['1.weight'], "),
     (ReportsByDraws(), "report", "draws from a global generator"),
     (WritesState(), "finish", "writes to ctx.state['rounds'] in place"),
-    (AddsToState(), "finish", "adds ctx.state['seen']"),
+    (AddsToState(), "finish", "adds ctx.state['seen'] to its arguments"),
     (DrawsGlobally(), "adjust", "draws from a global generator"),
-    (DrawsUnkeyed(), "adjust", "gives another result for the same arguments"),
+    (DrawsUnkeyed(), "adjust", "returns different results for the same arguments"),
     (SeedsGlobally(), "broadcast", "draws from a global generator"),
     (KeepsField(), "absorb", "keeps state on the object"),
     (KeepsOnClass(), "finish", "keeps state on the object or its class"),
-    (GrowingUpload(), "finish", "its upload changes names, shapes or types from call to call (rounds)"),
-    (UploadByClient(), "work", "its upload changes names, shapes or types from call to call (counts)"),
+    (GrowingUpload(), "finish", "names, shapes or types of its upload differ between calls (rounds)"),
+    (UploadByClient(), "work", "names, shapes or types of its upload differ between calls (counts)"),
     (UnknownCohort(), "plan", "unknown cohort of phase 'train' 'availble'; did you mean 'available'?"),
     (PhasesByName(), "plan", "plans task 0 as ['train', 'consolidate']"),
     (SamePhaseTwice(), "plan", "plans phases ['train', 'train'] for task 0"),
     (PhaseWithoutWork(), "plan", "phase 'gather' has work=True, but the class has no hook `work`"),
     (ReadsWhatIsHidden(), "adjust", "reads a state that steps do not see; see `steps_see_state`"),
-    (BranchesOnValues(), "adjust", "cannot run for many clients at once"),
+    (BranchesOnValues(), "adjust", "cannot run under vmap for many clients"),
     (CountsPadding(), "penalty", "padding in a batch changes the step"),
     (PullsWithPadding(), "penalty", "padding in a batch changes the step"),
-    (BranchesLater(), "adjust", "cannot run for many clients at once"),
-    (BranchesInFinish(), "finish", "cannot run for many clients at once"),
-    (ModuleState(), "absorb", "and resumed, the run ends with another 'server/params'"),
+    (BranchesLater(), "adjust", "cannot run under vmap for many clients"),
+    (BranchesInFinish(), "finish", "cannot run under vmap for many clients"),
+    (ModuleState(), "absorb", "and resumed, the run ends with a different 'server/params'"),
     (WritesStatistics(), "broadcast", "writes to server['params']['1.running_mean']"),
     (LooksBack(), "run", "stores samples that it does not hold (task 1, phase store, round 0)"),
-    (OneHead(), "run", "its memory holds samples of tasks {0}, whose heads do not travel"),
-    (BareOption(), "plan", "BareOption.beta is an option, but the class is no dataclass; add @dataclass(frozen=True)"),
+    (OneHead(), "run", "its memory holds samples of tasks {0}, whose heads are not broadcast"),
+    (BareOption(), "plan", "BareOption.beta is an option, but BareOption is not a dataclass; add @dataclass"),
     (GPM(apply="nothing"), "plan", "unknown value of strategy.apply 'nothing'"),
     (Raises(), "penalty", "raises KeyError: 'nothing'"),
 ]
@@ -277,7 +277,7 @@ def test_a_broken_rule_is_named_with_its_hook(method, hook, text):
 
 def test_a_client_that_depends_on_who_was_there_before_is_found():
     found = faults(DependsOnTheOthers())
-    assert any(hook == "work" and "depends on which other clients take part" in text for hook, text in found), found
+    assert any(hook == "work" and "depends on the other clients in the round" in text for hook, text in found), found
 
 
 PARENT = os.getpid()

@@ -1,6 +1,7 @@
-"""Local regularizers: what composes with any strategy, a file each; some have a server half."""
+"""Local regularizers, one file each: methods that compose with any strategy, some of them with a server half."""
 
-from cfl.contract.regularizer import LocalRegularizer
+from cfl.contract import LocalRegularizer
+from cfl.methods.regularizers.fedasam import FedASAM
 from cfl.methods.regularizers.fedavgm import FedAvgM
 from cfl.methods.regularizers.feddf import FedDF
 from cfl.methods.regularizers.feddyn import FedDyn
@@ -10,29 +11,14 @@ from cfl.methods.regularizers.fedntd import FedNTD
 from cfl.methods.regularizers.fedproj import FedProj
 from cfl.methods.regularizers.fedprox import FedProx
 from cfl.methods.regularizers.fedrcl import FedRCL
+from cfl.methods.regularizers.fedsam import FedSAM
 from cfl.methods.regularizers.fedsol import FedSOL
 from cfl.methods.regularizers.kl import KL
 from cfl.methods.regularizers.moon import Moon
 from cfl.methods.regularizers.prox_projection import ProxProjection
-from cfl.methods.regularizers.sam import FedASAM, FedSAM
 from cfl.methods.regularizers.scaffold import Scaffold
 
 __all__ = [
-    "FedASAM",
-    "FedAvgM",
-    "FedDF",
-    "FedDyn",
-    "FedET",
-    "FedNTD",
-    "FedNova",
-    "FedProj",
-    "FedProx",
-    "FedRCL",
-    "FedSAM",
-    "FedSOL",
-    "KL",
-    "LocalRegularizer",
-    "Moon",
-    "ProxProjection",
-    "Scaffold",
-]
+    "FedASAM", "FedAvgM", "FedDF", "FedDyn", "FedET", "FedNTD", "FedNova", "FedProj", "FedProx", "FedRCL", "FedSAM",
+    "FedSOL", "KL", "LocalRegularizer", "Moon", "ProxProjection", "Scaffold",
+]  # fmt: skip

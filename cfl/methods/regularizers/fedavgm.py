@@ -1,7 +1,8 @@
-"""FedAvgM (Hsu, Qi and Brown, 2019): the server's steps have momentum.
+"""FedAvgM (Hsu, Qi and Brown, 2019): momentum of the server's step.
 
-v <- momentum v + mean of the clients' w_global - w_i, and the server's step is v. Here it comes last, on what all other
-rules have made of the step; under FOT the whole of v is then projected. v begins anew with each task.
+v <- momentum v + mean of the clients' w_global - w_i, and the server's step is v. `server_step` takes the last turn, so
+the momentum is of the step that all other rules have made; under FOT the whole of v is then projected. Each task starts
+with v = 0.
 """
 
 from dataclasses import dataclass
@@ -9,12 +10,9 @@ from typing import ClassVar
 
 import torch
 
-from cfl.contract.regularizer import LocalRegularizer
-from cfl.contract.rounds import RoundInfo
-from cfl.core import plugins
-from cfl.core.options import option
-from cfl.core.tree import Tree
-from cfl.models.handle import Model
+from cfl.contract import LocalRegularizer, RoundInfo
+from cfl.core import Tree, option, plugins
+from cfl.models import Model
 
 
 @plugins.local.register("fedavgm")
@@ -26,7 +24,7 @@ class FedAvgM(LocalRegularizer):
     per_sample: ClassVar[bool] = True
     turn: ClassVar[int] = 2
 
-    momentum: float = option(0.9, "share of the last step that is made again", at_least=0.0, at_most=1.0)
+    momentum: float = option(0.9, "share of the previous step in the next one", at_least=0.0, at_most=1.0)
 
     def init_shared(self, params: Tree, model: Model) -> Tree:
         return {name: torch.zeros_like(leaf) for name, leaf in params.items() if model.is_parameter(name)}

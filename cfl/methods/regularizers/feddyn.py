@@ -1,11 +1,12 @@
-"""FedDyn (Acar et al., 2021, Algorithm 1): a linear term h_i makes the clients' optima agree with the global one.
+"""FedDyn (Acar et al., 2021, Algorithm 1): a linear term h_i aligns each client's optimum with the global one.
 
-Local loss - <h_i, w> + alpha / 2 |w - w_global|^2; then h_i <- h_i - alpha (w_i - w_global), the gradient of its own
-loss at w_i. Server: h <- h - alpha / N sum_i (w_i - w_global), w <- mean of w_i - h / alpha.
+Client: minimise the local loss - <h_i, w> + alpha / 2 |w - w_global|^2. Then h_i <- h_i - alpha (w_i - w_global), which
+is the gradient of the local loss at w_i.
+Server: h <- h - alpha / N sum_i (w_i - w_global), and w <- mean of w_i - h / alpha.
 
-The server knows the sum from the mean update: it is the mean times the share of all clients, or with
-agg.weights=samples of all samples, that took part. So h is the mean of the h_i with the weights of the run's average;
-uniform is the paper's.
+The server computes the sum from the mean update: it is the mean times the share of all clients in the round (with
+agg.weights=samples: of all samples). So h is the mean of the h_i with the weights of the run's average. The paper's
+weights are uniform.
 """
 
 from dataclasses import dataclass
@@ -14,13 +15,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cfl.contract.context import Ctx
-from cfl.contract.regularizer import LocalRegularizer
-from cfl.contract.rounds import RoundInfo
-from cfl.core import plugins
-from cfl.core.options import option
-from cfl.core.tree import Tree
-from cfl.models.handle import Model
+from cfl.contract import Ctx, LocalRegularizer, RoundInfo
+from cfl.core import Tree, option, plugins
+from cfl.models import Model
 
 
 @plugins.local.register("feddyn")
@@ -42,11 +39,10 @@ class FedDyn(LocalRegularizer):
         return self.init_client(params, model)
 
     def penalty(self, params: Tree, logits: Tensor, ctx: Ctx) -> Tensor | float:
-        terms = [
+        return sum(
             self.alpha / 2 * (param - ctx.shared["params"][name]).square().sum() - (ctx.state[name] * param).sum()
             for name, param in params.items()
-        ]
-        return sum(terms)
+        )
 
     def finish(self, params: Tree, ctx: Ctx, steps: int) -> tuple[Tree, Tree]:
         moved = {name: params[name] - ctx.shared["params"][name] for name in ctx.state if name in params}

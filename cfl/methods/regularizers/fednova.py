@@ -1,10 +1,10 @@
-"""FedNova (Wang et al., 2020, section 4): clients that make more local steps do not pull the global model further.
+"""FedNova (Wang et al., 2020, section 4): normalised averaging, so that more local steps give a client no more weight.
 
-Client i made tau_i steps, which move its model by a_i times a mean gradient. It sends its update over a_i, and a_i;
-the server steps by tau_eff = sum_i p_i a_i times the mean of what was sent. With equal a_i this is FedAvg.
+Client i makes tau_i steps, which move its model by a_i times a mean gradient. It sends a_i, and its update divided by
+a_i. The server's step is tau_eff = sum_i p_i a_i times the mean of these updates. With equal a_i this is FedAvg.
 
-FedSOL's code subtracts a client's last direction from its gradients besides ("ccvr"), and never updates the server's
-share of that correction: the failures that it reports for FedNova come with it. It is not done here.
+FedSOL's code also subtracts a client's last direction from its gradients ("ccvr"), but never updates the server's part
+of that correction. The failures that FedSOL reports for FedNova come with this code. The correction is left out here.
 """
 
 from collections.abc import Mapping
@@ -13,17 +13,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from cfl.contract.context import Ctx
-from cfl.contract.regularizer import LocalRegularizer
-from cfl.contract.rounds import RoundInfo
-from cfl.core import plugins
-from cfl.core.tree import Tree
+from cfl.contract import Ctx, LocalRegularizer, RoundInfo
+from cfl.core import Tree, plugins
 
 
 def effective_steps(steps: int, momentum: float) -> float:
-    """a_i of SGD with heavy-ball momentum (section 4.1): by how many times lr g equal gradients g move the model.
+    """a_i of SGD with heavy-ball momentum (section 4.1): equal gradients g move the model by a_i lr g in all.
 
-    Of an optimiser without momentum, or of Adam, for which the paper has no weights, it is the number of steps.
+    Without momentum, and for Adam, for which the paper has no weights, it is the number of steps.
     """
     return (steps - momentum * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum)
 
@@ -31,7 +28,7 @@ def effective_steps(steps: int, momentum: float) -> float:
 @plugins.local.register("fednova")
 @dataclass(frozen=True)
 class FedNova(LocalRegularizer):
-    """Normalised averaging: an update counts per local step that it took (Wang et al., 2020)."""
+    """Normalised averaging: each update is divided by its effective number of local steps (Wang et al., 2020)."""
 
     source: ClassVar[str] = "Wang et al., NeurIPS 2020, section 4"
     sends: ClassVar[str] = "the number of its local steps, every round"
@@ -39,7 +36,7 @@ class FedNova(LocalRegularizer):
 
     def refuses(self, run: Mapping[str, Any]) -> str | None:
         if run["dp"]["level"] == "client" and run["dp"]["protect"] == "all":
-            return "dp.level=client clips and blurs its count of steps along with the update"
+            return "dp.level=client clips its count of steps along with the update, and adds noise to both"
         return None
 
     def finish(self, params: Tree, ctx: Ctx, steps: int) -> tuple[Tree, Tree]:

@@ -1,6 +1,6 @@
-"""FedNTD (Lee et al., 2022, eq. 4 and 5): distil the global model's view of the classes that a sample is not of.
+"""FedNTD (Lee et al., 2022, eq. 4 and 5): distillation of the global model without the true class of each sample.
 
-Local loss + beta tau^2 KL(global || local), both softmax functions without the true class.
+Local loss + beta tau^2 KL(global || local), where both softmax functions leave out the true class.
 """
 
 from dataclasses import dataclass
@@ -9,12 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cfl.contract.context import Ctx
+from cfl.contract import Ctx, LocalRegularizer
 from cfl.contract.losses import divergence, masked_mean
-from cfl.contract.regularizer import LocalRegularizer
-from cfl.core import plugins
-from cfl.core.options import option
-from cfl.core.tree import Tree
+from cfl.core import Tree, option, plugins
 from cfl.methods.regularizers.kl import global_logits
 from cfl.models.handle import NO_CLASS
 

@@ -1,10 +1,12 @@
-"""FedProj (2025): local gradients may not raise the loss on a memory of what the clients' ensemble knows.
+"""FedProj (2025): local gradients that do not conflict with a memory of the ensemble's knowledge.
 
-Client: g is the gradient of its loss, g_m that of KL(softmax(Z / T) || softmax(f / T)) on a batch of public inputs, Z
-being the ensemble's logits of the last round. The optimiser gets the nearest gradient with <g, g_m> >= 0 (eq. 9-13;
-eq. 14 prints the projection without this condition). Server: the averaged model is distilled from the mean logits as in
-FedDF, and alpha |theta - theta_anchor|^2 holds it back (eq. 7 and 8). The projection is of the gradient: with momentum,
-weight decay or Adam the step is another one, and the memory's loss may rise.
+Client: g is the gradient of its loss, and g_m that of KL(softmax(Z / T) || softmax(f / T)) on a batch of public inputs,
+where Z are the ensemble's logits of the last round and f the client's. The optimiser gets the nearest gradient to g
+with <g, g_m> >= 0 (eq. 9-13; eq. 14 prints the projection without this condition). Server: the averaged model is
+distilled from the mean logits as in FedDF, with the penalty alpha |theta - theta_anchor|^2 (eq. 7 and 8).
+
+The gradient is projected, not the step: with momentum, weight decay or Adam the step differs, and the memory's loss may
+rise.
 """
 
 from collections.abc import Mapping
@@ -14,16 +16,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from cfl.contract.context import Ctx
+from cfl.contract import Ctx, RoundInfo
 from cfl.contract.losses import divergence
-from cfl.contract.rounds import RoundInfo
-from cfl.core import plugins, rng
-from cfl.core.options import option
-from cfl.core.tree import Tree
-from cfl.methods.regularizers.feddf import FedDF, Loss, public_batch
+from cfl.core import Tree, option, plugins, rng
+from cfl.methods.regularizers.distillation import Loss, public_batch
+from cfl.methods.regularizers.feddf import FedDF
 from cfl.methods.regularizers.prox_projection import without_conflict
 
-_SMALLEST = 1e-3  # of |g_m|: FedProj's code takes 1e-6 for its square
+_SMALLEST = 1e-3  # of |g_m|; FedProj's code has 1e-6 for its square
 
 
 @plugins.local.register("fedproj")
@@ -35,9 +35,9 @@ class FedProj(FedDF):
     per_sample: ClassVar[bool] = True
 
     memory: int | None = option(None, "public samples in a round's memory; none: all", source="ours", at_least=2)
-    memory_batch: int = option(256, "memory samples a local step", source="official code", at_least=1)
-    start: int = option(1, "training round of a task that first projects", source="code: 10 of 100", at_least=1)
-    stop: int | None = option(None, "the one that projects no more", source="code: 90 of 100", at_least=1)
+    memory_batch: int = option(256, "memory samples per local step", source="official code", at_least=1)
+    start: int = option(1, "index of the task's first round that projects", source="code: 10 of 100", at_least=1)
+    stop: int | None = option(None, "index of the first that no longer does", source="code: 90 of 100", at_least=1)
     drop: float = option(
         0.0, "probability that a client does not project in a round", source="Figure 3a", at_least=0.0, at_most=1.0
     )
@@ -45,15 +45,12 @@ class FedProj(FedDF):
         "conflict", "steps that project: those in conflict, or all", source="eq. 9-13", choices=("conflict", "always")
     )
     clamp: float | None = option(None, "bound of the projection's coefficient", source="code: 10", above=0.0)
-    alpha: float = option(0.0, "weight of the distance from the anchor", source="Table 3b", at_least=0.0)
+    alpha: float = option(0.0, "weight of the squared distance from the anchor", source="Table 3b", at_least=0.0)
     anchor: str = option(
-        "average", "the averaged model, or the global one before", source="Algorithm 1", choices=("average", "global")
+        "average", "averaged model, or global model before", source="Algorithm 1", choices=("average", "global")
     )
     kl: str = option(
-        "forward",
-        "KL(teacher || student), or the reverse as eq. 7 prints",
-        source="official code",
-        choices=("forward", "reverse"),
+        "forward", "KL(teacher || student), or reverse (eq. 7)", source="official code", choices=("forward", "reverse")
     )
 
     def refuses(self, run: Mapping[str, Any]) -> str | None:
@@ -62,7 +59,11 @@ class FedProj(FedDF):
         return super().refuses(run)
 
     def provide(self, own: Tree, info: RoundInfo) -> Tree:
-        """The memory: places in the public data (m,), ensemble logits (m, classes), who projects (clients,)."""
+        """The round's memory.
+
+        "rows": (m,) of the public data; "logits": (m, classes) of the ensemble; "projects": (population,) 1.0 for a
+        client that projects, left out if all clients do.
+        """
         if not own or info.trained < self.start or (self.stop is not None and info.trained >= self.stop):
             return {}
         logits = own["logits"]
@@ -79,19 +80,19 @@ class FedProj(FedDF):
             return grads
         rows, targets = ctx.sent["rows"], ctx.sent["logits"]
         size = min(self.memory_batch, len(rows))
-        part = (ctx.step * size + torch.arange(size, device=rows.device)) % len(rows)  # the order is drawn already
+        part = (ctx.step * size + torch.arange(size, device=rows.device)) % len(rows)  # `rows` are in random order
         assert ctx.public is not None
         batch = public_batch(ctx.public, rows[part])
 
         def forgetting(at: Tree) -> Tensor:
             return divergence(targets[part], ctx.forward(at, batch), self.temperature).mean()
 
-        remembered, always = torch.func.grad(forgetting)(params), self.project == "always"
-        projected = without_conflict(grads, remembered, _SMALLEST, always=always, most=self.clamp)
+        memory_grads, always = torch.func.grad(forgetting)(params), self.project == "always"
+        projected = without_conflict(grads, memory_grads, _SMALLEST, always=always, most=self.clamp)
         if "projects" not in ctx.sent:
             return projected
-        does = ctx.sent["projects"][ctx.client] > 0
-        return {name: torch.where(does, projected[name], grad) for name, grad in grads.items()}
+        projects = ctx.sent["projects"][ctx.client] > 0
+        return {name: torch.where(projects, projected[name], grad) for name, grad in grads.items()}
 
     def lesson(self, average: Tree, gathered: Tree, params: Tree) -> tuple[Loss, Tree]:
         teacher = gathered["logits"] / gathered["clients"]
@@ -104,5 +105,5 @@ class FedProj(FedDF):
         return loss, {"logits": teacher}
 
     def knowledge(self, teacher: Tensor, logits: Tensor) -> Tensor:
-        """FedDF's, in the direction that `kl` says."""
+        """The distillation loss of FedDF, in the direction `kl`."""
         return super().knowledge(*((teacher, logits) if self.kl == "forward" else (logits, teacher)))

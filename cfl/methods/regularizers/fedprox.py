@@ -1,6 +1,6 @@
 """FedProx (Li et al., 2020, eq. 2): local loss + mu / 2 |w - w_global|^2.
 
-The reference is the global model at the start of the round (not of the task). With mu = 0 this is the plain local loss.
+w_global is the global model at the start of the round, not of the task. With mu = 0 this is the plain local loss.
 """
 
 from dataclasses import dataclass
@@ -8,11 +8,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from cfl.contract.context import Ctx
-from cfl.contract.regularizer import LocalRegularizer
-from cfl.core import plugins
-from cfl.core.options import option
-from cfl.core.tree import Tree
+from cfl.contract import Ctx, LocalRegularizer
+from cfl.core import Tree, option, plugins
 
 
 @plugins.local.register("fedprox")

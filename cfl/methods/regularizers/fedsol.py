@@ -1,8 +1,9 @@
-"""FedSOL (Lee et al., CVPR 2024): the gradient of the local loss, taken where the proximal loss has been raised.
+"""FedSOL (Lee et al., CVPR 2024): the gradient of the local loss at weights perturbed to raise a proximal loss.
 
-A step (algorithm 1): g_p is the gradient of a proximal loss, e = rho Lambda g_p / |g_p| (eq. 6), and the optimiser gets
-the local loss's gradient at w + e, at the weights w. Lambda scales each weight by how far it is from the global model
-(eq. 7): the code divides |w - w_global| by its norm over a layer's outputs, the paper by that of the whole layer.
+A step (Algorithm 1): g_p is the gradient of a proximal loss at the weights w, and e = rho Lambda g_p / |g_p| (eq. 6).
+The optimiser steps from w with the gradient of the local loss at w + e. Lambda scales each weight by its distance from
+the global model (eq. 7): the code divides |w - w_global| by its norm over a layer's outputs, the paper by its norm over
+the whole layer.
 """
 
 from collections.abc import Mapping
@@ -12,22 +13,22 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from cfl.contract.context import Ctx
+from cfl.contract import Ctx, GradFn, LocalRegularizer
 from cfl.contract.losses import divergence, masked_mean
-from cfl.contract.regularizer import GradFn, LocalRegularizer
-from cfl.core import plugins, tree
-from cfl.core.errors import ConfigError
-from cfl.core.options import option
-from cfl.core.tree import Tree
+from cfl.core import ConfigError, Tree, option, plugins, tree
 from cfl.methods.regularizers.kl import global_logits
-from cfl.models.handle import Model
+from cfl.models import Model
 
 _SMALL = 1e-12
-ROUNDING = 1e-6  # a shorter gradient is rounding: at the first local step the client is where the global model is
+ROUNDING = 1e-6
+"""A shorter proximal gradient is rounding error: at the first local step the client's model is the global model."""
 
 
 def proximal_gradient(kind: str, temperature: float, params: Tree, names: frozenset[str], ctx: Ctx) -> Tree:
-    """Gradient of a proximal loss by the named leaves: "kl", KL(global || local), or "l2", |w - w_global|^2 / 2."""
+    """Gradient of a proximal loss by the leaves in `names`.
+
+    kind: "kl" for KL(global || local), "l2" for |w - w_global|^2 / 2; temperature: of the divergence.
+    """
     at = {name: leaf for name, leaf in params.items() if name in names}
     if kind == "l2":
         return {name: leaf - ctx.shared["params"][name] for name, leaf in at.items()}
@@ -43,12 +44,12 @@ def proximal_gradient(kind: str, temperature: float, params: Tree, names: frozen
 @plugins.local.register("fedsol")
 @dataclass(frozen=True)
 class FedSOL(LocalRegularizer):
-    """Stabilised orthogonal learning: the local gradient where a proximal loss was raised (Lee et al., 2024)."""
+    """Stabilised orthogonal learning: the local gradient where a proximal loss is raised (Lee et al., 2024)."""
 
     source: ClassVar[str] = "Lee et al., CVPR 2024, Algorithm 1, eq. 5 to 7"
 
     rho: float = option(1.5, "length of the perturbation", source="Table 5", at_least=0.0)
-    scope: str = option("head", "what is perturbed", source="section 4.3", choices=("head", "body", "full"))
+    scope: str = option("head", "part of the model to perturb", source="section 4.3", choices=("head", "body", "full"))
     scale: str = option(
         "output_axis",
         "scale of a weight in the perturbation: |w - w_global| over its norm across outputs (code), over that of the "
@@ -56,9 +57,9 @@ class FedSOL(LocalRegularizer):
         source="eq. 7",
         choices=("output_axis", "layer", "none"),
     )
-    proximal: str = option("kl", "proximal loss: kl, l2, or a regularizer whose terms it takes", source="Table 4")
+    proximal: str = option("kl", "proximal loss: kl, l2, or a regularizer whose terms it borrows", source="Table 4")
     temperature: float = option(3.0, "temperature of the divergence", source="official code", above=0.0)
-    first_step_guard: bool = option(True, "no perturbation by a gradient that is only rounding", source="ours")
+    first_step_guard: bool = option(True, "skip perturbations by gradients of rounding error", source="ours")
 
     @property
     def borrows(self) -> str | None:
@@ -66,7 +67,7 @@ class FedSOL(LocalRegularizer):
 
     def refuses(self, run: Mapping[str, Any]) -> str | None:
         if self.borrows and self.scope == "head":
-            return f"the terms of '{self.borrows}' are of all layers (Table 4); set regularizer.fedsol.scope=full"
+            return f"the terms of '{self.borrows}' cover all layers (Table 4); set regularizer.fedsol.scope=full"
         return None
 
     def init_client(self, params: Tree, model: Model) -> Tree:
@@ -81,8 +82,8 @@ class FedSOL(LocalRegularizer):
 
     def around(self, grad_fn: GradFn) -> GradFn:
         def perturbed(params: Tree, ctx: Ctx) -> Tree:
-            names = self._perturbed(params, ctx)
-            if not names:  # the method has frozen all of the scope
+            names = self.perturbed_names(params, ctx)
+            if not names:  # the strategy has frozen the whole scope
                 return grad_fn(params, ctx)
             if ctx.correction is not None:
                 gradient = {name: leaf for name, leaf in ctx.correction(params).items() if name in names}
@@ -93,21 +94,22 @@ class FedSOL(LocalRegularizer):
 
         return perturbed
 
+    def perturbed_names(self, params: Tree, ctx: Ctx) -> frozenset[str]:
+        """Names of the trainable leaves in the scope."""
+        head = frozenset(ctx.model.head(ctx.task)) if self.scope != "full" else frozenset(params)
+        return frozenset(params) - head if self.scope == "body" else head & frozenset(params)
+
     def perturbation(self, gradient: Tree, params: Tree, center: Tree) -> Tree:
-        """rho Lambda g_p / |g_p| (eq. 6)."""
+        """rho Lambda g_p / |g_p| (eq. 6). gradient: g_p; center: the global model."""
         norm = tree.dot(gradient, gradient).sqrt()
         length = self.rho / (norm + _SMALL)
         if self.first_step_guard:
             length = torch.where(norm < ROUNDING, 0.0, length)
-        return {name: length * self._scale(params[name] - center[name]) * leaf for name, leaf in gradient.items()}
+        return {name: length * self.weight_scale(params[name] - center[name]) * leaf for name, leaf in gradient.items()}
 
-    def _scale(self, moved: Tensor) -> Tensor | float:
-        """Lambda (eq. 7) of a leaf that is `moved` away from the global model; where nothing moved, 0."""
+    def weight_scale(self, moved: Tensor) -> Tensor | float:
+        """Lambda (eq. 7) of a leaf; 0 where no weight moved. moved: w - w_global."""
         if self.scale == "none":
             return 1.0
         axes = 0 if self.scale == "output_axis" else tuple(range(moved.dim()))
         return moved.abs() / torch.linalg.vector_norm(moved, dim=axes, keepdim=True).clamp(min=_SMALL)
-
-    def _perturbed(self, params: Tree, ctx: Ctx) -> frozenset[str]:
-        head = frozenset(ctx.model.head(ctx.task)) if self.scope != "full" else frozenset(params)
-        return frozenset(params) - head if self.scope == "body" else head & frozenset(params)

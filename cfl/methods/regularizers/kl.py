@@ -5,16 +5,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from cfl.contract.context import Ctx
+from cfl.contract import Ctx, LocalRegularizer
 from cfl.contract.losses import divergence, masked_mean
-from cfl.contract.regularizer import LocalRegularizer
-from cfl.core import plugins
-from cfl.core.options import option
-from cfl.core.tree import Tree
+from cfl.core import Tree, option, plugins
 
 
 def global_logits(ctx: Ctx) -> Tensor:
-    """What the global model, in evaluation mode, says of the batch: (batch, classes)."""
+    """Logits (batch, classes) of the global model, in evaluation mode, on the client's batch; without gradient."""
     with ctx.model.evaluation():
         return ctx.forward(ctx.shared["params"], ctx.batch).detach()
 
@@ -22,7 +19,7 @@ def global_logits(ctx: Ctx) -> Tensor:
 @plugins.local.register("kl")
 @dataclass(frozen=True)
 class KL(LocalRegularizer):
-    """Keeps what a client's model says near what the global model says (FedSOL, Table 1)."""
+    """Keeps the local model's predictions near those of the global model (FedSOL, Table 1)."""
 
     source: ClassVar[str] = "FedSOL (Lee et al., CVPR 2024), Table 1"
     per_sample: ClassVar[bool] = True

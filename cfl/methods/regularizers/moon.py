@@ -1,7 +1,7 @@
-"""MOON (Li et al., 2021, eq. 3): features near those of the global model, away from those of the last local model.
+"""MOON (Li et al., 2021, eq. 3): features near those of the global model and away from those of the last local model.
 
-Local loss + mu CE([cos(z, z_global), cos(z, z_previous)] / tau, first), z being what enters the last layer. The paper
-puts a projection head before the last layer; a network of one's own can have one.
+Local loss + mu CE([cos(z, z_global), cos(z, z_previous)] / tau, first), where z are the inputs of the last layer. The
+paper puts a projection head before the last layer; to have one, put it into the network.
 """
 
 from dataclasses import dataclass
@@ -11,14 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cfl.contract.context import Ctx
+from cfl.contract import Ctx, LocalRegularizer
 from cfl.contract.losses import masked_mean
-from cfl.contract.regularizer import LocalRegularizer
-from cfl.core import plugins
-from cfl.core.errors import ConfigError
-from cfl.core.options import option
-from cfl.core.tree import Tree
-from cfl.models.handle import Model
+from cfl.core import ConfigError, Tree, option, plugins
+from cfl.models import Model
 
 
 @plugins.local.register("moon")
@@ -34,19 +30,19 @@ class Moon(LocalRegularizer):
     tau: float = option(1.0, "temperature", source="FedSOL's code; the paper has 0.5", above=0.0)
 
     def init_client(self, params: Tree, model: Model) -> Tree:
-        """The last local model; before the first participation the global one."""
+        """The last local model; before a client's first round of a task, the global model."""
         if model.classifier is None:
-            raise ConfigError("'moon' compares what enters the last layer; end the model in nn.Linear")
+            raise ConfigError("'moon' compares the inputs of a last linear layer; end the model in nn.Linear")
         return dict(params)
 
     def penalty(self, params: Tree, logits: Tensor, ctx: Ctx) -> Tensor | float:
         assert ctx.features is not None
         with ctx.model.evaluation():
-            others = [
+            references = [
                 ctx.forward(at, ctx.batch, features=True).detach()
                 for at in (ctx.shared["params"], {**ctx.shared["params"], **ctx.state})
             ]
-        near, far = (F.cosine_similarity(ctx.features, other, dim=1) / self.tau for other in others)
+        near, far = (F.cosine_similarity(ctx.features, z, dim=1) / self.tau for z in references)
         losses = torch.logaddexp(near, far) - near
         return self.mu * masked_mean(losses, ctx.batch.mask)
 

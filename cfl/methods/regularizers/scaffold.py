@@ -1,7 +1,8 @@
 """SCAFFOLD (Karimireddy et al., 2020, Algorithm 1, option II): control variates cancel the drift of the clients.
 
-A client adds c - c_i to its gradients; afterwards c_i is its mean gradient of this round, which it takes from how far
-its model moved. The server keeps c, the mean of all clients' c_i, those that have not yet taken part (0) included.
+A client adds c - c_i to its gradients. After training, c_i becomes its mean gradient of the round, which it computes
+from the distance that its model moved. The server keeps c, the mean of all clients' c_i; those of clients that have
+not yet taken part are 0.
 """
 
 from collections.abc import Mapping
@@ -10,13 +11,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from cfl.contract.context import Ctx
-from cfl.contract.regularizer import Gathers, LocalRegularizer
-from cfl.contract.rounds import RoundInfo
-from cfl.core import plugins, tree
-from cfl.core.tree import Tree
+from cfl.contract import Ctx, Gathers, LocalRegularizer, RoundInfo
+from cfl.core import Tree, plugins, tree
 from cfl.methods.regularizers.fednova import effective_steps
-from cfl.models.handle import Model
+from cfl.models import Model
 
 
 @plugins.local.register("scaffold")
@@ -32,14 +30,14 @@ class Scaffold(LocalRegularizer):
 
     def refuses(self, run: Mapping[str, Any]) -> str | None:
         if run["local"]["optimizer"] != "sgd":
-            return "it reads gradients from how far SGD moved the model; set local.optimizer=sgd"
+            return "it computes gradients from the distance that SGD moved the model; set local.optimizer=sgd"
         return None
 
     def init_client(self, params: Tree, model: Model) -> Tree:
-        return _zeros(params, model)
+        return {name: torch.zeros_like(leaf) for name, leaf in params.items() if model.is_parameter(name)}
 
     def init_shared(self, params: Tree, model: Model) -> Tree:
-        return _zeros(params, model)
+        return self.init_client(params, model)
 
     def provide(self, own: Tree, info: RoundInfo) -> Tree:
         return own
@@ -51,14 +49,10 @@ class Scaffold(LocalRegularizer):
         length = effective_steps(steps, ctx.momentum) * ctx.lr
         state = dict(ctx.state)
         for name, param in params.items():
-            if name in state:  # line 12, option II; where another took its terms, the drift is the gradient itself
-                known = 0.0 if ctx.lent else state[name] - ctx.sent[name]
-                state[name] = known + (ctx.shared["params"][name] - param) / length
+            if name in state:  # line 12, option II; without the correction, if lent, the mean gradient alone moved it
+                correction = 0.0 if ctx.lent else state[name] - ctx.sent[name]
+                state[name] = correction + (ctx.shared["params"][name] - param) / length
         return tree.sub(state, ctx.state), state
 
     def server_step(self, step: Tree, own: Tree, gathered: Tree, params: Tree, info: RoundInfo) -> tuple[Tree, Tree]:
         return step, tree.add(own, tree.scale(gathered, 1 / info.owners))  # line 17
-
-
-def _zeros(params: Tree, model: Model) -> Tree:
-    return {name: torch.zeros_like(leaf) for name, leaf in params.items() if model.is_parameter(name)}

@@ -1,4 +1,4 @@
-"""Strategies: the method of a run, one file each."""
+"""Strategies, the methods of a run: one method per file."""
 
 from cfl.methods.strategies.er import ER
 from cfl.methods.strategies.ewc import EWC

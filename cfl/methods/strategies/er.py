@@ -1,9 +1,9 @@
 """ER+FL: experience replay at each client (Chaudhry et al., 2019; as a baseline: FOT, appendix F.2).
 
-A client stores a few samples of each finished task, and trains on
+A client stores a few samples of each finished task and trains on
     1/2 CE(batch of the task) + 1/2 CE(batch of the memory),
-every sample through the head of its task. "Equally contributed" (FOT) may mean other things: `combine`.
-With an empty memory, and old heads that do not train, this is FedAvg, to the bit.
+with each sample passed through the head of its own task. FOT's "equally contributed" allows other readings: `combine`.
+With an empty memory and old heads that do not train, results are bit-identical to FedAvg.
 """
 
 from dataclasses import dataclass
@@ -12,10 +12,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cfl.contract.context import Ctx
+from cfl.contract import Ctx
 from cfl.contract.losses import cross_entropy, masked_mean
-from cfl.core import plugins
-from cfl.core.options import option
+from cfl.core import option, plugins
 from cfl.methods.strategies.replay import Replay
 
 
@@ -27,7 +26,7 @@ class ER(Replay):
     source: ClassVar[str] = "Chaudhry et al., 2019, Algorithm 1; FOT, appendix F.2"
 
     combine: str = option(
-        "half", "half the loss of each, their sum, or the mean over all samples",
+        "half", "combine both losses: half of each, their sum, or the mean over all samples",
         source="F.2: equally contributed", choices=("half", "sum", "concat"),
     )  # fmt: skip
 

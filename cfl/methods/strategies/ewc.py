@@ -1,15 +1,15 @@
 """EWC+FL: elastic weight consolidation at each client (Kirkpatrick et al., PNAS 2017; FOT, appendix F.2).
 
-At the end of task t a client computes the diagonal of the empirical Fisher matrix at the global model, by samples:
+At the end of task t a client computes the diagonal of the empirical Fisher matrix at the global model, per sample:
     F_i,t = 1/n sum_samples (d log p(y | x) / d theta)^2
-(the square of a batch's mean gradient is another, smaller thing). Later it trains on
-    CE + lambda/2 sum_{s < t} F_i,s (theta - theta_s)^2            (eq. 3),
-whose gradient lambda F (theta - anchor) needs two trees, however many tasks there were: F = sum_s F_i,s, and the mean
-weights, anchor = sum_s F_i,s theta_s / F.
+(the square of a batch's mean gradient is a different, smaller quantity). In later tasks it trains on
+    CE + lambda/2 sum_{s < t} F_i,s (theta - theta_s)^2            (eq. 3).
+The gradient of the penalty is lambda F (theta - anchor). It needs two trees for any number of tasks: F = sum_s F_i,s,
+and the weighted mean of the weights, anchor = sum_s F_i,s theta_s / F.
 
-FOT does not say whether its lambda stands before 1 or 1/2 (`half`), nor whether F is clipped (`max_fisher`). With the
-1/2, plain SGD diverges where lr lambda F > 2; a limit of 1 / (lr lambda) prevents it. Heads of single tasks do not
-train in later ones, so they have no Fisher.
+FOT does not say whether its lambda multiplies 1 or 1/2 (`half`), nor whether F is clipped (`max_fisher`). With the 1/2,
+plain SGD diverges if lr lambda F > 2; a limit of 1 / (lr lambda) on F prevents it. The head of a task does not train in
+later tasks, so it has no Fisher.
 """
 
 from __future__ import annotations
@@ -22,23 +22,16 @@ import torch
 import torch.nn.functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from cfl.contract.context import Ctx
-from cfl.contract.data import Client
-from cfl.contract.regularizer import GradFn
-from cfl.contract.rounds import Phase, RoundInfo, Server, TreesByOwner
-from cfl.contract.strategy import Strategy, with_consolidation
-from cfl.core import plugins, tree
-from cfl.core.errors import ConfigError
-from cfl.core.options import option
-from cfl.core.tree import Tree
-from cfl.models.handle import Model
+from cfl.contract import Client, Ctx, GradFn, Phase, RoundInfo, Server, Strategy, TreesByOwner, with_consolidation
+from cfl.core import ConfigError, Tree, option, plugins, tree
+from cfl.models import Model
 from cfl.models.per_sample import squared_gradients
 
 
 @plugins.strategies.register("ewc")
 @dataclass(frozen=True)
 class EWC(Strategy):
-    """Elastic weight consolidation at each client: weights that mattered stay near (Kirkpatrick et al., 2017)."""
+    """Elastic weight consolidation at each client: important weights change little (Kirkpatrick et al., 2017)."""
 
     source: ClassVar[str] = "Kirkpatrick et al., PNAS 2017, eq. 3; FOT, appendix F.2"
 
@@ -46,13 +39,13 @@ class EWC(Strategy):
         40.0, "lambda; FOT: 40 for MNIST, 20 CIFAR-100, 1 5-Datasets, 0.01 Mini-ImageNet", source="F.2", at_least=0.0
     )
     half: bool = option(True, "penalty lambda / 2 F d^2; false: lambda F d^2", source="eq. 3")
-    max_fisher: float | None = option(None, "the penalty takes no entry of F for more; none: no limit", above=0.0)
+    max_fisher: float | None = option(None, "upper limit of F's entries in the penalty; none: no limit", above=0.0)
 
     def init_server(self, params: Tree, model: Model) -> Server:
         norms = [layer for layer in model.module.modules() if isinstance(layer, _BatchNorm)]
         if any(layer.running_mean is None for layer in norms):
             raise ConfigError(
-                "'ewc' takes gradients sample by sample, and a sample has no statistics of a batch: "
+                "'ewc' takes per-sample gradients, and a single sample has no batch statistics: "
                 "set model.norm_stats=per_task or model.norm_stats=running"
             )
         return {}
@@ -61,10 +54,13 @@ class EWC(Strategy):
         return with_consolidation(task, tasks, rounds)
 
     def around(self, grad_fn: GradFn) -> GradFn:
-        """Add eq. 3's gradient wherever one is taken; automatic differentiation would read the trees many times."""
+        """Add the gradient of eq. 3's penalty wherever a gradient is taken, even at other weights than the client's.
+
+        In closed form, because automatic differentiation would read the trees many times.
+        """
         scale = self.strength if self.half else 2 * self.strength
 
-        def held(params: Tree, ctx: Ctx) -> Tree:
+        def penalised(params: Tree, ctx: Ctx) -> Tree:
             grads = dict(grad_fn(params, ctx))
             for name in (name for name in grads if f"fisher/{name}" in ctx.state):
                 fisher, away = ctx.state[f"fisher/{name}"], params[name] - ctx.state[f"anchor/{name}"]
@@ -73,12 +69,12 @@ class EWC(Strategy):
                 grads[name] = grads[name].addcmul(fisher, away, value=scale)
             return grads
 
-        return held
+        return penalised
 
     def work(
         self, params: Tree, client: Client, shared: TreesByOwner, state: Tree, info: RoundInfo
     ) -> tuple[Tree, Tree]:
-        """Add this task's Fisher and weights to the client's sum F and mean. Nothing goes up."""
+        """Add this task's Fisher and weights to the client's sum F and weighted mean. Upload nothing."""
         model = info.model
         heads = model.head(info.task) if model.multi_head else ()
         names = [name for name in model.trainable(info.task) if name not in heads]
@@ -91,7 +87,7 @@ class EWC(Strategy):
         return {}, new
 
     def importance(self, names: list[str], params: Tree, client: Client, info: RoundInfo) -> Tree:
-        """F by `names`: mean over a client's samples of the squared gradients of log p(y | x); y are their labels."""
+        """F of `names`: mean over the client's samples of the squared gradients of log p(y | x), y its labels."""
         loss = partial(F.cross_entropy, reduction="none")
         parts = [
             squared_gradients(info.model, params, names, loss, batch.x, batch.y, info.task)

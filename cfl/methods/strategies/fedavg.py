@@ -1,4 +1,4 @@
-"""FedAvg (McMahan et al., 2017, Algorithm 1): the base class `Strategy` as it stands, which every strategy extends."""
+"""FedAvg (McMahan et al., 2017, Algorithm 1): the unchanged base class `Strategy`, which every strategy extends."""
 
 from cfl.contract import Strategy
 from cfl.core import plugins

@@ -1,14 +1,14 @@
 """FOT: Federated Orthogonal Training (Bakman et al., ICLR 2024).
 
-FedProject (eq. 5-7), every round: the aggregated step loses its component in the span of earlier tasks' layer inputs,
-    Delta W <- Delta W - (Delta W O) O^T            (the paper prints the left side for transposed weights, eq. 6)
+FedProject (eq. 5-7), every round: remove from the aggregated step its component in the span of earlier layer inputs,
+    Delta W <- Delta W - (Delta W O) O^T            (eq. 6 prints it for transposed weights, with O O^T on the left)
 GPSE (eq. 8-12), once after each task but the last: clients send Gaussian sketches A_i = (I - O O^T) X_i G_i of their
-layer inputs and two energies; from the sum the server takes the leading directions that the rank rule asks for. It is
-`cfl.methods.subspace.gpse`; which layers are projected and what is frozen says `cfl.methods.subspace.layer_policy`.
+layer inputs and two energies. From the sums the server takes the leading directions that the rank rule asks for.
+`cfl.methods.subspace.gpse` implements GPSE; `cfl.methods.subspace.layer_policy` selects projected and frozen layers.
 
-Deviations, each an option (see docs/fot.md): the rank rule counts energy (eq. 12 as printed protects nothing in the
-first task; "norm_ratio" is the authors' code), biases are projected along with the weights as a constant input, norm
-affine parameters freeze after the first task. The model that clients sketch is the global one, in a round of its own.
+Deviations, each with an option (see docs/fot.md): the rank rule uses energies (eq. 12 as printed protects nothing in
+the first task; "norm_ratio" is the authors' code). Biases are projected with the weights, as weights of a constant
+input. Norm weights and biases freeze after the first task. Clients sketch the global model, in a separate round.
 """
 
 from __future__ import annotations
@@ -19,37 +19,32 @@ from typing import Any, ClassVar
 
 import torch
 
-from cfl.contract.data import Client
-from cfl.contract.rounds import Phase, RoundInfo, Server, TreesByOwner
-from cfl.contract.strategy import Strategy
-from cfl.core import plugins
-from cfl.core.errors import ConfigError
-from cfl.core.options import option
-from cfl.core.tree import Tree
+from cfl.contract import Client, Phase, RoundInfo, Server, Strategy, TreesByOwner
+from cfl.core import ConfigError, Tree, option, plugins
 from cfl.methods.subspace import basis as bases
 from cfl.methods.subspace.gpse import GPSE
 from cfl.methods.subspace.layer_policy import LayerPolicy
 from cfl.methods.subspace.projection import project_step, step_energies
-from cfl.models.handle import Model
+from cfl.models import Model
 
 
 @plugins.strategies.register("fot")
 @dataclass(frozen=True)
 class FOT(LayerPolicy, GPSE, Strategy):
-    """Federated Orthogonal Training: keep the aggregate off earlier tasks' layer inputs (Bakman et al., 2024)."""
+    """Federated Orthogonal Training: project aggregates off earlier tasks' layer inputs (Bakman et al., 2024)."""
 
     source: ClassVar[str] = "Bakman et al., ICLR 2024, Algorithm 1"
     sends: ClassVar[str] = (
-        "its update w_global - w_local, every round; after each task but the last, of the inputs of each layer a "
-        "sketch and two energies; with strategy.project_at=server no energies, with strategy.freeze_first=true nothing "
-        "of the first layer's inputs, which are the data"
+        "its update w_global - w_local, every round; after each task but the last, a sketch and two energies of each "
+        "layer's inputs; with strategy.project_at=server no energies; with strategy.freeze_first=true nothing of the "
+        "first layer's inputs, which are the data"
     )
     per_sample: ClassVar[bool] = True
 
     participants: str = option("all", "clients in GPSE", source="code: sampled", choices=("all", "sampled"))
     model: str = option("global", "model that is sketched", source="code: local", choices=("global", "local"))
-    after_last_task: bool = option(False, "GPSE after the last task too", source="Algorithm 1: yes; code: no")
-    measure_coverage: bool = option(True, "measure what a new basis really covers (not counted in bytes)")
+    after_last_task: bool = option(False, "GPSE after the last task, too", source="Algorithm 1: yes; code: no")
+    measure_coverage: bool = option(True, "measure the coverage of a new basis (not counted in bytes)")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,7 +54,7 @@ class FOT(LayerPolicy, GPSE, Strategy):
     def plan(self, task: int, tasks: int, rounds: int) -> list[Phase]:
         if task == tasks - 1 and not self.after_last_task:
             return [Phase("train", rounds)]
-        if self.model == "local":  # the authors' code: GPSE rides on the last training round
+        if self.model == "local":  # the authors' code: GPSE in the last training round
             phases = [Phase("train", rounds - 1), Phase("train+gpse", work=True)]
         else:
             gpse = Phase(
@@ -75,7 +70,7 @@ class FOT(LayerPolicy, GPSE, Strategy):
         return self.begin_task({"basis": basis}, 0, model)
 
     def begin_task(self, server: Server, task: int, model: Model) -> Server:
-        # of each layer's steps in this task, the energy before and after the projection
+        # "steps": energy of each layer's steps in this task, before and after the projection
         return {**server, "steps": {name: basis.new_zeros(2) for name, basis in server["basis"].items()}}
 
     def broadcast(self, server: Server, info: RoundInfo) -> TreesByOwner:
@@ -88,7 +83,7 @@ class FOT(LayerPolicy, GPSE, Strategy):
     def work(
         self, params: Tree, client: Client, shared: TreesByOwner, state: Tree, info: RoundInfo
     ) -> tuple[Tree, Tree]:
-        """GPSE at a client, or the measurement of what the bases cover."""
+        """GPSE at a client, or the measurement of coverage."""
         layers = self.projected(info.model)
         nothing = {layer.name: params[layer.weight].new_zeros(self.width(layer), 0) for layer in layers}
         half = self.energies if info.phase.diagnostic else self.sketches
@@ -96,26 +91,31 @@ class FOT(LayerPolicy, GPSE, Strategy):
 
     def absorb(self, server: Server, mean: TreesByOwner, info: RoundInfo, lr: float) -> Server:
         new = dict(super().absorb(server, mean, info, lr))
-        known = server["basis"]
-        if info.phase.train:  # FedProject: the whole step of the server, whatever rule made it (eq. 5-7)
-            layers = self.projected(info.model)
-            old, whole = server["params"], new["params"]
-            new["params"] = project_step(old, whole, known, layers, self.with_bias)
-            before, after = (step_energies(old, to, layers, self.with_bias) for to in (whole, new["params"]))
-            new["steps"] = {
-                name: sums + torch.stack([before[name], after[name]]) for name, sums in server["steps"].items()
-            }
+        if info.phase.train:
+            new |= self._fed_project(server, new["params"], info.model)
         if info.phase.diagnostic:
             pairs = {name.removeprefix("energy/"): pair for name, pair in mean["work"].items()}
             new["coverage"] = {name: 1 - pair[1] / pair[0].clamp(min=1e-300) for name, pair in pairs.items()}
-        elif info.phase.work:  # GPSE at the server
-            found = {name: self.extended(name, basis, mean["work"], info) for name, basis in known.items()}
-            new["basis"] = {name: basis for name, (basis, _) in found.items()}
-            new["coverage_estimate"] = {name: share for name, (_, share) in found.items()}
-            grown = any(new["basis"][name].shape[1] > basis.shape[1] for name, basis in known.items())
-            if info.privacy and not grown:
-                warnings.warn(f"the noise hides all directions ({info.place}): nothing more is protected", stacklevel=2)
+        elif info.phase.work:
+            new |= self._extend_bases(server["basis"], mean["work"], info)
         return new
+
+    def _fed_project(self, server: Server, whole: Tree, model: Model) -> Server:
+        """FedProject: project the server's step to the parameters `whole`, from any aggregation rule (eq. 5-7)."""
+        old, layers = server["params"], self.projected(model)
+        params = project_step(old, whole, server["basis"], layers, self.with_bias)
+        before, after = (step_energies(old, to, layers, self.with_bias) for to in (whole, params))
+        steps = {name: sums + torch.stack([before[name], after[name]]) for name, sums in server["steps"].items()}
+        return {"params": params, "steps": steps}
+
+    def _extend_bases(self, known: Tree, sums: Tree, info: RoundInfo) -> Server:
+        """GPSE at the server: extend the bases by leading directions of the summed sketches (eq. 10-12)."""
+        found = {name: self.extended(name, basis, sums, info) for name, basis in known.items()}
+        grown = any(found[name][0].shape[1] > basis.shape[1] for name, basis in known.items())
+        if info.privacy and not grown:
+            warnings.warn(f"the noise hides all directions ({info.place}): nothing more is protected", stacklevel=3)
+        basis, estimate = ({name: pair[part] for name, pair in found.items()} for part in (0, 1))
+        return {"basis": basis, "coverage_estimate": estimate}
 
     def report(self, server: Server, model: Model) -> dict[str, Any]:
         use = {name: basis.shape[1] / basis.shape[0] for name, basis in server["basis"].items()}

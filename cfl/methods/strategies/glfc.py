@@ -1,10 +1,10 @@
-"""GLFC, as FOT adapts it to task-incremental learning (Dong et al., CVPR 2022; FOT, appendix F.2): replay with gradient
-compensation.
+"""GLFC as FOT adapts it to task-incremental learning: replay with gradient compensation (Dong et al., CVPR 2022; FOT,
+appendix F.2).
 
-Each sample's loss is weighted by how far it is from its label, relative to its group (new samples, or replayed ones):
+The loss of a sample is weighted by its error relative to the mean error of its group (new or replayed samples):
     g = 1 - p_y (a constant),  w = g / mean of g over the group,  loss = mean(w CE).
-So every group has mean weight 1. Without replayed samples all weights are 1, and with "ce" this is FedAvg. GLFC's
-relation distillation, proxy server and detection of tasks are left out, as in FOT: the stream names the task.
+The mean weight of each group is 1. Without replayed samples all weights are 1, and with criterion "ce" this is FedAvg.
+Relation distillation, proxy server and task detection of GLFC are left out, as in FOT, since streams name their tasks.
 """
 
 from dataclasses import dataclass
@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cfl.contract.context import Ctx
+from cfl.contract import Ctx
 from cfl.contract.losses import cross_entropy, masked_mean
-from cfl.core import plugins
-from cfl.core.options import option
+from cfl.core import option, plugins
 from cfl.methods.strategies.replay import Replay
 from cfl.models.handle import NO_CLASS
 
@@ -25,7 +24,7 @@ from cfl.models.handle import NO_CLASS
 @plugins.strategies.register("glfc")
 @dataclass(frozen=True)
 class GLFC(Replay):
-    """Replay with compensated gradients, the part of GLFC that FOT compares with (Dong et al., 2022)."""
+    """Replay with gradient compensation, the part of GLFC that FOT compares with (Dong et al., 2022)."""
 
     source: ClassVar[str] = "Dong et al., CVPR 2022, gradient compensation loss; FOT, appendix F.2"
 
@@ -39,7 +38,7 @@ class GLFC(Replay):
         if self.criterion == "ce":
             losses, p = cross_entropy(logits, batch), logits.softmax(dim=1).gather(1, batch.y[:, None])[:, 0]
         else:
-            classes = (logits > NO_CLASS / 2).sum(dim=1)  # narrower heads are filled up
+            classes = (logits > NO_CLASS / 2).sum(dim=1)  # narrower heads are padded
             losses, p = (F.softplus(logits).sum(dim=1) - own) / classes, own.sigmoid()
         if batch.task is None:
             return masked_mean(losses, batch.mask)
@@ -49,6 +48,6 @@ class GLFC(Replay):
 
 
 def compensation(g: Tensor, group: Tensor) -> Tensor:
-    """g / mean of g over the group, 0 outside of it; 1 inside where the mean is nearly 0. g, group: (batch,)."""
+    """g / mean of g over the group, or 1 if the mean is below 1e-8; 0 outside of the group. g, group: (batch,)."""
     mean = masked_mean(g, group)
     return torch.where(mean < 1e-8, group, group * g / mean.clamp(min=1e-8))

@@ -1,13 +1,14 @@
 """GPM+FL: gradient projection memory at each client (Saha et al., ICLR 2021; as a baseline: FOT, appendix F.2).
 
-At the end of task t every client that holds its data extends a basis of its own with the leading left singular vectors
-of what its layer inputs X have beside it, X* = X - O O^T X (GPM, eq. 8): as many as make the basis hold the share
-`threshold` of |X|^2 (eq. 9). Later it projects its update before the upload, delta <- delta - (delta O) O^T, or every
-gradient, as centralised GPM does (`apply`). Means of updates that are orthogonal to different bases are orthogonal to
-none, so the method fails where clients' inputs have little in common. With `apply=gradient` the guarantee is for plain
-SGD, as in GPM's paper: weight decay and Adam act after the projection.
+At the end of task t every client with data of the task extends its own basis O of each layer by the leading left
+singular vectors of the residual X* = X - O O^T X of its layer inputs X (GPM, eq. 8): the fewest for which the basis
+covers the share `threshold` of |X|^2 (eq. 9). In later tasks the client projects its update before the upload,
+delta <- delta - (delta O) O^T, or every gradient, as centralised GPM does (`apply`). A mean of updates that are
+orthogonal to different bases is orthogonal to none of them, so the method fails if the inputs of clients have little in
+common. With `apply=gradient` the guarantee holds for plain SGD, as in GPM's paper: weight decay and Adam act after the
+projection.
 
-Options where paper and code differ: the code counts one direction too few in the first task (`first_rank_bug`).
+Paper and code differ in the first task, where the code takes one direction too few (`first_rank_bug`).
 """
 
 from __future__ import annotations
@@ -18,24 +19,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cfl.contract.context import Ctx
-from cfl.contract.data import Batch, Client
-from cfl.contract.rounds import Phase, RoundInfo, TreesByOwner
-from cfl.contract.strategy import Strategy, with_consolidation
-from cfl.core import plugins, rng
-from cfl.core.options import option
-from cfl.core.tree import Tree
+from cfl.contract import Batch, Client, Ctx, Phase, RoundInfo, Strategy, TreesByOwner, with_consolidation
+from cfl.core import Tree, option, plugins, rng
 from cfl.methods.subspace import basis as bases
 from cfl.methods.subspace.layer_inputs import stream
 from cfl.methods.subspace.projection import covered, input_vectors, project, project_step, width
 from cfl.methods.subspace.sketch import Gram
-from cfl.models.handle import Layer, Model
+from cfl.models import Layer, Model
 
 
 @plugins.strategies.register("gpm")
 @dataclass(frozen=True)
 class GPM(Strategy):
-    """Gradient projection memory at each client: its update leaves its own earlier inputs alone (Saha et al., 2021)."""
+    """Gradient projection memory at each client: projects updates off its own earlier inputs (Saha et al., 2021)."""
 
     source: ClassVar[str] = "Saha et al., ICLR 2021, Algorithm 1; FOT, appendix F.2"
     hard_constraint: ClassVar[bool] = True
@@ -43,7 +39,7 @@ class GPM(Strategy):
     threshold: float = option(0.95, "share of input energy to protect", source="GPM, eq. 9", above=0.0, at_most=1.0)
     threshold_step: float = option(0.0, "added to the threshold after each task", source="GPM's code", at_least=0.0)
     apply: str = option("update", "what is projected", source="FOT, F.2; GPM: gradient", choices=("update", "gradient"))
-    samples: int = option(0, "samples of the task that a client looks at (0: all)", source="GPM's code", at_least=0)
+    samples: int = option(0, "samples per client and task for the bases (0: all)", source="GPM's code", at_least=0)
     bias: str = option("augment", "biases; GPM's networks have none", choices=("augment", "free", "freeze"))
     norm_affine: str = option(
         "freeze", "norm weights and biases after the first task", source="GPM's code", choices=("freeze", "free")
@@ -77,29 +73,30 @@ class GPM(Strategy):
     def work(
         self, params: Tree, client: Client, shared: TreesByOwner, state: Tree, info: RoundInfo
     ) -> tuple[Tree, Tree]:
-        """Extend the client's bases by what its inputs have beside them. Nothing goes up."""
+        """Extend the client's bases by directions of its layer inputs. Upload nothing."""
         before, sums = known(state), {}
         for layer in info.model.layers:
             empty = bases.empty(width(layer, self._augment), client.device)
             sums[layer.name] = Gram(before.get(layer.name, empty), None, key=0)
 
-        def see(layer: Layer, inputs: Tensor, batch: Batch) -> None:
+        def add_inputs(layer: Layer, inputs: Tensor, batch: Batch) -> None:
             sums[layer.name].add(input_vectors(inputs, layer, self._augment), batch.ids)
 
         source = rng.generator(rng.key(info.key, "samples", client.id))
         chosen = torch.randperm(len(client), generator=source)[: self.samples or None].to(client.device)
-        stream(info.model, params, info.task, client.batches(64, chosen), info.model.layers, see)
+        stream(info.model, params, info.task, client.batches(64, chosen), info.model.layers, add_inputs)
         stored = {layer.name: params[layer.weight].dtype for layer in info.model.layers}
         return {}, {f"basis/{name}": self._extended(sums[name], info.task, dtype) for name, dtype in stored.items()}
 
     def _extended(self, inputs: Gram, task: int, dtype: torch.dtype) -> Tensor:
+        """The inputs' basis (d, k) with the new directions of a layer (GPM, eq. 8-9); dtype: of the stored basis."""
         basis, (full, residual) = inputs.basis, inputs.energies.tolist()
-        vectors, squared, *_ = bases.residual_spectrum(inputs.matrix, basis, gram=True)
-        # inputs that the stored basis covers leave what it lost by rounding: these are no directions
+        vectors, squared, *_ = bases.residual_spectrum(inputs.matrix, basis, gram=True)  # eq. 8
+        # inputs that the basis covers leave its rounding errors from storage in `dtype`, which are no directions
         rounding = len(basis) * torch.finfo(dtype).eps ** 2 * full
         squared = torch.where(squared > rounding, squared, 0.0)
         threshold = min(1.0, self.threshold + task * self.threshold_step)
-        rank = bases.choose_rank(squared, 1 - residual / full if full > 0 else 0.0, threshold)  # GPM, eq. 9
+        rank = bases.choose_rank(squared, 1 - residual / full if full > 0 else 0.0, threshold)  # eq. 9
         if self.first_rank_bug and task == 0:
             rank = max(rank - 1, 0)
         return bases.expand(basis, vectors[:, :rank]).to(dtype)
@@ -110,5 +107,5 @@ class GPM(Strategy):
 
 
 def known(state: Tree) -> dict[str, Tensor]:
-    """A client's bases: layer name to (d, k)."""
+    """Bases in a client's state: layer name to (d, k)."""
     return {name.removeprefix("basis/"): leaf for name, leaf in state.items()}

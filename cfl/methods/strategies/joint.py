@@ -1,8 +1,8 @@
-"""Joint training: every client has its data of all tasks from the first round on (no paper; the upper bound).
+"""Joint training: every client has its data of all tasks from the first round on (upper bound, without a paper).
 
-    loss = mean over the tasks in the batch of the CE of their samples, each through its own head.
-There are as many rounds as in the whole stream, so a client sees each sample once in *every* round. Tasks are not
-learned one after another: forgetting is not defined. Batches mix tasks, so running statistics must be shared.
+    loss = mean over the tasks in the batch of their samples' mean CE, each sample through the head of its task.
+The number of rounds is that of the whole stream, and a client sees each sample once in *every* round. Forgetting is not
+defined, since tasks are not learned in sequence. Batches mix tasks, so all tasks share their running statistics.
 """
 
 from dataclasses import dataclass
@@ -11,28 +11,21 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cfl.contract.context import Ctx
+from cfl.contract import Ctx, Server, Strategy
 from cfl.contract.losses import cross_entropy
-from cfl.contract.rounds import Server
-from cfl.contract.strategy import Strategy
-from cfl.core import plugins
-from cfl.core.errors import ConfigError
-from cfl.core.options import option
-from cfl.core.tree import Tree
-from cfl.models.handle import Model
+from cfl.core import ConfigError, Tree, option, plugins
+from cfl.models import Model
 
 
 @plugins.strategies.register("joint")
 @dataclass(frozen=True)
 class Joint(Strategy):
-    """All tasks at once, by FedAvg: the upper bound."""
+    """FedAvg on all tasks at once: the upper bound."""
 
     source: ClassVar[str] = "McMahan et al., AISTATS 2017, Algorithm 1, on the union of the tasks"
     sequential: ClassVar[bool] = False
 
-    mean: str = option(
-        "tasks", "loss: mean over the tasks in a batch, or over its samples", choices=("tasks", "samples")
-    )
+    mean: str = option("tasks", "loss: mean over a batch's tasks, or over its samples", choices=("tasks", "samples"))
 
     def init_server(self, params: Tree, model: Model) -> Server:
         if model.buffers_per_task:

@@ -1,12 +1,12 @@
-"""LwF+FL: learning without forgetting (Li and Hoiem, ECCV 2016), the teacher being the last task's global model.
+"""LwF+FL: learning without forgetting, with the previous task's global model as teacher (Li and Hoiem, ECCV 2016).
 
 A client trains on  CE + lambda sum_{s < t} H(p_s, softmax(z_s / T)),  p_s = softmax(z*_s / T),
-where z_s are the outputs of head s for the *new* data, and z*_s those of the global model at the end of the last task;
-H is the cross-entropy, T = 2 (eq. 2; no factor T^2, as in the paper). With one head for all tasks the sum is one
-term. Batch normalisation takes the batch's statistics in both passes: the new data have none yet. Nothing is stored
-on clients; the teacher comes down in every round.
+where z_s are the outputs of head s for the *new* data, and z*_s those of the teacher, the global model at the end of
+the previous task. H is the cross-entropy, T = 2 (eq. 2; without a factor T^2, as in the paper). With one head for all
+tasks the sum has one term. In both passes batch normalisation uses the statistics of the batch, because the new data
+have no running statistics yet. Clients store nothing; the server broadcasts the teacher in every round.
 
-The paper trains the old heads along with the rest; here they stay as they were unless `train_old_heads`.
+The paper trains the old heads, too. Here they do not train unless `train_old_heads` is set.
 """
 
 from __future__ import annotations
@@ -16,20 +16,16 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from cfl.contract.context import Ctx
+from cfl.contract import Ctx, RoundInfo, Server, Strategy, TreesByOwner
 from cfl.contract.losses import masked_mean
-from cfl.contract.rounds import RoundInfo, Server, TreesByOwner
-from cfl.contract.strategy import Strategy
-from cfl.core import plugins, tree
-from cfl.core.options import option
-from cfl.core.tree import Tree
-from cfl.models.handle import Model
+from cfl.core import Tree, option, plugins, tree
+from cfl.models import Model
 
 
 @plugins.strategies.register("lwf")
 @dataclass(frozen=True)
 class LwF(Strategy):
-    """Learning without forgetting: old heads keep their outputs on the new data (Li and Hoiem, 2016)."""
+    """Learning without forgetting: old heads keep their outputs for the new data (Li and Hoiem, 2016)."""
 
     source: ClassVar[str] = "Li and Hoiem, ECCV 2016, eq. 2"
     per_sample: ClassVar[bool] = True
@@ -50,7 +46,7 @@ class LwF(Strategy):
     def broadcast(self, server: Server, info: RoundInfo) -> TreesByOwner:
         down = super().broadcast(server, info)
         if info.task and info.phase.train:
-            moving = set(info.names) - info.frozen  # heads that do not train are in "params" as the teacher has them
+            moving = set(info.names) - info.frozen  # frozen heads in "params" equal the teacher's
             down["teacher"] = {name: leaf for name, leaf in server["teacher"].items() if name in moving}
         return down
 

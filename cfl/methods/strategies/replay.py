@@ -1,7 +1,7 @@
-"""The memory of replay methods: each client stores some of its own samples of finished tasks, and trains on them again.
+"""Memory of replay methods: each client stores some of its own samples of finished tasks and trains on them again.
 
-The memory is a list of places in the client's own data (`cfl.MEMORY`); the engine draws at most a batch of it for
-each step. A replayed sample goes through the head of its own task; so the heads of earlier tasks travel, too.
+The memory is a list of places in the client's own data (`cfl.MEMORY`). The engine draws at most one batch of it for
+each step. A replayed sample goes through the head of its own task, so the server broadcasts earlier heads, too.
 """
 
 from __future__ import annotations
@@ -11,14 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cfl.contract.context import Ctx
-from cfl.contract.data import MEMORY, Batch, Client
-from cfl.contract.rounds import Phase, RoundInfo, TreesByOwner
-from cfl.contract.strategy import Strategy, with_consolidation
-from cfl.core import rng
-from cfl.core.options import option
-from cfl.core.tree import Tree
-from cfl.models.handle import Model
+from cfl.contract import MEMORY, Batch, Client, Ctx, Phase, RoundInfo, Strategy, TreesByOwner, with_consolidation
+from cfl.core import Tree, option, rng
+from cfl.models import Model
 
 
 @dataclass(frozen=True)
@@ -26,16 +21,10 @@ class Replay(Strategy):
     """Stored samples of earlier tasks join every batch."""
 
     memory: int = option(1, "samples that a client stores", source="FOT, F.2: 1 a task", at_least=0)
-    budget: str = option(
-        "per_task",
-        "whether `memory` is for each task or in total",
-        source="FOT, F.2",
-        choices=("per_task", "total"),
-    )
+    budget: str = option("per_task", "`memory` per task, or in total", source="FOT, F.2", choices=("per_task", "total"))
     select: str = option(
-        "balanced", "what is stored: as many of each task and class, or every sample with the same chance",
-        choices=("balanced", "reservoir"),
-    )  # fmt: skip
+        "balanced", "store equally many of each task and class, or a uniform sample", choices=("balanced", "reservoir")
+    )
     train_old_heads: bool = option(False, "let replayed samples (and weight decay) train the heads of their tasks")
 
     def plan(self, task: int, tasks: int, rounds: int) -> list[Phase]:
@@ -48,12 +37,12 @@ class Replay(Strategy):
         return frozenset() if self.train_old_heads else super().frozen(task, model)
 
     def notes(self, model: Model) -> list[str]:
-        text = "replayed samples enter the running statistics of the task at hand; see model.norm_stats"
+        text = "replayed samples enter the running statistics of the current task; see model.norm_stats"
         return [text] if model.buffers_per_task else []
 
     def augment(self, batch: Batch, ctx: Ctx) -> Batch:
         memory = ctx.memory
-        if memory.task is None or not len(memory.y):  # the shape decides, not a value
+        if memory.task is None or not len(memory.y):  # decided by the shape, not by a value
             return batch
         x, y, mask, ids = (torch.cat([one, other]) for one, other in zip(batch[:4], memory[:4], strict=True))
         return Batch(x, y, mask, ids, torch.cat([torch.full_like(batch.y, ctx.task), memory.task]))
@@ -61,27 +50,33 @@ class Replay(Strategy):
     def work(
         self, params: Tree, client: Client, shared: TreesByOwner, state: Tree, info: RoundInfo
     ) -> tuple[Tree, Tree]:
-        """Choose what to keep of this task and of the memory so far. Nothing goes up."""
-        targets, new = client.targets, torch.arange(len(client), device=client.device)
-        new = torch.stack([torch.full_like(new, info.task), new], dim=1)
+        """Choose the samples to keep, from this task and from the memory. Upload nothing."""
+        rows = torch.arange(len(client), device=client.device)
+        new = torch.stack([torch.full_like(rows, info.task), rows], dim=1)
         old = state.get(MEMORY, new[:0])
         order = torch.randperm(len(new), generator=rng.generator(rng.key(info.key, "store", client.id))).to(new.device)
         if self.budget == "per_task":
-            chosen = balanced(targets, order) if self.select == "balanced" else order
+            chosen = balanced(client.targets, order) if self.select == "balanced" else order
             return {}, {MEMORY: torch.cat([old, new[chosen[: self.memory]]])}
         if self.select == "reservoir":
             return {}, self._reservoir(old, new[order], state, rng.key(info.key, "reservoir", client.id))
-        both, labels = torch.cat([old, new]), torch.cat([client.recall(old).y, targets])
+        return {}, {MEMORY: self._balanced(old, new, order, client, info)}
+
+    def _balanced(self, old: Tensor, new: Tensor, order: Tensor, client: Client, info: RoundInfo) -> Tensor:
+        """Places (m, 2) from the memory and from this task: as many of each task, and in it as many of each class.
+
+        order: random order of `new`. If the memory has fewer places than tasks, a client keeps the tasks of lowest
+        priority number, drawn once per run and client, so that each task is kept by about as many clients.
+        """
+        both, labels = torch.cat([old, new]), torch.cat([client.recall(old).y, client.targets])
         among = torch.cat([torch.arange(len(old), device=new.device), len(old) + order])
-        among = balanced(labels + 2**32 * both[:, 0], among)  # classes in each task
-        # A task's luck is for the whole run: where places do not suffice, each task is held by as many clients.
-        luck = [rng.key(info.model.seed, "luck", client.id, task) for task in range(info.task + 1)]
-        among = among[torch.tensor(luck, device=new.device)[both[among, 0]].argsort(stable=True)]
-        turns = balanced(both[:, 0], among)
-        return {}, {MEMORY: both[turns[: self.memory]]}
+        among = balanced(labels + 2**32 * both[:, 0], among)  # the classes of each task
+        priority = [rng.key(info.model.seed, "luck", client.id, task) for task in range(info.task + 1)]
+        among = among[torch.tensor(priority, device=new.device)[both[among, 0]].argsort(stable=True)]
+        return both[balanced(both[:, 0], among)[: self.memory]]
 
     def _reservoir(self, old: Tensor, new: Tensor, state: Tree, key: int) -> Tree:
-        """A uniform subset of all samples seen, as Vitter's algorithm R keeps it. new: in random order."""
+        """State with a uniform subset of all samples seen (as by Vitter's algorithm R); new: in random order."""
         source, seen = rng.generator(key), int(state.get("seen", 0))
         from_old = int((torch.randperm(seen + len(new), generator=source)[: self.memory] < seen).sum())
         stay = torch.randperm(len(old), generator=source)[:from_old].to(old.device)
@@ -90,13 +85,13 @@ class Replay(Strategy):
 
 
 def balanced(groups: Tensor, order: Tensor) -> Tensor:
-    """`order` (n,), rearranged so that every group in turn gives its next member: each prefix is balanced.
+    """Rearrange `order` (n,) so that the groups take turns, and each prefix is balanced over them.
 
-    groups: (n,) int64 group of each member; order: a permutation of the members, kept within each group.
+    groups: (n,) int64 group of each member; order: permutation of the members, whose order within a group is kept.
     """
-    mine, turn = groups[order], torch.empty_like(order)
-    together = mine.argsort(stable=True)
-    sizes = mine[together].unique_consecutive(return_counts=True)[1]
+    ordered, turn = groups[order], torch.empty_like(order)
+    together = ordered.argsort(stable=True)
+    sizes = ordered[together].unique_consecutive(return_counts=True)[1]
     starts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-    turn[together] = torch.arange(len(order), device=order.device) - starts  # earlier members of the group
+    turn[together] = torch.arange(len(order), device=order.device) - starts  # number of earlier members of the group
     return order[turn.argsort(stable=True)]

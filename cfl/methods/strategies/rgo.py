@@ -1,20 +1,20 @@
 """RGO+FL: recursive gradient optimisation at some of the clients (Liu and Liu, ICLR 2022; FOT, appendix F.2).
 
-A layer has a positive definite matrix P (d, d) on the side of its inputs, and one for its bias, I at first. Gradients
-are multiplied by it, with the trace brought to the dimension: g_W <- d / tr P  g_W P. After each task, over one epoch
-of mini-batches (z: logits, a: softmax over the task's classes):
+Each layer has a positive definite matrix P (d, d) for its inputs, and one for its bias; both start as I. Gradients are
+multiplied by P, scaled to a trace of d: g_W <- d / tr P  g_W P. After each task, over one epoch of mini-batches (z:
+logits, a: softmax over the task's classes):
     q = sum_b z_{b,y} sqrt(a_y - a_y^2) (the root a constant),   v = mean over output units of dq/dW,
     k = P v,   P <- P - k k^T / (alpha + v^T k),
-which keeps P = (I + sum v v^T / alpha)^-1. In a federation each client has its own P, and a random share of those that
-hold the task's data updates and stores it; the others go on as they were.
+so that P = (I + sum v v^T / alpha)^-1. In a federation each client has its own P. A random share of the clients with
+data of the task update and store it; the others keep theirs.
 
-RGO's feature encoding (`encode`) permutes the outputs of each layer but the last by an order of each task's own. That
-is to permute the rows of the weight (of each group's, in a convolution of several), so clients get them in the task's
-order, and the server keeps them in that of the first task; P, on the side of the inputs, is not concerned. Biases are
-added after the permutation. FOT gives all methods one network, so it is off.
+RGO's feature encoding (`encode`) permutes the outputs of each layer but the last, in an order of its own for each task:
+a permutation of the weight's rows, within each group of a grouped convolution. The server stores the weights in the
+order of the first task and broadcasts them in the task's order. P is unaffected, since it multiplies inputs. Biases are
+added after the permutation. The encoding is off by default, because FOT gives all methods the same network.
 
-Differences: alpha is 1 in the paper and 0.01 in the code; the code makes only (test set / batch) updates a task by a
-re-used variable, here it is one epoch. Weight decay and Adam act after the multiplication by P.
+Differences: alpha is 1 in the paper and 0.01 in the code. By a re-used variable, the code makes only (test set / batch)
+updates per task; here it is one epoch. Weight decay and Adam act after the multiplication by P.
 """
 
 from __future__ import annotations
@@ -25,28 +25,23 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cfl.contract.context import Ctx
-from cfl.contract.data import Batch, Client
-from cfl.contract.rounds import Phase, RoundInfo, Server, TreesByOwner
-from cfl.contract.strategy import Strategy, with_consolidation
-from cfl.core import plugins, rng, tree
-from cfl.core.options import option
-from cfl.core.tree import Tree
-from cfl.models.handle import Layer, Model
+from cfl.contract import Batch, Client, Ctx, Phase, RoundInfo, Server, Strategy, TreesByOwner, with_consolidation
+from cfl.core import Tree, option, plugins, rng, tree
+from cfl.models import Layer, Model
 
 
 @plugins.strategies.register("rgo")
 @dataclass(frozen=True)
 class RGO(Strategy):
-    """Recursive gradient optimisation at some clients: gradients shrink where earlier tasks curve (Liu, Liu, 2022)."""
+    """Recursive gradient optimisation at some clients: small steps where earlier losses curve (Liu and Liu, 2022)."""
 
     source: ClassVar[str] = "Liu and Liu, ICLR 2022; FOT, appendix F.2"
     hard_constraint: ClassVar[bool] = True
 
-    alpha: float = option(1.0, "how slowly P shrinks", source="paper: 1; code: 0.01", above=0.0)
-    share: float = option(0.4, "share of a task's owners that updates its P", source="FOT, F.2", above=0.0, at_most=1.0)
-    batch_size: int = option(16, "samples of each update of P", at_least=1)
-    encode: bool = option(False, "feature encoding: layers' outputs permuted for each task", source="paper: yes")
+    alpha: float = option(1.0, "P shrinks more slowly for larger values", source="paper: 1; code: 0.01", above=0.0)
+    share: float = option(0.4, "share of a task's owners that update P", source="FOT, F.2", above=0.0, at_most=1.0)
+    batch_size: int = option(16, "samples per update of P", at_least=1)
+    encode: bool = option(False, "feature encoding: permute layers' outputs for each task", source="paper: yes")
 
     def plan(self, task: int, tasks: int, rounds: int) -> list[Phase]:
         return with_consolidation(task, tasks, rounds)
@@ -58,16 +53,16 @@ class RGO(Strategy):
 
     def broadcast(self, server: Server, info: RoundInfo) -> TreesByOwner:
         down = super().broadcast(server, info)
-        return {**down, "params": arranged(down["params"], _orders(server, info.task))}
+        return {**down, "params": arranged(down["params"], _task_orders(server, info.task))}
 
     def absorb(self, server: Server, mean: TreesByOwner, info: RoundInfo, lr: float) -> Server:
         if "strategy" in mean:
-            first = {name: order.argsort() for name, order in _orders(server, info.task).items()}
+            first = {name: order.argsort() for name, order in _task_orders(server, info.task).items()}
             mean = {**mean, "strategy": arranged(mean["strategy"], first)}
         return super().absorb(server, mean, info, lr)
 
     def serve(self, server: Server, task: int) -> Tree:
-        return arranged(server["params"], _orders(server, task))
+        return arranged(server["params"], _task_orders(server, task))
 
     def adjust(self, grads: Tree, params: Tree, ctx: Ctx) -> Tree:
         new = dict(grads)
@@ -82,7 +77,7 @@ class RGO(Strategy):
     def work(
         self, params: Tree, client: Client, shared: TreesByOwner, state: Tree, info: RoundInfo
     ) -> tuple[Tree, Tree]:
-        """Update the client's P, if it is among those drawn for the task. Nothing goes up."""
+        """Update P if the client is drawn for the task. Upload nothing."""
         count = max(1, round(self.share * len(info.clients)))
         drawn = rng.numpy_generator(rng.key(info.key, "update")).choice(info.clients, count, replace=False)
         if client.id not in drawn:
@@ -97,8 +92,8 @@ class RGO(Strategy):
         def q(at: Tree, batch: Batch) -> Tensor:
             z = info.model.logits({**params, **at}, batch.x, info.task)
             a = z.softmax(dim=1).detach()
-            at_label = (a - a.square()).sqrt().gather(1, batch.y[:, None])
-            return (z.gather(1, batch.y[:, None]) * at_label).sum()
+            root = (a - a.square()).sqrt().gather(1, batch.y[:, None])
+            return (z.gather(1, batch.y[:, None]) * root).sum()
 
         for batch in client.batches(self.batch_size, order):
             grads = torch.func.grad(q)(weights, batch)
@@ -110,27 +105,28 @@ class RGO(Strategy):
 
 
 def _order(layer: Layer, task: int, seed: int) -> Tensor:
-    """The task's order of a layer's outputs, each group's by itself."""
+    """Random order of a layer's outputs for a task, permuted within each group."""
     source = rng.generator(rng.key(seed, "encoding", task, layer.path))
-    own = len(layer.module.weight) // layer.groups
-    return torch.cat([torch.randperm(own, generator=source) + group * own for group in range(layer.groups)])
+    size = len(layer.module.weight) // layer.groups
+    return torch.cat([torch.randperm(size, generator=source) + group * size for group in range(layer.groups)])
 
 
-def _orders(server: Server, task: int) -> Tree:
+def _task_orders(server: Server, task: int) -> Tree:
+    """Orders by weight name for a task; empty in the first task and without encoding."""
     return server.get(f"orders/{task}", {})
 
 
 def arranged(leaves: Tree, orders: Tree) -> Tree:
-    """Leaves with their rows in these orders."""
+    """Leaves with their rows permuted by `orders`, by name."""
     return {name: leaf[orders[name]] if name in orders else leaf for name, leaf in leaves.items()}
 
 
 def matrix_name(name: str | None, layer: Layer) -> str:
-    """The name in a client's state of the matrix for a layer's weight or bias."""
+    """Name in a client's state of the matrix P for a layer's weight or bias."""
     return f"{'weight' if name == layer.weight else 'bias'}/{layer.name}"
 
 
 def rows(leaf: Tensor, layer: Layer) -> Tensor:
-    """A group's weight as (outputs, d), or its bias as (1, outputs): each row is what P multiplies."""
-    own = leaf[layer.rows]
-    return own.flatten(1) if leaf.dim() > 1 else own[None]
+    """A group's weight (outputs, d), or its bias (1, outputs): P multiplies each row."""
+    group = leaf[layer.rows]
+    return group.flatten(1) if leaf.dim() > 1 else group[None]

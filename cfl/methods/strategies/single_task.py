@@ -1,17 +1,15 @@
-"""Single task: a model of its own for each task, learned by FedAvg from the same initial weights (FOT, Table 11).
+"""Single task: a separate model for each task, trained by FedAvg from the same initial weights (FOT, Table 11).
 
-Nothing is shared between tasks, so nothing is forgotten, and nothing transferred: forgetting is not defined. The model
-stays in the server's state when its task is done; the server stores as many models as there are tasks.
+Tasks share nothing, so knowledge is neither forgotten nor transferred, and forgetting is not defined. The server
+keeps the models of all finished tasks in its state.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cfl.contract.rounds import RoundInfo, Server, TreesByOwner
-from cfl.contract.strategy import Strategy
-from cfl.core import plugins
-from cfl.core.tree import Tree
-from cfl.models.handle import Model
+from cfl.contract import RoundInfo, Server, Strategy, TreesByOwner
+from cfl.core import Tree, plugins
+from cfl.models import Model
 
 
 @plugins.strategies.register("single_task")
@@ -36,4 +34,4 @@ class SingleTask(Strategy):
 
     def serve(self, server: Server, task: int) -> Tree:
         own = {name.partition("/")[2]: leaf for name, leaf in server["models"].items() if name.startswith(f"{task}/")}
-        return {**server["params" if own else "initial"], **own}  # where all rounds were aborted there is none
+        return {**server["params" if own else "initial"], **own}  # all rounds were aborted: no own model

@@ -1,1 +1,1 @@
-"""Layer inputs, sketches and orthonormal bases: the linear algebra of orthogonal-subspace methods."""
+"""Linear algebra of orthogonal-subspace methods: layer inputs, sketches and orthonormal bases."""

@@ -1,59 +1,60 @@
-"""What becomes of a model's layers after the first task: projected, frozen or fine-tuned (FOT, Tables 6 and 14)."""
+"""Policy for a model's layers after the first task: project, freeze or fine-tune each one (FOT, Tables 6 and 14)."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from cfl.core.options import option
+from cfl.core import option
 from cfl.methods.subspace.projection import covered, width
-from cfl.models.handle import Layer, Model
+from cfl.models import Layer, Model
 
 _HALF = ("fot", "freeze", "finetune")
 
 
 @dataclass(frozen=True)
 class LayerPolicy:
-    """Options on layers, biases and norms, and what follows for a model."""
+    """Options for layers, biases and normalisation, and the layers and parameters of a model that they select."""
 
     bias: str = option("augment", "biases", source="code: free", choices=("augment", "free", "freeze"))
     norm_affine: str = option("freeze", "norm weights and biases", source="code: free", choices=("freeze", "free"))
     freeze_first: bool = option(False, "freeze the first layer after task 1; never sketch raw inputs", source="Table 6")
-    first_half: str = option("fot", "what is done to the first half of the layers", source="Table 14", choices=_HALF)
-    second_half: str = option("fot", "what is done to the second half of the layers", source="Table 14", choices=_HALF)
+    first_half: str = option("fot", "policy for the first half of the layers", source="Table 14", choices=_HALF)
+    second_half: str = option("fot", "policy for the second half of the layers", source="Table 14", choices=_HALF)
 
     def projected(self, model: Model) -> list[Layer]:
-        """The layers whose steps are projected."""
-        return [layer for layer in model.layers if self._of(layer, model) == "fot"]
+        """Layers whose updates are projected."""
+        return [layer for layer in model.layers if self._policy(layer, model) == "fot"]
 
     def frozen(self, task: int, model: Model) -> frozenset[str]:
-        """Parameters that stay as the first task left them."""
+        """Names of the parameters that do not change after the first task."""
         if task == 0:
             return frozenset()
-        layers = [layer for layer in model.layers if self._of(layer, model) == "freeze"]
+        layers = [layer for layer in model.layers if self._policy(layer, model) == "freeze"]
         names = {name for layer in layers for name in (layer.weight, layer.bias) if name}
         names |= {layer.bias for layer in self.projected(model) if layer.bias and self.bias == "freeze"}
-        by_path = list({layer.path: layer for layer in model.layers}.values())  # once, however many groups it has
-        for name, after in model.norms.items():  # a norm belongs to the layer before it
-            near = {self._of(layer, model) for layer in by_path[max(after - 1, 0) :][:1]}
-            if "freeze" in near or self.norm_affine == "freeze" and "finetune" not in near:
+        by_path = list({layer.path: layer for layer in model.layers}.values())  # one entry per grouped convolution
+        for name, after in model.norms.items():  # a norm follows the policy of the layer before it
+            policies = {self._policy(layer, model) for layer in by_path[max(after - 1, 0) :][:1]}
+            if "freeze" in policies or self.norm_affine == "freeze" and "finetune" not in policies:
                 names.add(name)
         return frozenset(names)
 
     def notes(self, model: Model) -> list[str]:
-        """What is covered of the model, and what is not: lines for the user."""
+        """Lines for the user: projected, frozen and unprotected parameters of the model."""
         return covered(model, self.projected(model), self.frozen(1, model), self.with_bias)
 
     @property
     def with_bias(self) -> bool:
-        """Whether biases are projected along with the weights, as a constant input."""
+        """True if biases are projected along with the weights, as the weight of a constant input."""
         return self.bias == "augment"
 
     def width(self, layer: Layer) -> int:
         """Length d of the layer's input vectors."""
         return width(layer, self.with_bias)
 
-    def _of(self, layer: Layer, model: Model) -> str:
+    def _policy(self, layer: Layer, model: Model) -> str:
+        """The layer's policy after the first task: "fot", "freeze" or "finetune"."""
         paths = list(dict.fromkeys(each.path for each in model.layers))
         position = paths.index(layer.path)
         if self.freeze_first and position == 0:

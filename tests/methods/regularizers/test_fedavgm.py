@@ -1,4 +1,4 @@
-"""FedAvgM: velocities by hand, FedAvg without momentum, and a new start with each task."""
+"""FedAvgM: velocities by hand, FedAvg without momentum, and zero velocity at the start of each task."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 import cfl
 from cfl.methods.regularizers import FedAvgM
 from cfl.methods.strategies.fot import FOT
-from cfl.models.handle import Model
+from cfl.models import Model
 from tests import toy
 
 
@@ -40,8 +40,8 @@ def test_without_momentum_it_is_fedavg():
 
 
 @pytest.mark.parametrize("base", [cfl.Strategy, FOT])
-def test_velocities_begin_anew_with_a_task(base):
-    """Rounds of training: what the strategy's `absorb` gets is that of this round and, halved, of those before it."""
+def test_each_task_starts_with_zero_velocity(base):
+    """In each round of training, `absorb` gets the round's mean plus half of the previous step of the task."""
     means = []
 
     class Watch(base):

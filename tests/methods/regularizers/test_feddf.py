@@ -1,4 +1,4 @@
-"""FedDF: its loss and a step of the server by hand, what clients send, and a student that learns what it is taught."""
+"""FedDF: the loss and a server step by hand, the clients' uploads, and a student that learns its teacher."""
 
 import math
 from dataclasses import replace
@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import cfl
-from cfl.contract.rounds import Phase
+from cfl.contract import Phase
 from cfl.core import rng, tree
-from cfl.methods.regularizers.feddf import FedDF, public_logits
+from cfl.methods.regularizers import FedDF
+from cfl.methods.regularizers.distillation import public_logits
 from tests import toy
 
 PUBLIC = toy.stream().public  # 20 inputs (d=8)
@@ -74,7 +75,7 @@ def small(method, *overrides, **options):
 
 
 def test_the_loss_and_its_gradient_by_hand():
-    # T = 2 and Z = (2 ln 3, 0): the teacher says (3/4, 1/4), a flat student (1/2, 1/2)
+    # T = 2 and Z = (2 ln 3, 0): the teacher predicts (3/4, 1/4), a flat student (1/2, 1/2)
     teacher, logits = torch.tensor([[2 * math.log(3.0), 0.0]]), torch.zeros(1, 2, requires_grad=True)
     loss = FedDF(temperature=2.0).knowledge(teacher, logits)
     assert loss.item() == pytest.approx(4 * (0.75 * math.log(1.5) + 0.25 * math.log(0.5)))
@@ -119,7 +120,7 @@ def test_several_steps_are_those_of_torchs_adam():
     assert distance(student, leaves) < 1e-12 < distance(student, tree.sub(model.params, step))
 
 
-def test_an_epoch_visits_every_public_sample_once_in_an_order_of_its_own():
+def test_an_epoch_visits_every_public_sample_once_in_a_new_order():
     model, info, step, gathered = make(3)
 
     def orders(key):
@@ -139,7 +140,7 @@ def test_an_epoch_visits_every_public_sample_once_in_an_order_of_its_own():
 # --- limits ----------------------------------------------------------------------------------------------------------
 
 
-def test_clients_train_as_those_of_fedavg():
+def test_clients_train_as_under_fedavg():
     models = {}
     for method in ("fedavg", "feddf"):
         seen = models[method] = []
@@ -148,7 +149,7 @@ def test_clients_train_as_those_of_fedavg():
         assert id == other and same(plain, ours)
 
 
-def test_at_a_vanishing_rate_the_server_is_that_of_fedavg():
+def test_with_a_vanishing_learning_rate_the_server_is_fedavgs():
     plain, ours = (small(method, *own).params for method, own in (
         ("fedavg", ()),
         ("feddf", ("regularizer.feddf.server_lr=1e-30",)),
@@ -158,8 +159,8 @@ def test_at_a_vanishing_rate_the_server_is_that_of_fedavg():
 
 
 def test_one_client_has_nothing_to_learn():
-    """Without batch statistics and dropout the teacher is the student: KL and gradient are 0 but for rounding. (Adam
-    would make steps of full length of that rounding.)"""
+    """Without batch statistics and dropout the teacher is the student: KL and gradient are 0 up to rounding. (Adam
+    would turn that rounding into steps of full length.)"""
     method = looking()()
     alone = ("partition.clients=1", "cohort=1")
     result = small("feddf", *alone, model=toy.mlp(8, 6, 2), regularizers={"feddf": method})
@@ -180,8 +181,8 @@ def test_one_client_has_nothing_to_learn():
 
 
 @pytest.mark.parametrize("batch", [20, 8])
-def test_the_student_learns_the_teacher_where_it_can(batch):
-    """The teacher's logits are those of another network of the same kind."""
+def test_the_student_learns_a_teacher_that_it_can_express(batch):
+    """The teacher is another network of the same architecture."""
     model, info, step, _ = make(6, 3)
     other = tree.map(lambda leaf: leaf + 0.5 * toy.random(*leaf.shape, seed=leaf.numel()), model.params)
     teacher = model.logits(other, X, 0)
@@ -248,8 +249,8 @@ def test_frozen_parameters_stay_as_they_are():
         assert moved < 1e-15 if name in held else moved > 1e-3, name
 
 
-def test_the_student_trains_with_dropout_that_draws_from_its_key_alone():
-    """With all samples in one batch, another key means another dropout mask: their order is nothing but rounding."""
+def test_the_students_dropout_draws_from_its_key_alone():
+    """With all samples in one batch, another key changes the dropout masks; the new order changes only rounding."""
     module = toy.net(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 3))
     model, info, step, gathered = make(module=module)
     before = tree.clone({**model.params, **step, "logits": gathered["logits"]})
@@ -260,7 +261,7 @@ def test_the_student_trains_with_dropout_that_draws_from_its_key_alone():
             found.append(student_of(FedDF(server_lr=0.01), model, replace(info, key=key), step, gathered))
             assert torch.equal(torch.get_rng_state(), state)
     assert same(found[0], found[1]) and distance(found[0], found[2]) > 1e-3
-    assert same(before, {**model.params, **step, "logits": gathered["logits"]})  # nothing is written to
+    assert same(before, {**model.params, **step, "logits": gathered["logits"]})  # no argument is written to
 
 
 def test_labels_of_public_data_are_never_used():
@@ -271,7 +272,7 @@ def test_labels_of_public_data_are_never_used():
     assert same(plain, ours)
 
 
-def test_only_the_current_head_is_taught():
+def test_only_the_current_head_is_trained():
     config = toy.config("public.name=stream", "regularizer.feddf.server_lr=0.01", method="feddf")
     result = cfl.run(config, stream=toy.stream(multi_head=True), strategy=(watch := toy.recording(cfl.Strategy)()))
     before = result.model.params
@@ -285,7 +286,7 @@ def test_only_the_current_head_is_taught():
 
 
 def test_bytes_and_what_a_client_keeps():
-    """MLP 8-6-6-2: 110 float32 parameters each way. Up go 20 x 2 logits besides, and a count of one client."""
+    """MLP 8-6-6-2: 110 float32 parameters each way. A client also uploads 20 x 2 logits and a count of one."""
     sink = toy.Rows()
     result = small("feddf", sink=sink)
     assert [(row["bytes_down"], row["bytes_up"]) for row in sink.rows] == [(3 * 440, 3 * (440 + 4 * 20 * 2 + 4))] * 2
@@ -295,8 +296,8 @@ def test_bytes_and_what_a_client_keeps():
 
 
 @pytest.mark.parametrize(("size", "parts"), [(4, [4, 5]), (8, [9]), (9, [9]), (5, [5, 4])])
-def test_a_public_sample_that_would_be_left_over_alone_joins_the_last_step(size, parts):
-    # 9 samples: batch normalisation has no statistics of one sample
+def test_a_single_leftover_public_sample_joins_the_last_step(size, parts):
+    # 9 samples: batch normalisation has no statistics for a single sample
     method = looking()(server_batch=size)
     model, info, step, gathered = make(5, 3)
     info = replace(info, public=replace(PUBLIC, index=PUBLIC.index[:9], targets=PUBLIC.targets[:9]))

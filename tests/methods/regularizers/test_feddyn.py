@@ -8,18 +8,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import cfl
+from cfl.contract import Batch, Strategy
 from cfl.contract.composed import ComposedMethod, own_state
-from cfl.contract.data import Batch
 from cfl.contract.losses import masked_mean
-from cfl.contract.strategy import Strategy
-from cfl.core import optim
-from cfl.core.errors import ConfigError
+from cfl.core import ConfigError, optim
 from cfl.core.options import build
-from cfl.engines.step import LocalStep
+from cfl.engines.step import LocalStep, StepInputs
 from cfl.methods.regularizers import FedDyn
-from cfl.models.handle import Model
-from cfl.run.session import Session
-from cfl.run.sinks import NullSink
+from cfl.models import Model
+from cfl.runtime.builder import build_session
 from tests import toy
 
 
@@ -68,13 +65,13 @@ def test_after_exact_minimisation_a_clients_term_is_the_gradient_of_its_own_loss
     batch = Batch(x, y, torch.ones(12, dtype=torch.float64), torch.arange(12))
     state = step.composed.client_state(None, model.params, model)
     shared = {"params": model.params}
-    for _ in range(2):  # from h = 0, and again from what it is then
+    for _ in range(2):  # from h = 0, and from the h after that
         local = step.start(shared["params"])
-        for index in range(
-            600
-        ):  # the loss' curvature is below 2: a step of 0.3 takes off at least 0.3 alpha of the way
-            local, _ = step(local, batch, shared, state, 0.3, index, 0)
-        _, state = step.composed.finish(local.params, step.context(shared, state, 600, 0, lr=0.3), 600)
+        for index in range(600):  # the curvature is below 2: a step of 0.3 removes at least 0.3 alpha of the distance
+            local, _ = step(local, StepInputs(shared, batch, state=state, lr=0.3, step=index))
+        _, state = step.composed.finish(
+            local.params, step.context(StepInputs(shared, state=state, lr=0.3, step=600)), 600
+        )
         leaves = {name: leaf.clone().requires_grad_() for name, leaf in local.params.items()}
         grads = torch.autograd.grad(F.cross_entropy(model.logits(leaves, x, 0), y), list(leaves.values()))
         for name, grad in zip(leaves, grads, strict=True):
@@ -85,7 +82,7 @@ def test_after_exact_minimisation_a_clients_term_is_the_gradient_of_its_own_loss
 
 @dataclass(frozen=True)
 class Quadratic(Strategy):
-    """Loss (w x - target)^2 / 2 with target y: a client whose x is large has a steep loss."""
+    """Loss (w x - y)^2 / 2: a client with a large x has a steep loss."""
 
     def loss(self, logits, ctx):
         return masked_mean((logits[:, 0] - ctx.batch.y).square() / 2, ctx.batch.mask)
@@ -102,7 +99,7 @@ def quadratics(*overrides, members=None):
     config = toy.config(*options, "cohort=3", "rounds=70", *overrides, method="fedavg")
     members = {"strategy": Quadratic(), **({"feddyn": FedDyn(alpha=1.0)} if members is None else members)}
     stream = cfl.from_tensors([(x, y, x, y)])
-    return Session(config, stream, members, toy.net(nn.Linear(1, 3, bias=False)), None, NullSink())
+    return build_session(config, stream, members, toy.net(nn.Linear(1, 3, bias=False)))
 
 
 def optimum(weights):
@@ -115,7 +112,7 @@ def optimum(weights):
     ("options", "weights"),
     [
         (("agg.weights=uniform",), (1, 1, 1)),
-        (("agg.weights=samples",), SIZES),  # then it is the optimum of the loss that is averaged by samples
+        (("agg.weights=samples",), SIZES),  # the optimum of the loss averaged by samples
         (("agg.weights=uniform", "cohort=2"), (1, 1, 1)),
     ],
     ids=["uniform", "samples", "two of three"],
@@ -128,7 +125,7 @@ def test_the_fixed_point_is_the_global_optimum(options, weights):
             run.round(position)
         ends[name] = run.state.server["params"]["0.weight"][0].item()
     assert ends["feddyn"] == pytest.approx(optimum(weights), abs=1e-6)
-    assert abs(ends["fedavg"] - optimum(weights)) > 0.02  # clients take 2, 4 and 6 steps of unlike steepness
+    assert abs(ends["fedavg"] - optimum(weights)) > 0.02  # clients take 2, 4 and 6 steps on losses of unequal slopes
 
 
 def test_the_servers_term_is_the_mean_of_all_clients_terms():
@@ -141,12 +138,12 @@ def test_the_servers_term_is_the_mean_of_all_clients_terms():
 
 
 @pytest.mark.parametrize("weights", ["samples", "uniform"])
-def test_rounds_with_part_of_the_clients_are_the_papers_algorithm(weights):
+def test_rounds_with_partial_participation_are_the_papers_algorithm(weights):
     alpha, population = 0.3, 5
     options = ("tasks=1", "rounds=8", "cohort=2", f"partition.clients={population}", f"agg.weights={weights}")
     config = toy.config(*options, "partition.name=dirichlet", "partition.alpha=1.0", method="fedavg")
     members = {"strategy": Strategy(), "feddyn": FedDyn(alpha=alpha)}
-    run = Session(config, toy.stream(tasks=1), members, toy.mlp(8, 5, 2), None, NullSink())
+    run = build_session(config, toy.stream(tasks=1), members, toy.mlp(8, 5, 2))
     w = dict(run.model.params)
     h = {name: torch.zeros_like(leaf) for name, leaf in w.items()}
     own = {client: dict(h) for client in range(population)}
@@ -170,9 +167,9 @@ def test_rounds_with_part_of_the_clients_are_the_papers_algorithm(weights):
             shares = [size / sum(held) if weights == "samples" else 1 / population for size in held]
             mean_of_own = sum(share * own[id][name] for id, share in enumerate(shares))
             assert torch.allclose(h[name], mean_of_own, atol=1e-10, rtol=0)
-    assert len({len(client) for client in run.prepare(0).clients}) == 2  # the two weightings do differ
+    assert len({len(client) for client in run.prepare(0).clients}) == 2  # the two weightings differ
 
 
 def test_alpha_must_be_positive():
-    with pytest.raises(ConfigError, match=r"regularizer\.feddyn\.alpha must be in \(0, inf\), not 0"):
+    with pytest.raises(ConfigError, match=r"regularizer\.feddyn\.alpha must be a number in \(0, inf\), not 0"):
         build(FedDyn, {"alpha": 0.0}, "regularizer.feddyn")

@@ -1,4 +1,4 @@
-"""Fed-ET: the consensus by hand and by brute force, its loss, and what the server sees of the clients."""
+"""Fed-ET: the consensus by hand and by brute force, its loss, and what the server sees of each client."""
 
 import math
 from dataclasses import replace
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import cfl
-from cfl.contract.rounds import Phase
+from cfl.contract import Phase
 from cfl.core import tree
 from cfl.methods.regularizers import FedET
 from cfl.methods.regularizers.fedet import consensus
@@ -19,7 +19,7 @@ X = PUBLIC.gather(torch.arange(20))[0].double()
 
 
 def looking():
-    """The method, with lists of what it gathered and of (student, loss) of each distillation."""
+    """Fed-ET with lists of the gathered uploads and of (student, loss) of each distillation."""
 
     class Looking(FedET):
         gathered, distillations = [], []
@@ -55,7 +55,7 @@ def same(a, b):
 
 
 def test_the_surer_clients_weigh_more():
-    # variances: 4 of (4, 0), 2.25 of (0, 3). The plain sum (4, 6) says class 1; 4 (4, 0) + 2 x 2.25 (0, 3) says 0.
+    # variances: 4 of (4, 0), 2.25 of (0, 3). The plain sum (4, 6) gives class 1; 4 (4, 0) + 2 x 2.25 (0, 3) gives 0.
     label, dissent, dissenting = one((4.0, 0.0), (0.0, 3.0), (0.0, 3.0))
     assert (label, dissent, dissenting) == (0, pytest.approx([0.0, 3.0]), 1.0)
 
@@ -66,15 +66,15 @@ def test_dissenters_weigh_by_their_own_variance():
     assert (label, dissent) == (0, pytest.approx([0.8, 4.4]))
 
 
-def test_where_all_agree_nobody_dissents():
+def test_clients_that_agree_leave_no_dissent():
     assert one((2.0, 1.0, 0.0), (5.0, -1.0, 3.0)) == (0, [0.0, 0.0, 0.0], 0.0)
     assert one((2.0, 5.0, 3.0))[::2] == (1, 0.0)  # one client agrees with itself
 
 
 def test_clients_without_an_opinion_do_not_count():
-    label, dissent, dissenting = one((0.0, 1.0), (3.0, 3.0))  # a flat client names a class, but with no weight
+    label, dissent, dissenting = one((0.0, 1.0), (3.0, 3.0))  # a flat prediction has a class, but no weight
     assert (label, dissent, dissenting) == (1, [0.0, 0.0], 0.0)
-    assert one((1.0, 1.0), (2.0, 2.0))[1:] == ([0.0, 0.0], 0.0)  # nobody has one: a label, and no NaN
+    assert one((1.0, 1.0), (2.0, 2.0))[1:] == ([0.0, 0.0], 0.0)  # all predictions are flat: a label, and no NaN
 
 
 def test_a_tie_goes_to_one_side_and_the_other_dissents():
@@ -114,7 +114,7 @@ def test_consensus_by_brute_force(seed):
 
 
 def server(logits, **options):
-    """The student before distillation, its loss, and the server's step, where clients sent these logits."""
+    """The student before distillation, its loss, and the server's step, given the clients' logits."""
     model = cfl.Model(toy.mlp(8, 5, 3), (8,), [3], multi_head=False)
     info = replace(toy.consolidation(model), phase=Phase("train"), public=PUBLIC)
     step = {name: 0.1 * toy.random(*leaf.shape, seed=leaf.numel()) for name, leaf in model.params.items()}
@@ -127,7 +127,7 @@ def server(logits, **options):
     return average, loss, tree.sub(model.params, change), model
 
 
-def test_a_client_with_larger_logits_is_not_surer_than_others_that_are_sure():
+def test_larger_logits_do_not_outvote_clients_that_are_as_sure():
     # Probabilities are all (1, 0, 0) or (0, 1, 0) within 1 %, so two clients outvote one; the logits' variances are
     # 88.9 for (20, 0, 0) and 8 for (0, 6, 0), and 88.9 x 20 is more than 2 x 8 x 6.
     logits = torch.tensor([[20.0, 0, 0], [0, 6.0, 0], [0, 6.0, 0]]).double()[:, None].expand(3, 20, 3)
@@ -140,7 +140,7 @@ def test_a_client_with_larger_logits_is_not_surer_than_others_that_are_sure():
 
 @pytest.mark.parametrize("opinions", ["probabilities", "logits"])
 def test_the_loss_by_hand(opinions):
-    """Two clients, T = 1: on sample 0 the second dissents and says (1/4, 3/4), on sample 1 nobody. A flat student:
+    """Two clients, T = 1: on sample 0 the second dissents with (1/4, 3/4), on sample 1 neither does. A flat student has
     cross-entropy ln 2 on both, and KL((1/4, 3/4) || (1/2, 1/2)) / 2 times lambda."""
     logits = torch.zeros(2, 20, 2).double()
     logits[0, :, 0] = 9.0
@@ -165,9 +165,9 @@ def test_the_loss_is_cross_entropy_on_the_label_and_divergence_from_dissenters(t
     labels, dissent, dissenting = consensus(every.softmax(2) if softened else every)
     rows = torch.tensor([1, 3, 5, 7, 11, 19])
     assert set(dissenting[rows].tolist()) == {0.0, 1.0}
-    p = torch.full((6, 3), 1 / 3).double()  # of no account where nobody dissents
+    p = torch.full((6, 3), 1 / 3).double()  # unused without dissent
     for row in dissenting[rows].nonzero().flatten():
-        said = dissent[rows[row]]  # probabilities at temperature T: p^(1/T), to a sum of 1
+        said = dissent[rows[row]]  # probabilities at temperature T: p^(1/T), normalised
         p[row] = (
             said ** (1 / temperature) / (said ** (1 / temperature)).sum()
             if softened
@@ -178,7 +178,7 @@ def test_the_loss_is_cross_entropy_on_the_label_and_divergence_from_dissenters(t
     assert torch.allclose(loss(rows, z, {}), F.cross_entropy(z, labels[rows]) + 0.4 * apart.mean(), atol=1e-12)
 
 
-def test_without_diversity_the_student_learns_the_labels_alone():
+def test_without_diversity_the_student_learns_only_the_labels():
     every, z = 2 * toy.random(3, 20, 3, seed=1), toy.random(20, 3, seed=2)
     _, loss, first, _ = server(every, diversity=0.0)
     labels, _, dissenting = consensus(every.softmax(2))
@@ -219,7 +219,7 @@ def test_the_server_sees_what_each_client_sent():
             assert torch.allclose(logits, result.model.logits(params, X, 0), atol=1e-12)
 
 
-def test_clients_train_as_those_of_fedavg():
+def test_clients_train_as_under_fedavg():
     models = {}
     for method in ("fedavg", "fedet"):
         seen = models[method] = []
@@ -237,7 +237,7 @@ def test_labels_of_public_data_are_never_used():
 
 
 def test_bytes_and_what_a_client_keeps():
-    """MLP 8-6-6-2: 110 float32 parameters each way. Up go 20 x 2 logits besides, and a count of one client."""
+    """MLP 8-6-6-2: 110 float32 parameters each way. A client also uploads 20 x 2 logits and a count of one."""
     sink = toy.Rows()
     result = small("fedet", sink=sink)
     assert [(row["bytes_down"], row["bytes_up"]) for row in sink.rows] == [(3 * 440, 3 * (440 + 4 * 20 * 2 + 4))] * 2

@@ -1,4 +1,4 @@
-"""FedNova: a_i by hand, FedAvg where steps are equal, the paper's formula where they are not, the bias it removes."""
+"""FedNova: a_i by hand, FedAvg for equal steps, the paper's formula for unequal steps, and the bias it removes."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from tests import toy
 
 
 def run(x, y, model, *overrides, strategy=None, fednova=True):
-    """A round of two clients that hold a class each. Gives the run, and the clients' models."""
+    """A round of two clients with one class each: the run's result, and the clients' models."""
     small = ("tasks=1", "rounds=1", "cohort=2", "partition.clients=2", "partition.name=classes")
     seen = {}
     result = cfl.run(
@@ -35,7 +35,7 @@ def two_classes(first, second):
 
 
 def moved(steps, momentum):
-    """How far heavy-ball momentum goes in that many steps, lr and gradient being 1."""
+    """Distance of `steps` steps with heavy-ball momentum, for lr = gradient = 1."""
     velocity = place = 0.0
     for _ in range(steps):
         velocity = momentum * velocity + 1
@@ -51,7 +51,7 @@ def test_effective_steps_by_hand():
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_equal_steps_are_fedavg(momentum):
+def test_equal_steps_give_fedavg(momentum):
     x, y = two_classes(12, 12)
     options = ("local.batch_size=5", "local.epochs=2", "local.lr=0.1", f"local.momentum={momentum}")
     nova, plain = (run(x, y, toy.mlp(3, 5, 2), *options, fednova=on)[0] for on in (True, False))
@@ -69,7 +69,7 @@ def test_equal_steps_are_fedavg(momentum):
     ],
     ids=["sgd", "momentum", "adam"],
 )
-def test_unequal_steps_are_the_papers_formula(optimizer, a, weights):
+def test_unequal_steps_give_the_papers_formula(optimizer, a, weights):
     # 4 and 20 samples in batches of 3: 2 and 7 steps an epoch, two epochs
     x, y = two_classes(4, 20)
     model = toy.mlp(3, 5, 2)
@@ -82,7 +82,7 @@ def test_unequal_steps_are_the_papers_formula(optimizer, a, weights):
         mean = sum(p[i] * (leaf - clients[i][name]) / a[i] for i in (0, 1))
         assert torch.allclose(result.params[name], leaf - tau * mean, atol=1e-13, rtol=0), name
     average = p[0] * clients[0]["2.weight"] + p[1] * clients[1]["2.weight"]
-    assert not torch.allclose(result.params["2.weight"], average, atol=1e-3)  # FedAvg is something else
+    assert not torch.allclose(result.params["2.weight"], average, atol=1e-3)  # FedAvg gives another model
 
 
 @dataclass(frozen=True)
@@ -98,14 +98,14 @@ class Quadratic(cfl.Strategy):
 def test_more_local_steps_do_not_pull_the_fixed_point_away(fednova, expected):
     # With lr h = 1e-4, k steps move a client by 1 - (1 - 1e-4)^k, about k 1e-4, of the way to its optimum. The mean of
     # 1 step towards -1 and 10 steps towards 1 vanishes at (10 - 1) / (10 + 1) = 0.818; of the moves per step, at 0.
-    x, y = torch.ones(11, 1), (torch.arange(11) > 0).long()  # one sample, and ten: batches of one give 1 and 10 steps
+    x, y = torch.ones(11, 1), (torch.arange(11) > 0).long()  # one and ten samples in batches of one: 1 and 10 steps
     options = ("local.batch_size=1", "local.lr=1e-4", "agg.weights=uniform")
     after = []
     for start in (0.0, 1.0):
         model = toy.net(nn.Linear(1, 2, bias=False))
         nn.init.constant_(model[0].weight, start)
         after.append(run(x, y, model, *options, strategy=Quadratic(), fednova=fednova)[0].params["0.weight"])
-    # a round is an affine map, w -> after[0] + slope w, of which two points are known
+    # a round is an affine map, w -> after[0] + slope w, determined by two points
     slope = after[1] - after[0]
     fixed = after[0] / (1 - slope)
     assert torch.allclose(fixed, torch.full_like(fixed, expected), atol=1e-3, rtol=0)
@@ -121,7 +121,7 @@ def test_running_statistics_are_averaged_and_not_scaled():
     assert result.params["1.num_batches_tracked@0"].item() == 2  # the first client's: two batches of two
 
 
-def test_a_client_sends_one_number_more():
+def test_a_client_sends_one_more_number():
     plain, nova = (cfl.run(toy.config(method=method), stream=toy.stream()) for method in ("fedavg", "fednova"))
     # three tasks of two rounds with three clients each; a number of float32
     assert nova.metrics["bytes_up"] - plain.metrics["bytes_up"] == 3 * 2 * 3 * 4

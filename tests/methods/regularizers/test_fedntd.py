@@ -1,4 +1,4 @@
-"""FedNTD: by hand, against NumPy with the class deleted, what it leaves free, and its limit FedAvg."""
+"""FedNTD: by hand, against NumPy with the class deleted, the free true class, and the limit FedAvg."""
 
 import math
 
@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import cfl
+from cfl.contract import Batch, Strategy
 from cfl.contract.composed import ComposedMethod
-from cfl.contract.data import Batch
-from cfl.contract.strategy import Strategy
 from cfl.core import optim, tree
-from cfl.engines.step import LocalStep
+from cfl.engines.step import LocalStep, StepInputs
 from cfl.methods.regularizers import FedNTD
-from cfl.models.handle import NO_CLASS, Model
+from cfl.models import Model
+from cfl.models.handle import NO_CLASS
 from tests import toy
 
 Y = torch.tensor([0, 3, 2, 1, 1])
@@ -31,13 +31,13 @@ def make(*local):
 def trajectory(model, step, steps=4):
     local, seen = step.start(model.params), []
     for index in range(steps):
-        local, _ = step(local, BATCH, {"params": model.params}, {}, 0.1, index, 0)
+        local, _ = step(local, StepInputs({"params": model.params}, BATCH, lr=0.1, step=index))
         seen.append(tree.clone(local.params))
     return seen
 
 
 def penalty(rule, teacher, logits, y=Y):
-    """The rule's term where the global model says `teacher` (n, classes) and the client's `logits`."""
+    """The penalty for the logits of the global model, `teacher` (n, classes), and of the client, `logits`."""
     n = len(y)
     batch = Batch(torch.zeros(n, 1), y, torch.ones(n, dtype=torch.float64), torch.arange(n))
     ctx = toy.context({"params": {}}, {}, batch, MODEL, forward=lambda params, batch: teacher)
@@ -45,7 +45,7 @@ def penalty(rule, teacher, logits, y=Y):
 
 
 def without_the_class(teacher, logits, tau, y=Y):
-    """tau^2 KL of the softmax functions over the other classes, the class being deleted: the mean over samples."""
+    """tau^2 KL of the softmax functions over the classes without the true one: the mean over samples."""
     total = 0.0
     for theirs, ours, label in zip(teacher.numpy(), logits.numpy(), y.tolist(), strict=True):
         p, q = (np.exp(np.delete(leaf, label) / tau) for leaf in (theirs, ours))
@@ -55,7 +55,7 @@ def without_the_class(teacher, logits, tau, y=Y):
 
 
 def test_penalty_by_hand():
-    # without the class 2 there are (.9, .1) and (.5, .5): .9 log(.9 / .5) + .1 log(.1 / .5) = .3681, reverse .5108
+    # without class 2: (.9, .1) and (.5, .5); .9 log(.9 / .5) + .1 log(.1 / .5) = .3681, reverse .5108
     p, q = (torch.tensor([row], dtype=torch.float64).log() for row in ((0.9, 0.1, 7.0), (0.5, 0.5, 0.2)))
     y = torch.tensor([2])
     assert penalty(FedNTD(beta=1.0, tau=1.0), p, q, y).item() == pytest.approx(0.3681, abs=5e-5)
@@ -66,7 +66,7 @@ def test_penalty_by_hand():
 
 
 @pytest.mark.parametrize("tau", [0.5, 1.0, 3.0])
-def test_penalty_is_that_with_the_class_deleted(tau):
+def test_penalty_equals_that_with_the_class_deleted(tau):
     teacher, logits = toy.random(5, 4), toy.random(5, 4, seed=1)
     expected = without_the_class(teacher, logits, tau)
     assert expected > 0.1
@@ -76,7 +76,7 @@ def test_penalty_is_that_with_the_class_deleted(tau):
 
 @pytest.mark.parametrize("tau", [1.0, 3.0])
 def test_gradient_by_the_logits(tau):
-    # tau (q - p) / batch over the other classes, nothing for the true one
+    # tau (q - p) / batch over the other classes, 0 for the true class
     teacher, logits = toy.random(5, 4), toy.random(5, 4, seed=1)
     found = torch.func.grad(lambda at: penalty(FedNTD(tau=tau), teacher, at))(logits)
     p, q = ((leaf.masked_fill(TRUE, -math.inf) / tau).softmax(1) for leaf in (teacher, logits))
@@ -84,7 +84,7 @@ def test_gradient_by_the_logits(tau):
     assert found[TRUE].abs().max() == 0 < found[~TRUE].abs().min()
 
 
-def test_the_true_classes_logits_do_not_matter():
+def test_logits_of_the_true_class_do_not_matter():
     teacher, logits = toy.random(5, 4), toy.random(5, 4, seed=1)
     found = penalty(FedNTD(), teacher, logits).item()
     noise = 10 * toy.random(5, 4, seed=2) * TRUE
@@ -93,7 +93,7 @@ def test_the_true_classes_logits_do_not_matter():
     assert penalty(FedNTD(), teacher, logits + noise.roll(1, dims=1)).item() != pytest.approx(found, rel=1e-2)
 
 
-def test_logits_that_agree_cost_nothing():
+def test_equal_logits_have_no_penalty():
     teacher = toy.random(5, 4)
     assert penalty(FedNTD(tau=2.0), teacher, teacher).item() == 0
     assert penalty(FedNTD(tau=2.0), teacher, teacher + 3 + 5 * TRUE).item() == pytest.approx(0, abs=1e-15)
@@ -106,7 +106,7 @@ def test_two_classes_leave_nothing_to_distil():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_classes_that_a_narrow_head_lacks_count_for_nothing(dtype):
+def test_classes_that_a_narrow_head_lacks_do_not_count(dtype):
     teacher, logits = toy.random(5, 4).to(dtype), toy.random(5, 4, seed=1).to(dtype)
     lacking = torch.full((5, 2), NO_CLASS, dtype=dtype)
 
@@ -121,7 +121,7 @@ def test_classes_that_a_narrow_head_lacks_count_for_nothing(dtype):
 
 def test_penalty_is_zero_at_the_global_model_and_not_after_a_step():
     model, step = make(FedNTD())
-    ctx = step.context({"params": model.params}, {}, 0, 0, BATCH)
+    ctx = step.context(StepInputs({"params": model.params}, BATCH))
 
     def term(params):
         return FedNTD().penalty(params, ctx.forward(params, BATCH), ctx).item()
@@ -133,8 +133,8 @@ def test_penalty_is_zero_at_the_global_model_and_not_after_a_step():
 def test_a_step_minimises_the_loss_plus_the_penalty():
     model, step = make(FedNTD(beta=0.7, tau=2.0))
     params = {name: leaf + 0.3 * toy.random(*leaf.shape, seed=7) for name, leaf in model.params.items()}
-    ctx = step.context({"params": model.params}, {}, 0, 0, BATCH)
-    found = torch.func.grad(step._loss, has_aux=True)(params, {}, ctx)[0]
+    ctx = step.context(StepInputs({"params": model.params}, BATCH))
+    found = torch.func.grad(step.loss, has_aux=True)(params, {}, ctx)[0]
 
     leaves = {name: leaf.clone().requires_grad_() for name, leaf in params.items()}
     teacher, logits = model.logits(model.params, BATCH.x, 0), model.logits(leaves, BATCH.x, 0)
@@ -145,12 +145,12 @@ def test_a_step_minimises_the_loss_plus_the_penalty():
         assert torch.allclose(found[name], leaf.grad, atol=1e-12)
 
 
-def test_the_teacher_does_not_learn():
+def test_the_teacher_has_no_gradient():
     model, step = make(FedNTD())
     params = {name: leaf + toy.random(*leaf.shape, seed=7) for name, leaf in model.params.items()}
 
     def term(teacher):
-        ctx = step.context({"params": teacher}, {}, 0, 0, BATCH)
+        ctx = step.context(StepInputs({"params": teacher}, BATCH))
         return FedNTD().penalty(params, model.logits(params, BATCH.x, 0), ctx)
 
     gradient, value = torch.func.grad_and_value(term)(model.params)
@@ -169,7 +169,7 @@ def test_beta_zero_is_fedavg_to_the_bit():
     assert all(torch.equal(leaf, runs[1].params[name]) for name, leaf in runs[0].params.items())
 
 
-def test_it_keeps_what_the_global_model_says_of_the_other_classes():
+def test_it_keeps_the_global_models_predictions_of_the_other_classes():
     (model, plain), (_, distilled) = make(), make(FedNTD(beta=5.0))
     teacher = model.logits(model.params, BATCH.x, 0)
     free, held = (

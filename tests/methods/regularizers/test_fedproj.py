@@ -1,4 +1,4 @@
-"""FedProj: the projection by hand and against the conditions of its minimum, its memory, and the server's anchor."""
+"""FedProj: the projection by hand and against the conditions of its minimum, the memory, and the server's anchor."""
 
 import math
 from dataclasses import replace
@@ -8,12 +8,10 @@ import torch
 from torch import nn
 
 import cfl
+from cfl.contract import Batch, Phase, Strategy
 from cfl.contract.composed import ComposedMethod
-from cfl.contract.data import Batch
-from cfl.contract.rounds import Phase
-from cfl.contract.strategy import Strategy
 from cfl.core import optim, rng, tree
-from cfl.engines.step import LocalStep
+from cfl.engines.step import LocalStep, StepInputs
 from cfl.methods.regularizers import FedDF, FedProj
 from tests import toy
 
@@ -24,7 +22,7 @@ PLACE = "local/fedproj"
 
 
 def watching(base=FedProj):
-    """The method, with lists of what its hooks saw, and whether a client's gradient was changed."""
+    """FedProj with lists of its hooks' arguments, and of whether a client's gradient was changed."""
 
     class Watching(base):
         owned, sent, adjusted = [], [], []
@@ -51,7 +49,7 @@ def make(*rules, optimizer=None):
 
 
 def memory(seed=0, size=20):
-    """What comes down: places of the memory, and the ensemble's logits there."""
+    """The broadcast of a round: the memory's rows of the public data, and the ensemble's logits on them."""
     return {"rows": torch.arange(20).flip(0)[:size], "logits": 3 * toy.random(size, 3, seed=seed)}
 
 
@@ -66,7 +64,7 @@ def memory_loss(model, sent, temperature=3.0):
     return loss
 
 
-CONFLICT = ("partition.name=shards", "local.lr=0.5", "local.epochs=2")  # clients that would forget
+CONFLICT = ("partition.name=shards", "local.lr=0.5", "local.epochs=2")  # clients that forget without the memory
 
 
 def vectors(model, seed):
@@ -81,7 +79,7 @@ def small(method, *overrides, tasks=1, **options):
 
 
 def models_of(method, *overrides, **options):
-    """The clients' models of a run, in turn."""
+    """The clients' models of a run, in the order of training."""
     seen = []
     small(method, *overrides, observe=lambda info, id, params: seen.append((info.round, id, params)), **options)
     return seen
@@ -99,7 +97,7 @@ def distance(a, b):
 
 
 def hand_context(**more):
-    """A model whose logits are its two parameters, whatever the input; the ensemble says (3/4, 1/4)."""
+    """A model whose logits are its two parameters, for every input; the ensemble predicts (3/4, 1/4)."""
     sent = {"rows": torch.tensor([3]), "logits": torch.tensor([[math.log(3.0), 0.0]])}
 
     def forward(params, batch):
@@ -140,25 +138,25 @@ def test_projection_as_printed_and_as_coded_by_hand(options, gradient, expected)
 
 
 def test_temperature_by_hand():
-    # T = 2: p is in the ratio sqrt(3) to 1, so that g_m points along (-1, 1) still, and so does the projection
+    # T = 2: p has the ratio sqrt(3) to 1, so that g_m still points along (-1, 1), and the projection is the same
     params = {"w": torch.zeros(2)}
     found = FedProj(temperature=2.0).adjust({"w": torch.tensor([1.0, 0.0])}, params, hand_context())
     assert found["w"].tolist() == pytest.approx([0.5, 0.5])
-    # w = (ln 2, 0) at T = 1 says (2/3, 1/3), less than 3/4: the memory pulls as before. At T = 1/2 it says
-    # (4/5, 1/5), and Z says (9/10, 1/10). With Z = (0, 0) the memory pulls the other way.
+    # w = (ln 2, 0) at T = 1 predicts (2/3, 1/3), less than 3/4: g_m has the same direction. At T = 1/2 it predicts
+    # (4/5, 1/5), and Z (9/10, 1/10). With Z = (0, 0) the direction of g_m is reversed.
     ctx = hand_context(logits=torch.zeros(1, 2))
     found = FedProj(temperature=1.0).adjust({"w": torch.tensor([0.0, 1.0])}, {"w": torch.tensor([0.7, 0.0])}, ctx)
     assert found["w"].tolist() == pytest.approx([0.5, 0.5])
 
 
-def test_a_client_projects_or_not_as_the_server_says():
+def test_the_server_decides_which_clients_project():
     gradient, params = {"w": torch.tensor([1.0, 0.0])}, {"w": torch.zeros(2)}
     for who, expected in (([1.0, 0.0, 1.0], [1.0, 0.0]), ([0.0, 1.0, 0.0], [0.5, 0.5])):
         found = FedProj(temperature=1.0).adjust(gradient, params, hand_context(projects=torch.tensor(who)))
         assert found["w"].tolist() == pytest.approx(expected)  # this is client 1
 
 
-# --- the client's gradient, as the nearest one that does no harm -----------------------------------------------------
+# --- the client's gradient, as a constrained minimum -----------------------------------------------------------------
 
 
 def test_the_projected_gradient_meets_the_conditions_of_the_minimum():
@@ -167,7 +165,7 @@ def test_the_projected_gradient_meets_the_conditions_of_the_minimum():
     kinds = set()
     for seed in range(30):
         sent, gradient = memory(seed), vectors(model, seed)
-        ctx = step.context({"params": model.params, PLACE: sent}, {}, 0, 0, BATCH)
+        ctx = step.context(StepInputs({"params": model.params, PLACE: sent}, BATCH))
         found = step.composed.adjust(gradient, model.params, ctx)
         reference = torch.func.grad(memory_loss(model, sent))(model.params)
         square, change = tree.dot(reference, reference), tree.sub(found, gradient)
@@ -183,16 +181,16 @@ def test_the_projected_gradient_meets_the_conditions_of_the_minimum():
     assert kinds == {True, False}
 
 
-def test_a_memory_that_is_known_already_changes_nothing():
+def test_a_memory_without_loss_changes_nothing():
     model, step = make(FedProj())
     sent = memory() | {"logits": model.logits(model.params, X[memory()["rows"]], 0)}
     for seed in range(5):
         gradient = vectors(model, seed)
-        ctx = step.context({"params": model.params, PLACE: sent}, {}, 0, 0, BATCH)
+        ctx = step.context(StepInputs({"params": model.params, PLACE: sent}, BATCH))
         assert same(step.composed.adjust(gradient, model.params, ctx), gradient)
 
 
-@pytest.mark.parametrize("samples", [1, 10])  # the mean over them: their number makes no difference
+@pytest.mark.parametrize("samples", [1, 10])  # the loss is their mean: their number does not matter
 def test_a_memory_gradient_shorter_than_a_thousandth_changes_nothing(samples):
     """w = (0, 0) and Z = (4 d, 0) at T = 1 give g_m = (-d, d) up to d^3; its length is 1e-3 at d = 0.0007071."""
     gradient, params = {"w": torch.tensor([1.0, 0.0]).double()}, {"w": torch.zeros(2).double()}
@@ -203,20 +201,20 @@ def test_a_memory_gradient_shorter_than_a_thousandth_changes_nothing(samples):
         assert float(found["w"][0]) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("seed", [0, 7])  # both of a client in conflict with the memory
+@pytest.mark.parametrize("seed", [0, 7])  # seeds of clients in conflict with the memory
 def test_a_small_step_of_sgd_raises_the_memory_loss_to_second_order_only(seed):
-    """Halving the rate divides what a projected step does to the memory's loss by four; it halves what a plain one
-    does, and that raises it."""
+    """Halving the learning rate divides the change of the memory's loss by four with projection. Without projection the
+    loss rises, and the change is halved."""
     sent = memory(seed)
     changes = {}
     for name, rules in (("plain", ()), ("projected", (FedProj(),))):
         model, step = make(*rules)
         loss = memory_loss(model, sent)
-        # the client's labels are those to which the ensemble gives the least probability
+        # the client's labels are the least probable classes of the ensemble
         batch = BATCH._replace(x=X[sent["rows"]], y=sent["logits"].argmin(1), mask=torch.ones(20).double())
         shared = {"params": model.params, PLACE: sent}
         changes[name] = [
-            float(loss(step(step.start(model.params), batch, shared, {}, lr, 0, 0)[0].params) - loss(model.params))
+            float(loss(step(step.start(model.params), StepInputs(shared, batch, lr=lr))[0].params) - loss(model.params))
             for lr in (4e-3, 2e-3, 1e-3)
         ]
     for (plain, half), (projected, quarter) in zip(
@@ -236,9 +234,9 @@ def test_running_statistics_of_a_client_do_not_see_the_memory():
             model, 0, frozenset(), ComposedMethod({"strategy": Strategy(), **rules}), optim.sgd(), public=PUBLIC
         )
         shared = {"params": model.params, PLACE: memory()}
-        found.append(step(step.start(model.params), BATCH, shared, {}, 0.1, 0, 0)[0])
+        found.append(step(step.start(model.params), StepInputs(shared, BATCH, lr=0.1))[0])
     assert same(found[0].buffers, found[1].buffers) and not same(found[0].params, found[1].params)
-    assert distance(found[0].buffers, model.params) > 1e-2  # they are not those that came down
+    assert distance(found[0].buffers, model.params) > 1e-2  # they differ from those of the broadcast
 
 
 # --- the memory ------------------------------------------------------------------------------------------------------
@@ -276,14 +274,14 @@ def test_the_memory_is_drawn_by_the_key_of_the_round():
 
 
 def test_each_public_sample_is_drawn_with_the_same_chance():
-    """A sample is in Bin(1000, 6/20) memories; by Hoeffding's inequality a count is off by more than 100 with a chance
-    below 2 exp(-2 100^2 / 1000) = 4e-9."""
+    """A sample is in Bin(1000, 6/20) memories; by Hoeffding's inequality, a count is off by more than 100 with a
+    probability below 2 exp(-2 100^2 / 1000) = 4e-9."""
     counts = torch.stack([drawn(key=key)["rows"] for key in range(1000)]).flatten().bincount(minlength=20)
     assert (counts - 300).abs().max() < 100
 
 
 @pytest.mark.parametrize(("batch", "size"), [(3, 8), (4, 8), (8, 8), (99, 8), (1, 3)])
-def test_minibatches_walk_through_the_memory_and_begin_again(batch, size):
+def test_minibatches_cycle_through_the_memory(batch, size):
     sent, seen = memory(size=size), []
 
     def forward(params, batch):
@@ -300,15 +298,15 @@ def test_minibatches_walk_through_the_memory_and_begin_again(batch, size):
 
 
 def test_targets_stay_with_their_samples():
-    """In a step on a part of the memory, the reference is the loss of that part."""
+    """In a step on a part of the memory, the reference is the gradient of the loss on that part."""
     model, step = make(FedProj(memory_batch=3))
     sent = memory(1, size=8)
     for number, part in ((0, [0, 1, 2]), (1, [3, 4, 5]), (2, [6, 7, 0])):
         own = {name: leaf[part] for name, leaf in sent.items()}
         reference = torch.func.grad(memory_loss(model, own))(model.params)
-        ctx = step.context({"params": model.params, PLACE: sent}, {}, number, 0, BATCH)
+        ctx = step.context(StepInputs({"params": model.params, PLACE: sent}, BATCH, step=number))
         found = step.composed.adjust(tree.scale(reference, -2.0), model.params, ctx)
-        assert distance(found, tree.scale(reference, 0.0)) < 1e-12  # all of it is against the memory
+        assert distance(found, tree.scale(reference, 0.0)) < 1e-12  # the whole gradient is against the memory
 
 
 # --- when it projects ------------------------------------------------------------------------------------------------
@@ -333,7 +331,7 @@ def test_rounds_that_project(options, expected):
     assert not any(method.provide({}, info_of(model, round)) for round in range(6))  # no logits yet
 
 
-def test_round_zero_is_fedavgs_and_the_next_is_not():
+def test_the_first_round_is_fedavg_and_the_second_is_not():
     own = "regularizer.fedproj.server_lr=1e-30"
     plain, ours = models_of("fedavg", *CONFLICT), models_of("fedproj", own, *CONFLICT)
     assert [(round, id) for round, id, _ in plain] == [(round, id) for round, id, _ in ours]
@@ -341,15 +339,15 @@ def test_round_zero_is_fedavgs_and_the_next_is_not():
         assert same(expected, found) if round == 0 else distance(expected, found) > 1e-4
 
 
-def test_each_client_of_a_round_drops_out_by_its_own_draw():
-    """Of 4000 clients a quarter drops out, but for 160 with a chance of 2 exp(-2 160^2 / 4000) < 1e-5."""
+def test_clients_drop_out_independently():
+    """A quarter of 4000 clients drops out; more than 160 off has probability 2 exp(-2 160^2 / 4000) < 1e-5."""
     model = MODEL
     method = FedProj(drop=0.25)
     who = [method.provide({"logits": LOGITS}, info_of(model, key=key, population=4000))["projects"] for key in (1, 2)]
     for draw in who:
         assert draw.shape == (4000,) and set(draw.tolist()) == {0.0, 1.0}
         assert abs(float(draw.sum()) - 3000) < 160
-    assert abs(float((who[0] * who[1]).sum()) - 4000 * 9 / 16) < 160  # another draw each round
+    assert abs(float((who[0] * who[1]).sum()) - 4000 * 9 / 16) < 160  # draws of two rounds are independent
     assert torch.equal(method.provide({"logits": LOGITS}, info_of(model, key=1, population=4000))["projects"], who[0])
 
 
@@ -368,7 +366,7 @@ def test_in_a_run_exactly_the_drawn_clients_project():
     assert kinds == {(False, False), (True, False), (True, True)}
 
 
-def test_clients_that_all_drop_out_are_those_of_feddf():
+def test_if_all_clients_drop_out_they_train_as_under_feddf():
     own = ("server_lr=0.01", "server_epochs=2", "server_batch=7")
     feddf = models_of("feddf", "rounds=3", *(f"regularizer.feddf.{option}" for option in own))
     fedproj = models_of("fedproj", "rounds=3", *(f"regularizer.fedproj.{option}" for option in (*own, "drop=1.0")))
@@ -385,7 +383,7 @@ def test_the_ensembles_logits_are_void_at_a_task_switch():
     assert [(info.task, info.round, bool(sent)) for info, sent in method.sent] == [
         (task, round, round > 0) for task in range(3) for round in range(3)
     ]
-    assert [bool(own) for own in method.owned] == [bool(sent) for _, sent in method.sent]  # nor kept on the server
+    assert [bool(own) for own in method.owned] == [bool(sent) for _, sent in method.sent]  # the server's trees
     for round, _, change in method.adjusted:
         assert not change or method.sent[round][0].round > 0
     firsts = [row["bytes_down"] for row in sink.rows if row["round"] == 0]
@@ -413,7 +411,7 @@ def test_both_divergences_carry_the_square_of_the_temperature():
 
 
 def server(method, params=None):
-    """A step of the server: (global model, averaged model, student, new tree of its own, loss of the distillation)."""
+    """A server step: (global model, averaged model, student, new tree of the regularizer, distillation loss)."""
     model = MODEL
     step = {name: leaf / 10 for name, leaf in vectors(model, 5).items()}
     gathered = {"logits": 2 * LOGITS, "clients": torch.tensor(2.0).double()}
@@ -440,7 +438,7 @@ def test_without_an_anchor_the_server_is_feddfs_to_the_bit():
 
 @pytest.mark.parametrize("anchor", ["average", "global"])
 def test_the_anchors_term_and_its_gradient(anchor):
-    """alpha |theta - anchor|^2, whose gradient is 2 alpha (theta - anchor); the anchor is no alias of the student."""
+    """alpha |theta - anchor|^2, whose gradient is 2 alpha (theta - anchor); the anchor is a copy."""
     before, average, student, _, loss = server(FedProj(**QUICK), {"alpha": 0.3, "anchor": anchor})
     _, _, _, _, plain = server(FedProj(**QUICK), {"alpha": 0.0, "anchor": anchor})
     center, rows, logits = (average if anchor == "average" else before), torch.arange(20), toy.random(20, 3, seed=3)
@@ -453,7 +451,7 @@ def test_the_anchors_term_and_its_gradient(anchor):
 
 
 @pytest.mark.parametrize("anchor", ["average", "global"])
-def test_the_anchor_holds_the_student(anchor):
+def test_the_anchor_keeps_the_student_near(anchor):
     def off(alpha):
         own = {"alpha": alpha, "anchor": anchor}
         before, average, student, _, _ = server(FedProj(server_lr=0.01, server_epochs=60, server_batch=20), own)
@@ -465,7 +463,7 @@ def test_the_anchor_holds_the_student(anchor):
 
 
 def test_memory_targets_are_the_mean_logits_of_the_last_rounds_models():
-    """The teacher's, not the student's, of the clients of that round."""
+    """They are the teacher's, the mean over the clients of that round, not the student's."""
     method, models = watching()(server_lr=0.01, memory=7), {}
     result = small(
         "fedproj",
@@ -493,13 +491,13 @@ def test_labels_of_public_data_are_never_used():
 
 
 @pytest.mark.parametrize(("own", "extra"), [
-    ((), 20 * (8 + 2 * 4)),  # places as int64, two float32 logits each, of all public samples
+    ((), 20 * (8 + 2 * 4)),  # an int64 row and two float32 logits for each public sample
     (("memory=6",), 6 * (8 + 2 * 4)),
-    (("memory=6", "drop=0.5"), 6 * (8 + 2 * 4) + 4 * 4),  # and one number for each of the four clients
+    (("memory=6", "drop=0.5"), 6 * (8 + 2 * 4) + 4 * 4),  # plus one number for each of the four clients
     (("start=2",), 0),
 ])  # fmt: skip
 def test_bytes_of_a_round(own, extra):
-    """MLP 8-6-6-2: 110 float32 parameters each way. Up go 20 x 2 logits besides, and a count of one client."""
+    """MLP 8-6-6-2: 110 float32 parameters each way. A client also uploads 20 x 2 logits and a count of one."""
     sink = toy.Rows()
     result = small("fedproj", *(f"regularizer.fedproj.{option}" for option in own), sink=sink)
     assert [row["bytes_up"] for row in sink.rows] == [3 * (440 + 4 * 20 * 2 + 4)] * 2

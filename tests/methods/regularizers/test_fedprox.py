@@ -1,18 +1,16 @@
-"""FedProx: gradient by finite differences, its limit FedAvg, and a reference that is no alias of the weights."""
+"""FedProx: gradient by finite differences, the limit FedAvg, and a reference that is a copy of the weights."""
 
 import pytest
 import torch
 from torch import nn
 
+from cfl.contract import Batch, Strategy
 from cfl.contract.composed import ComposedMethod
-from cfl.contract.data import Batch
-from cfl.contract.strategy import Strategy
-from cfl.core import optim, rng, tree
-from cfl.core.errors import ConfigError
+from cfl.core import ConfigError, optim, rng, tree
 from cfl.core.options import build
-from cfl.engines.step import LocalStep
+from cfl.engines.step import LocalStep, StepInputs
 from cfl.methods.regularizers import FedProx
-from cfl.models.handle import Model
+from cfl.models import Model
 from tests.toy import context
 
 X = torch.randn(5, 3, dtype=torch.float64, generator=rng.generator(1))
@@ -29,7 +27,7 @@ def make(*local, lr_decay=0.0):
 def trajectory(model, step, steps=6):
     local, seen = step.start(model.params), []
     for index in range(steps):
-        local, _ = step(local, BATCH, {"params": model.params}, {}, 0.1, index, 0)
+        local, _ = step(local, StepInputs({"params": model.params}, BATCH, lr=0.1, step=index))
         seen.append(tree.clone(local.params))
     return seen
 
@@ -45,8 +43,8 @@ def test_penalty_by_hand():
 def test_gradient_by_finite_differences():
     mu, (model, step) = 0.7, make(FedProx(mu=0.7))
     params = {name: leaf + 0.3 for name, leaf in model.params.items()}  # away from the reference
-    ctx = step.context({"params": model.params}, {}, 0, 0, BATCH)
-    gradient, (loss, _) = torch.func.grad(step._loss, has_aux=True)(params, {}, ctx)
+    ctx = step.context(StepInputs({"params": model.params}, BATCH))
+    gradient, (loss, _) = torch.func.grad(step.loss, has_aux=True)(params, {}, ctx)
 
     def objective(at):
         logits = model.logits(at, X, 0)
@@ -68,8 +66,8 @@ def test_gradient_is_the_plain_one_plus_mu_times_the_distance():
     params = {name: leaf + 0.3 for name, leaf in model.params.items()}
     gradients = []
     for step in (plain, prox):
-        ctx = step.context({"params": model.params}, {}, 0, 0, BATCH)
-        gradients.append(torch.func.grad(step._loss, has_aux=True)(params, {}, ctx)[0])
+        ctx = step.context(StepInputs({"params": model.params}, BATCH))
+        gradients.append(torch.func.grad(step.loss, has_aux=True)(params, {}, ctx)[0])
     for name in params:
         assert torch.allclose(gradients[1][name], gradients[0][name] + 0.7 * 0.3, atol=1e-12)
 
@@ -88,7 +86,7 @@ def test_the_reference_is_no_alias():
     assert FedProx(mu=0.5).penalty(after, X, context(shared, {}, BATCH)).item() > 0
 
 
-def test_first_step_is_that_of_fedavg_and_later_ones_stay_nearer():
+def test_the_first_step_is_fedavgs_and_later_steps_stay_nearer():
     (model, plain), (_, prox) = make(), make(FedProx(mu=2.0))
     free, held = trajectory(model, plain), trajectory(model, prox)
     assert all(torch.equal(free[0][name], held[0][name]) for name in free[0])
@@ -107,5 +105,5 @@ def test_two_proximal_terms_add_up():
 
 
 def test_negative_mu_is_refused():
-    with pytest.raises(ConfigError, match=r"regularizer\.fedprox\.mu must be in \[0, inf\), not -1\.0"):
+    with pytest.raises(ConfigError, match=r"regularizer\.fedprox\.mu must be a number in \[0, inf\), not -1\.0"):
         build(FedProx, {"mu": -1.0}, "regularizer.fedprox")

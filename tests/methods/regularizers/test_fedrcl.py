@@ -1,4 +1,4 @@
-"""FedRCL against two loops over pairs, in batches that lack pairs of one kind or the other."""
+"""FedRCL against two loops over pairs, also in batches that lack one kind of pair."""
 
 import math
 
@@ -7,20 +7,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from cfl.contract import Batch, Strategy
 from cfl.contract.composed import ComposedMethod
-from cfl.contract.data import Batch
-from cfl.contract.strategy import Strategy
-from cfl.core import optim
-from cfl.core.errors import ConfigError
+from cfl.core import ConfigError, optim
 from cfl.core.options import build
-from cfl.engines.step import LocalStep
+from cfl.engines.step import LocalStep, StepInputs
 from cfl.methods.regularizers import FedRCL
-from cfl.models.handle import Model
+from cfl.models import Model
 from tests import toy
 
 
 def pairs(z, y, mask, rule):
-    """The loss as the module's docstring writes it, pair by pair."""
+    """The loss of the module's docstring, pair by pair."""
     live = [i for i in range(len(z)) if mask[i]]
     total = z.sum() * 0
     for i in live:
@@ -63,10 +61,10 @@ CASES = {
 
 @pytest.mark.parametrize("threshold", [-1.0, 0.3, 0.7, 1.0])
 @pytest.mark.parametrize("case", CASES)
-def test_value_and_gradient_are_those_of_the_pairs(case, threshold):
+def test_value_and_gradient_equal_those_of_loops_over_pairs(case, threshold):
     labels, mask = CASES[case]
     y, mask = torch.tensor(labels), torch.tensor(mask)
-    centre = 3.0 * F.one_hot(y % 3, 5)  # classes that are alike within, so that all thresholds lie in between
+    centre = 3.0 * F.one_hot(y % 3, 5)  # similarities within a class lie on both sides of the thresholds
     rule = FedRCL(weight=1.5, tau=0.5, threshold=threshold)
     for spread in (0.5, 3.0):
         found = []
@@ -81,20 +79,20 @@ def test_value_and_gradient_are_those_of_the_pairs(case, threshold):
 
 
 def test_loss_of_two_samples_by_hand():
-    # of a class at 60 degrees, tau 0.5: p = 1/2 and no negative, so the contrast is 0; q = 1/2 > 0.4, softplus(-1)
+    # same class, at 60 degrees, tau 0.5: p = 1/2 and no negative, so the contrast is 0; q = 1/2 > 0.4, softplus(-1)
     z, mask = torch.tensor([[1.0, 0.0], [0.5, 3**0.5 / 2]], dtype=torch.float64), torch.ones(2)
     rule = FedRCL(tau=0.5, threshold=0.4)
     same = penalty(rule, z, torch.tensor([0, 0]), mask)
     assert same.item() == pytest.approx(math.log(1 + math.exp(-1)), abs=1e-12)
-    # at the threshold or below it nothing is pushed apart: softplus((-1 - 1) / 0.5)
+    # at or below the threshold the relaxation is off: softplus((-1 - 1) / 0.5)
     below = penalty(FedRCL(tau=0.5, threshold=0.6), z, torch.tensor([0, 0]), mask)
     assert below.item() == pytest.approx(math.log(1 + math.exp(-4)), abs=1e-12)
-    # of two classes: p = 1 (itself), n = 1/2: log(1 + e^(-1)); and softplus(-4), no other of its class
+    # two classes: p = 1 (itself), n = 1/2: log(1 + e^(-1)); and softplus(-4), without another sample of the class
     apart = penalty(rule, z, torch.tensor([0, 1]), mask)
     assert apart.item() == pytest.approx(math.log(1 + math.exp(-1)) + math.log(1 + math.exp(-4)), abs=1e-12)
 
 
-def test_what_is_padded_does_not_matter():
+def test_padding_does_not_matter():
     z, y = toy.random(7, 4), torch.tensor([0, 1, 0, 1, 1, 0, 1])
     rule, mask = FedRCL(), torch.tensor([1, 1, 1, 1, 1, 0, 0])
     expected = penalty(rule, z[:5], y[:5], mask[:5])
@@ -113,20 +111,20 @@ def make(weight, *widths):
 BATCH = Batch(toy.random(6, 3), torch.tensor([0, 1, 0, 1, 1, 0]), torch.ones(6).double(), torch.arange(6))
 
 
-def test_features_are_what_enters_the_last_layer():
+def test_features_are_the_inputs_of_the_last_layer():
     model, step = make(1.0, 3, 4, 2)
     _, plain = make(None, 3, 4, 2)
     gradients = []
     for one in (step, plain):
-        ctx = one.context({"params": model.params}, {}, 0, 0, BATCH)
-        gradients.append(torch.func.grad(one._loss, has_aux=True)(model.params, {}, ctx)[0])
+        ctx = one.context(StepInputs({"params": model.params}, BATCH))
+        gradients.append(torch.func.grad(one.loss, has_aux=True)(model.params, {}, ctx)[0])
     leaves = {name: model.params[name].clone().requires_grad_() for name in ("0.weight", "0.bias")}
     z = F.relu(F.linear(BATCH.x, leaves["0.weight"], leaves["0.bias"]))
     expected = torch.autograd.grad(pairs(z, BATCH.y, BATCH.mask, FedRCL()), list(leaves.values()))
     for name, leaf in zip(leaves, expected, strict=True):
         assert leaf.abs().max() > 1e-3
         assert torch.allclose(gradients[0][name] - gradients[1][name], leaf, atol=1e-10, rtol=1e-10)
-    for name in ("2.weight", "2.bias"):  # the last layer has no part in it
+    for name in ("2.weight", "2.bias"):  # the last layer does not enter the penalty
         assert torch.equal(gradients[0][name], gradients[1][name])
 
 
@@ -136,7 +134,7 @@ def test_weight_zero_is_fedavg_to_the_bit():
         model, step = make(weight, 3, 4, 2)
         local = step.start(model.params)
         for index in range(5):
-            local, _ = step(local, BATCH, {"params": model.params}, {}, 0.1, index, 0)
+            local, _ = step(local, StepInputs({"params": model.params}, BATCH, lr=0.1, step=index))
         ends.append(local.params)
     assert all(torch.equal(ends[0][name], leaf) for name, leaf in ends[1].items())
 
@@ -145,18 +143,18 @@ def test_weight_zero_is_fedavg_to_the_bit():
 def test_a_dead_layer_gives_a_finite_gradient(dtype):
     model, step = make(1.0, 3, 4, 2)
     params = {name: leaf.to(dtype) for name, leaf in model.params.items()}
-    params["0.bias"].fill_(-100.0)  # ReLU puts out zeros for every sample
+    params["0.bias"].fill_(-100.0)  # the outputs of ReLU are 0 for every sample
     batch = BATCH._replace(x=BATCH.x.to(dtype), mask=BATCH.mask.to(dtype))
-    ctx = step.context({"params": params}, {}, 0, 0, batch)
-    gradient, _ = torch.func.grad(step._loss, has_aux=True)(params, {}, ctx)
+    ctx = step.context(StepInputs({"params": params}, batch))
+    gradient, _ = torch.func.grad(step.loss, has_aux=True)(params, {}, ctx)
     assert all(leaf.isfinite().all() for leaf in gradient.values()) and not gradient["0.weight"].any()
 
 
 def test_a_model_without_a_last_layer_and_values_out_of_range_are_refused():
     model = Model(nn.Sequential(nn.Conv2d(1, 3, 4), nn.Flatten()), (1, 4, 4), [3], multi_head=False)
-    with pytest.raises(ConfigError, match="'fedrcl' compares what enters the last layer; end the model in nn.Linear"):
+    with pytest.raises(ConfigError, match="'fedrcl' compares the inputs of .*; end the model in nn.Linear"):
         FedRCL().init_client(model.params, model)
-    with pytest.raises(ConfigError, match=r"regularizer\.fedrcl\.tau must be in \(0, inf\), not 0"):
+    with pytest.raises(ConfigError, match=r"regularizer\.fedrcl\.tau must be a number in \(0, inf\), not 0"):
         build(FedRCL, {"tau": 0.0}, "regularizer.fedrcl")
 
 

@@ -1,4 +1,4 @@
-"""KL to the global model: value and gradient by hand, its limit FedAvg, a teacher without noise that does not learn."""
+"""KL to the global model: value and gradient by hand, the limit FedAvg, and a teacher without noise or gradient."""
 
 import copy
 
@@ -7,14 +7,13 @@ import torch
 from torch import nn
 
 import cfl
+from cfl.contract import Batch, Strategy
 from cfl.contract.composed import ComposedMethod
-from cfl.contract.data import Batch
-from cfl.contract.strategy import Strategy
 from cfl.core import optim, rng, tree
-from cfl.engines.step import LocalStep
+from cfl.engines.step import LocalStep, StepInputs
 from cfl.methods.regularizers import KL
 from cfl.methods.regularizers.kl import global_logits
-from cfl.models.handle import Model
+from cfl.models import Model
 from tests import toy
 
 BATCH = Batch(toy.random(5, 3), torch.tensor([0, 1, 2, 1, 1]), torch.ones(5, dtype=torch.float64), torch.arange(5))
@@ -22,14 +21,14 @@ P, Q = (torch.tensor([pair], dtype=torch.float64) for pair in ((0.9, 0.1), (0.5,
 
 
 class Fixed:
-    """Stands for the model where a test gives the teacher's logits."""
+    """A stand-in for the model, for tests that set the teacher's logits."""
 
     def evaluation(self):
         return torch.no_grad()
 
 
 def penalty(rule, teacher, logits, mask=None):
-    """The rule's term for a teacher's and a client's logits."""
+    """The penalty for a teacher's and a client's logits."""
     size = len(logits)
     mask = torch.ones(size, dtype=torch.float64) if mask is None else mask
     batch = Batch(torch.zeros(size, 1), torch.zeros(size, dtype=torch.int64), mask, torch.arange(size))
@@ -48,18 +47,18 @@ def make(*local, module=None):
 def trajectory(model, step, steps=4):
     local, seen = step.start(model.params), []
     for index in range(steps):
-        local, _ = step(local, BATCH, {"params": model.params}, {}, 0.1, index, 0)
+        local, _ = step(local, StepInputs({"params": model.params}, BATCH, lr=0.1, step=index))
         seen.append(local._replace(params=tree.clone(local.params)))
     return seen
 
 
 def noisy():
-    """A network with all that differs between training and evaluation."""
+    """A network with dropout and batch normalisation, which differ between training and evaluation."""
     return toy.net(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 3))
 
 
 def test_penalty_by_hand():
-    # the client's model is not the first argument: .9 log(.9 / .5) + .1 log(.1 / .5) = .3681, the reverse is .5108
+    # the client's model is the second argument: .9 log(.9 / .5) + .1 log(.1 / .5) = .3681, the reverse is .5108
     assert penalty(KL(beta=1.0, temperature=1.0), P.log(), Q.log()).item() == pytest.approx(0.3681, abs=5e-5)
     assert penalty(KL(beta=1.0, temperature=1.0), Q.log(), P.log()).item() == pytest.approx(0.5108, abs=5e-5)
     assert penalty(KL(beta=0.5, temperature=1.0), P.log(), Q.log()).item() == pytest.approx(0.3681 / 2, abs=5e-5)
@@ -67,7 +66,7 @@ def test_penalty_by_hand():
     assert penalty(KL(beta=1.0, temperature=2.0), P.log(), Q.log()).item() == pytest.approx(0.1308, abs=5e-5)
 
 
-def test_penalty_is_the_mean_over_live_samples():
+def test_penalty_is_the_mean_over_unmasked_samples():
     rule, teacher, logits = KL(temperature=1.0), P.log().repeat(3, 1), torch.cat([Q, P, Q]).log()
     assert penalty(rule, teacher, logits).item() == pytest.approx(2 / 3 * 0.3681, abs=5e-5)
     live = torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)
@@ -86,8 +85,8 @@ def test_gradient_by_the_logits(temperature):
 def test_gradient_of_a_step_against_autograd():
     model, step = make(KL(beta=0.7, temperature=2.0))
     params = {name: leaf + 0.3 * toy.random(*leaf.shape, seed=7) for name, leaf in model.params.items()}
-    ctx = step.context({"params": model.params}, {}, 0, 0, BATCH)
-    found = torch.func.grad(step._loss, has_aux=True)(params, {}, ctx)[0]
+    ctx = step.context(StepInputs({"params": model.params}, BATCH))
+    found = torch.func.grad(step.loss, has_aux=True)(params, {}, ctx)[0]
 
     teacher, student = copy.deepcopy(model.module), copy.deepcopy(model.module)
     teacher.load_state_dict(model.params)
@@ -103,7 +102,7 @@ def test_gradient_of_a_step_against_autograd():
 
 def test_penalty_is_zero_at_the_global_model_and_not_after_a_step():
     model, step = make(KL())
-    ctx = step.context({"params": model.params}, {}, 0, 0, BATCH)
+    ctx = step.context(StepInputs({"params": model.params}, BATCH))
 
     def term(params):
         return KL().penalty(params, ctx.forward(params, BATCH), ctx).item()
@@ -123,9 +122,9 @@ def test_beta_zero_is_fedavg_to_the_bit():
     assert all(torch.equal(leaf, runs[1].params[name]) for name, leaf in runs[0].params.items())
 
 
-def test_it_holds_the_client_near_what_the_global_model_says():
+def test_it_keeps_the_client_near_the_global_models_predictions():
     (model, plain), (_, distilled) = make(), make(KL(beta=5.0, temperature=1.0))
-    ctx = plain.context({"params": model.params}, {}, 0, 0, BATCH)
+    ctx = plain.context(StepInputs({"params": model.params}, BATCH))
     apart = [
         KL(temperature=1.0).penalty({}, ctx.forward(trajectory(model, step, steps=6)[-1].params, BATCH), ctx).item()
         for step in (plain, distilled)
@@ -139,7 +138,7 @@ def test_the_teacher_is_in_evaluation_mode_with_the_global_models_statistics():
     shared["1.running_mean"] += 0.5
     shared["1.running_var"] *= 3
     own = {name: leaf for name, leaf in model.params.items() if name in model.buffers(0)}  # the client's: 0 and 1
-    ctx = step.context({"params": shared}, {}, 0, 0, BATCH, buffers=own)
+    ctx = step.context(StepInputs({"params": shared}, BATCH), own)
     reference = copy.deepcopy(model.module)
     reference.load_state_dict(shared)
     with torch.no_grad():
@@ -147,16 +146,16 @@ def test_the_teacher_is_in_evaluation_mode_with_the_global_models_statistics():
     assert not torch.allclose(expected, training, atol=1e-2)
     before = {name: leaf.clone() for name, leaf in shared.items()}
     assert torch.allclose(global_logits(ctx), expected, atol=1e-12)
-    assert all(torch.equal(leaf, shared[name]) for name, leaf in before.items())  # nobody wrote to the statistics
-    assert all(layer.training for layer in model.module.modules())  # the client's own passes go on as before
+    assert all(torch.equal(leaf, shared[name]) for name, leaf in before.items())  # statistics as before
+    assert all(layer.training for layer in model.module.modules())  # the client's own passes stay in training mode
 
 
-def test_the_teacher_does_not_learn():
+def test_the_teacher_has_no_gradient():
     model, step = make(KL())
     params = {name: leaf + toy.random(*leaf.shape, seed=7) for name, leaf in model.params.items()}
 
     def term(teacher):
-        ctx = step.context({"params": teacher}, {}, 0, 0, BATCH)
+        ctx = step.context(StepInputs({"params": teacher}, BATCH))
         return KL().penalty(params, model.logits(params, BATCH.x, 0), ctx)
 
     gradient, value = torch.func.grad_and_value(term)(model.params)
@@ -164,7 +163,7 @@ def test_the_teacher_does_not_learn():
     assert all(leaf.abs().max() == 0 for leaf in gradient.values())
 
 
-def test_the_clients_running_statistics_are_those_of_its_own_passes():
+def test_the_clients_running_statistics_come_from_its_own_passes():
     (model, plain), (_, distilled) = make(module=noisy()), make(KL(), module=noisy())
     with rng.fork(1):  # of dropout
         theirs, ours = (trajectory(model, step, steps=1)[0].buffers for step in (plain, distilled))

@@ -1,4 +1,4 @@
-"""MOON: its loss by hand, its gradient by brute force, and whose model is the previous one."""
+"""MOON: the loss by hand, the gradient by brute force, and the choice of the previous model."""
 
 import math
 
@@ -7,17 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from cfl.contract import Batch, Strategy
 from cfl.contract.composed import ComposedMethod, own_state
-from cfl.contract.data import Batch
-from cfl.contract.strategy import Strategy
-from cfl.core import optim, rng
-from cfl.core.errors import ConfigError
+from cfl.core import ConfigError, optim, rng
 from cfl.core.options import build
-from cfl.engines.step import LocalStep
+from cfl.engines.step import LocalStep, StepInputs
 from cfl.methods.regularizers import Moon
-from cfl.models.handle import Model
-from cfl.run.session import Session
-from cfl.run.sinks import NullSink
+from cfl.models import Model
+from cfl.runtime.builder import build_session
 from tests import toy
 
 X, Y = toy.random(6, 3), torch.tensor([0, 1, 0, 1, 1, 0])
@@ -41,26 +38,26 @@ def test_loss_by_hand_where_the_previous_features_are_opposite(tau):
     # z = z_g and z_prev = -z: similarities 1 and -1, -log(e^(1/tau) / (e^(1/tau) + e^(-1/tau))) = log(1 + e^(-2/tau))
     model, step = make(mu=2.0, tau=tau)
     opposite = {name: -leaf if name.startswith("0.") else leaf for name, leaf in model.params.items()}  # tanh is odd
-    ctx = step.context({"params": model.params}, opposite, 0, 0, BATCH)
+    ctx = step.context(StepInputs({"params": model.params}, BATCH, state=opposite))
     ctx = ctx._replace(features=model.features(model.params, X, 0))
     penalty = Moon(mu=2.0, tau=tau).penalty(model.params, torch.zeros(6, 2), ctx)
     assert penalty.item() == pytest.approx(2.0 * math.log(1 + math.exp(-2 / tau)), abs=1e-12)
 
 
-def test_loss_before_the_first_step_of_all_is_log_two():
+def test_the_loss_before_the_first_step_is_log_two():
     model, step = make(mu=1.0)
     state = own_state(step.composed.client_state(None, model.params, model), "moon")  # z = z_g = z_prev
-    ctx = step.context({"params": model.params}, state, 0, 0, BATCH)
+    ctx = step.context(StepInputs({"params": model.params}, BATCH, state=state))
     ctx = ctx._replace(features=model.features(model.params, X, 0))
     assert Moon(mu=1.0).penalty(model.params, torch.zeros(6, 2), ctx).item() == pytest.approx(math.log(2), abs=1e-12)
 
 
-def test_gradient_is_that_of_the_formula_written_out():
+def test_gradient_equals_that_of_the_explicit_formula():
     mu, tau, (model, step) = 0.7, 0.5, make(mu=0.7, tau=0.5)
     params, previous = away(model.params, 1), away(model.params, 2)
     shared, state = {"params": model.params}, {f"moon/{name}": leaf for name, leaf in previous.items()}
-    ctx = step.context(shared, state, 0, 0, BATCH)
-    gradient, _ = torch.func.grad(step._loss, has_aux=True)(params, {}, ctx)
+    ctx = step.context(StepInputs(shared, BATCH, state=state))
+    gradient, _ = torch.func.grad(step.loss, has_aux=True)(params, {}, ctx)
 
     def z(at, x):
         return torch.tanh(at["0.weight"] @ x + at["0.bias"])
@@ -87,7 +84,7 @@ def test_mu_zero_is_fedavg_to_the_bit():
         local = step.start(model.params)
         state = step.composed.client_state(None, model.params, model)
         for index in range(5):
-            local, _ = step(local, BATCH, {"params": model.params}, state, 0.1, index, 0)
+            local, _ = step(local, StepInputs({"params": model.params}, BATCH, state=state, lr=0.1, step=index))
         ends.append(local.params)
     assert all(torch.equal(ends[0][name], leaf) for name, leaf in ends[1].items())
 
@@ -95,7 +92,7 @@ def test_mu_zero_is_fedavg_to_the_bit():
 def test_references_are_taken_without_dropout_and_carry_no_gradient():
     model, step = make(nn.Dropout(0.5))
     model.module.train()
-    ctx = step.context({"params": model.params}, away(model.params, 2), 0, 0, BATCH)
+    ctx = step.context(StepInputs({"params": model.params}, BATCH, state=away(model.params, 2)))
     features = toy.random(6, 4, seed=3).requires_grad_()
     found = []
     for seed in (1, 2):
@@ -108,31 +105,31 @@ def test_references_are_taken_without_dropout_and_carry_no_gradient():
     assert found[0] == found[1] and model.module.training
 
 
-def test_features_of_zeros_give_a_finite_gradient():
+def test_zero_features_give_a_finite_gradient():
     model = Model(toy.mlp(3, 4, 2), (3,), [2], multi_head=False)
-    model.params["0.bias"].fill_(-100.0)  # ReLU puts out zeros for every sample
+    model.params["0.bias"].fill_(-100.0)  # the outputs of ReLU are 0 for every sample
     step = LocalStep(model, 0, frozenset(), ComposedMethod({"strategy": Strategy(), "moon": Moon(mu=1.0)}), optim.sgd())
     state = step.composed.client_state(None, model.params, model)
-    ctx = step.context({"params": model.params}, state, 0, 0, BATCH)
-    gradient, _ = torch.func.grad(step._loss, has_aux=True)(model.params, {}, ctx)
+    ctx = step.context(StepInputs({"params": model.params}, BATCH, state=state))
+    gradient, _ = torch.func.grad(step.loss, has_aux=True)(model.params, {}, ctx)
     assert all(leaf.isfinite().all() for leaf in gradient.values()) and not gradient["0.weight"].any()
 
 
-def test_the_previous_model_is_the_clients_own_last_one_and_before_that_the_global_one():
+def test_the_previous_model_is_the_clients_last_model_and_at_first_the_global_model():
     config = toy.config("tasks=2", "rounds=6", "cohort=2", "local.lr=0.1", method="fedavg")
     members = {"strategy": Strategy(), "moon": Moon()}
-    run = Session(config, toy.stream(tasks=2), members, toy.mlp(8, 5, 2), None, NullSink())
+    run = build_session(config, toy.stream(tasks=2), members, toy.mlp(8, 5, 2))
     last, firsts, returns = {}, 0, 0
     for position in range(12):
         info, shared, _, states = run.prepare(position)
         for id, state in states.items():
-            expected = last.get((info.task, id), shared["params"])  # another task's model does not count
+            expected = last.get((info.task, id), shared["params"])  # a model of another task is not used
             firsts, returns = firsts + ((info.task, id) not in last), returns + ((info.task, id) in last)
             previous = own_state(state, "moon")
             assert previous.keys() == expected.keys()
             assert all(torch.equal(previous[name], leaf) for name, leaf in expected.items())
         run.round(position, lambda info, id, params: last.update({(info.task, id): params}))
-    assert firsts == 2 * 4 and returns == 12 * 2 - 8  # all four clients came, in both tasks
+    assert firsts == 2 * 4 and returns == 12 * 2 - 8  # all four clients took part in both tasks
 
 
 def test_the_previous_model_has_its_own_statistics():
@@ -140,10 +137,10 @@ def test_the_previous_model_has_its_own_statistics():
     state = own_state(step.composed.client_state(None, model.params, model), "moon")
     assert set(state) == set(model.params) and set(model.buffers(0)) < set(state)
     moved = {name: leaf + 1 for name, leaf in model.params.items()}
-    upload, kept = Moon().finish(moved, step.context({"params": model.params}, state, 1, 0), 1)
+    upload, kept = Moon().finish(moved, step.context(StepInputs({"params": model.params}, state=state, step=1)), 1)
     assert not upload and all(torch.equal(kept[name], leaf) for name, leaf in moved.items())
-    # By hand, over the four samples of the mask: the statistics of the kept model are not those of the global one.
-    ctx = step.context({"params": model.params}, kept, 1, 0, BATCH)
+    # By hand, over the four unmasked samples: the previous model's statistics differ from the global model's.
+    ctx = step.context(StepInputs({"params": model.params}, BATCH, state=kept, step=1))
     ctx = ctx._replace(features=toy.random(*ctx.forward(model.params, BATCH, features=True).shape, seed=4))
     with model.evaluation():
         near, far, wrong = (
@@ -157,7 +154,7 @@ def test_the_previous_model_has_its_own_statistics():
 
 def test_a_model_without_a_last_layer_and_values_out_of_range_are_refused():
     model = Model(nn.Sequential(nn.Conv2d(1, 3, 4), nn.Flatten()), (1, 4, 4), [3], multi_head=False)
-    with pytest.raises(ConfigError, match="'moon' compares what enters the last layer; end the model in nn.Linear"):
+    with pytest.raises(ConfigError, match="'moon' compares the inputs of .*; end the model in nn.Linear"):
         Moon().init_client(model.params, model)
-    with pytest.raises(ConfigError, match=r"regularizer\.moon\.tau must be in \(0, inf\), not 0"):
+    with pytest.raises(ConfigError, match=r"regularizer\.moon\.tau must be a number in \(0, inf\), not 0"):
         build(Moon, {"tau": 0.0}, "regularizer.moon")

@@ -1,4 +1,4 @@
-"""Direct projection: by hand, the conditions of the quadratic program that it solves, steps, and its limit FedAvg."""
+"""Direct projection: by hand, the conditions of its quadratic program, steps, and the limit FedAvg."""
 
 import numpy as np
 import pytest
@@ -7,14 +7,13 @@ from scipy.optimize import minimize, nnls
 from torch import nn
 
 import cfl
+from cfl.contract import Batch, Strategy
 from cfl.contract.composed import ComposedMethod
-from cfl.contract.data import Batch
-from cfl.contract.strategy import Strategy
 from cfl.core import optim, tree
-from cfl.engines.step import LocalStep
+from cfl.engines.step import LocalStep, StepInputs
 from cfl.methods.regularizers import ProxProjection
 from cfl.methods.regularizers.prox_projection import without_conflict
-from cfl.models.handle import Model
+from cfl.models import Model
 from tests import toy
 
 BATCH = Batch(toy.random(6, 3), torch.tensor([0, 1, 2, 1, 1, 0]), torch.ones(6, dtype=torch.float64), torch.arange(6))
@@ -36,7 +35,7 @@ def make(*local, optimizer=None):
 
 
 def elsewhere(model, seed=7):
-    """The global model's weights, moved."""
+    """The global model's weights plus random shifts."""
     return {
         name: leaf + 0.5 * toy.random(*leaf.shape, seed=seed + number)
         for number, (name, leaf) in enumerate(model.params.items())
@@ -54,7 +53,7 @@ def plain(logits, leaves):
 
 
 def proximal(kind, model, temperature):
-    """The proximal loss, written out."""
+    """The proximal loss as an explicit formula."""
     p = (model.logits(model.params, BATCH.x, 0) / temperature).softmax(1)
 
     def loss(logits, leaves):
@@ -78,7 +77,7 @@ def test_projection_by_hand():
     assert (found["a"].item(), found["b"].item()) == (2.0, -2.0)
 
 
-def test_projecting_always_takes_away_what_agrees_too():
+def test_projecting_always_also_removes_an_agreeing_component():
     # <(3, 4), (0, 2)> = 8, |(0, 2)|^2 = 4: (3, 4) - 2 (0, 2) = (3, 0); at most 0.5 of (0, 2): (3, 3)
     grads, reference = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.0, 2.0])}
     assert without_conflict(grads, reference, 1e-6, always=True)["w"].tolist() == [3.0, 0.0]
@@ -87,7 +86,7 @@ def test_projecting_always_takes_away_what_agrees_too():
 
 
 def test_a_bounded_coefficient_leaves_a_conflict():
-    # the coefficient of (0, 2) is -2, as above; at most 1.5 of it leaves (3, -1), and 2 is no bound
+    # the coefficient of (0, 2) is -2, as above; a bound of 1.5 leaves (3, -1), and a bound of 2 changes nothing
     grads, reference = {"w": torch.tensor([3.0, -4.0])}, {"w": torch.tensor([0.0, 2.0])}
     assert without_conflict(grads, reference, 1e-6, most=1.5)["w"].tolist() == [3.0, -1.0]
     assert without_conflict(grads, reference, 1e-6, most=2.0)["w"].tolist() == [3.0, 0.0]
@@ -115,11 +114,11 @@ def test_conditions_of_karush_kuhn_and_tucker(seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_it_is_what_general_solvers_find(seed):
+def test_it_equals_the_solutions_of_general_solvers(seed):
     grads, reference = draw(seed)
-    g, r = (tree.flatten(leaves)[0].numpy() for leaves in (grads, reference))
-    found = tree.flatten(without_conflict(grads, reference, 1e-6))[0].numpy()
-    # the dual: the multiplier that makes |g + m r| least with m >= 0
+    g, r = (toy.flat(leaves).numpy() for leaves in (grads, reference))
+    found = toy.flat(without_conflict(grads, reference, 1e-6)).numpy()
+    # the dual: the multiplier m >= 0 that minimises |g + m r|
     multiplier, _ = nnls(r[:, None], -g)
     np.testing.assert_allclose(found, g + multiplier[0] * r, atol=1e-12)
     primal = minimize(
@@ -147,7 +146,7 @@ def test_projecting_again_or_by_a_longer_reference_changes_nothing():
 
 
 @pytest.mark.parametrize("length, projects", [(0.0, False), (0.9e-6, False), (1.1e-6, True)])
-def test_a_reference_shorter_than_the_smallest_is_no_direction(length, projects):
+def test_a_reference_shorter_than_the_smallest_is_ignored(length, projects):
     grads = {"w": torch.tensor([3.0, -4.0], dtype=torch.float64)}
     found = without_conflict(grads, {"w": torch.tensor([0.0, length], dtype=torch.float64)}, 1e-6)
     assert found["w"].tolist() == pytest.approx([3.0, 0.0] if projects else [3.0, -4.0])
@@ -164,20 +163,20 @@ def test_neither_argument_is_written_to():
 
 
 @pytest.mark.parametrize("kind, temperature", [("l2", 3.0), ("kl", 3.0), ("kl", 1.0)])
-def test_the_optimiser_gets_the_gradient_without_its_part_against_the_proximal_one(kind, temperature):
+def test_the_optimiser_gets_the_projected_gradient(kind, temperature):
     model, step = make(ProxProjection(proximal=kind, temperature=temperature))
     conflicts = 0
     for seed in range(6):
         params = elsewhere(model, seed=10 * seed)
-        after, _ = step(step.start(params), BATCH, {"params": model.params}, {}, 1.0, 0, 0)
-        found = tree.flatten(tree.sub(params, after.params))[0]
+        after, _ = step(step.start(params), StepInputs({"params": model.params}, BATCH, lr=1.0))
+        found = toy.flat(tree.sub(params, after.params))
         g = by_autograd(model, params, plain)
         r = by_autograd(model, params, proximal(kind, model, temperature))
         conflict = bool(g @ r < 0)
         conflicts += conflict
         assert torch.allclose(found, g - (g @ r) / (r @ r) * r if conflict else g, atol=1e-10)
         assert found @ r >= -1e-12
-    assert 0 < conflicts < 6  # both cases were there
+    assert 0 < conflicts < 6  # both cases occur
 
 
 def test_momentum_and_weight_decay_come_after():
@@ -185,13 +184,13 @@ def test_momentum_and_weight_decay_come_after():
     model, step = make(rule, optimizer=optim.sgd(momentum, decay))
     local, velocity, removed = step.start(model.params), 0.0, 0
     for index in range(4):
-        before, w = tree.clone(local.params), tree.flatten(local.params)[0]
-        local, _ = step(local, BATCH, {"params": model.params}, {}, 0.1, index, 0)
-        g, r = by_autograd(model, before, plain), w - tree.flatten(model.params)[0]
+        before, w = tree.clone(local.params), toy.flat(local.params)
+        local, _ = step(local, StepInputs({"params": model.params}, BATCH, lr=0.1, step=index))
+        g, r = by_autograd(model, before, plain), w - toy.flat(model.params)
         if g @ r < 0:
             g, removed = g - (g @ r) / (r @ r) * r, removed + 1
         velocity = momentum * velocity + g + decay * w
-        assert torch.allclose(tree.flatten(local.params)[0], w - 0.1 * velocity, atol=1e-10)
+        assert torch.allclose(toy.flat(local.params), w - 0.1 * velocity, atol=1e-10)
     assert removed == 3  # all steps but the first
 
 
@@ -199,12 +198,13 @@ def test_momentum_and_weight_decay_come_after():
 def test_the_first_step_is_that_of_fedavg_to_the_bit(kind):
     (model, free), (_, projected) = make(), make(ProxProjection(proximal=kind))
     ours, theirs = (
-        step(step.start(model.params), BATCH, {"params": model.params}, {}, 0.1, 0, 0)[0] for step in (projected, free)
+        step(step.start(model.params), StepInputs({"params": model.params}, BATCH, lr=0.1))[0]
+        for step in (projected, free)
     )
     assert all(torch.equal(leaf, theirs.params[name]) for name, leaf in ours.params.items())
 
 
-def test_a_run_of_one_local_step_a_round_is_fedavg_and_one_of_more_is_not():
+def test_a_run_of_one_local_step_per_round_is_fedavg_and_a_longer_one_is_not():
     # 48 samples on 4 clients: 12 each, one batch. In float32 the divergence's gradient at the start is rounding noise.
     for size, same in ((12, True), (4, False)):
         ours, theirs = (
@@ -216,8 +216,8 @@ def test_a_run_of_one_local_step_a_round_is_fedavg_and_one_of_more_is_not():
 
 @pytest.mark.parametrize("delta, length", [(0.1, 0.040), (1.0, 0.045), (5.0, 0.108)])
 def test_it_stalls_after_the_first_step(delta, length):
-    # Away from 0, w itself is the proximal gradient, and the way to (2, 1) loses all that leads away from 0: the client
-    # moves on a circle whose radius is the first step, lr |(2, delta)|, until nothing of its gradient is left.
+    # Away from 0, the proximal gradient is w, and the projection removes the component away from 0: the client then
+    # moves on a circle whose radius is the first step, lr |(2, delta)|, until its gradient is 0.
     module, lr = toy.Point(), 0.02
     model = Model(module, (2,), [2], multi_head=False)
     rule = ProxProjection(proximal="l2")
@@ -226,11 +226,11 @@ def test_it_stalls_after_the_first_step(delta, length):
     batch = Batch(x, torch.zeros(1, dtype=torch.int64), torch.ones(1), torch.arange(1))
     local, lengths = step.start(model.params), []
     for index in range(300):
-        local, _ = step(local, batch, {"params": model.params}, {}, lr, index, 0)
+        local, _ = step(local, StepInputs({"params": model.params}, batch, lr=lr, step=index))
         lengths.append(local.params["w"].norm().item())
     assert lengths[0] == pytest.approx(lr * (2**2 + delta**2) ** 0.5)
     assert lengths[-1] == pytest.approx(length, abs=5e-4)
     assert lengths[-1] < 0.1 * 5**0.5  # a tenth of the way to the optimum
     gradient = torch.tensor([1.0, delta]) * (local.params["w"] - torch.tensor([2.0, 1.0]))
     across = gradient[0] * local.params["w"][1] - gradient[1] * local.params["w"][0]
-    assert lengths[-1] - lengths[-2] < 1e-12 and abs(across) < 1e-6  # all that is left is against w
+    assert lengths[-1] - lengths[-2] < 1e-12 and abs(across) < 1e-6  # the remaining gradient is along w

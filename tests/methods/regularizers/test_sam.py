@@ -1,4 +1,4 @@
-"""FedSAM and FedASAM: steps on a quadratic by hand, what is looked at and where, and their limit FedAvg."""
+"""FedSAM and FedASAM: steps on a quadratic by hand, the points of evaluation, and the limit FedAvg."""
 
 from dataclasses import dataclass, field
 
@@ -8,13 +8,12 @@ import torch
 from torch import nn
 
 import cfl
+from cfl.contract import Batch, Strategy
 from cfl.contract.composed import ComposedMethod
-from cfl.contract.data import Batch
-from cfl.contract.strategy import Strategy
 from cfl.core import optim, tree
-from cfl.engines.step import LocalStep
+from cfl.engines.step import LocalStep, StepInputs
 from cfl.methods.regularizers import FedASAM, FedProx, FedSAM
-from cfl.models.handle import Model
+from cfl.models import Model
 from tests import toy
 
 BATCH = Batch(toy.random(6, 3), torch.tensor([0, 1, 2, 1, 1, 0]), torch.ones(6, dtype=torch.float64), torch.arange(6))
@@ -23,7 +22,7 @@ RULES = {"fedsam": FedSAM, "fedasam": FedASAM}
 
 
 class Point(nn.Module):
-    """Two weights that are the outputs, whatever comes in."""
+    """Two weights that are the outputs, for every input."""
 
     def __init__(self, *w):
         super().__init__()
@@ -43,7 +42,7 @@ class Quadratic(Strategy):
 
 @dataclass(frozen=True)
 class Watched(Strategy):
-    """Cross-entropy that keeps the samples, the outputs and the value of each evaluation, as plain numbers."""
+    """Cross-entropy that records the samples, outputs and value of each evaluation as plain numbers."""
 
     seen: list = field(default_factory=list)
 
@@ -62,7 +61,7 @@ def make(*local, strategy=None, module=None, optimizer=None, shape=(3,), classes
 
 
 def one(model, step, batch=BATCH, lr=0.1):
-    return step(step.start(model.params), batch, {"params": model.params}, {}, lr, 0, 0)
+    return step(step.start(model.params), StepInputs({"params": model.params}, batch, lr=lr))
 
 
 def quadratic_step(rule, *w):
@@ -101,7 +100,7 @@ def test_length_of_the_perturbations():
     e = FedSAM(rho=0.7).perturbation(params, grads)
     assert tree.dot(e, e).sqrt().item() == pytest.approx(0.7, abs=1e-9)
     e = FedASAM(rho=0.7).perturbation(params, grads)
-    relative = tree.map(lambda leaf, param: leaf / param, e, params)  # ASAM's ball is one of |e / w|
+    relative = tree.map(lambda leaf, param: leaf / param, e, params)  # ASAM bounds |e / w|
     assert tree.dot(relative, relative).sqrt().item() == pytest.approx(0.7, abs=1e-9)
     scaled = FedASAM(rho=0.7).perturbation(tree.scale(params, 10.0), tree.scale(grads, 0.1))
     assert all(torch.allclose(leaf, 10 * e[name]) for name, leaf in scaled.items())  # the same net in other units
@@ -111,12 +110,12 @@ def test_length_of_the_perturbations():
 def test_no_gradient_means_no_perturbation(rule):
     params = {"a": torch.tensor([3.0, 0.0])}
     assert rule.perturbation(params, {"a": torch.zeros(2)})["a"].tolist() == [0, 0]
-    if isinstance(rule, FedASAM):  # nor have weights that are 0 any scale
+    if isinstance(rule, FedASAM):  # weights of 0 have scale 0
         assert rule.perturbation({"a": torch.zeros(2)}, {"a": torch.ones(2)})["a"].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("kind", RULES)
-def test_a_step_is_the_optimisers_at_the_weights_with_the_gradient_from_beside_them(kind):
+def test_a_step_starts_at_the_weights_with_the_gradient_of_the_perturbed_point(kind):
     rule, lr, momentum, decay = RULES[kind](rho=0.5), 0.1, 0.9, 0.05
     model, step = make(rule, optimizer=optim.sgd(momentum, decay))
 
@@ -128,7 +127,7 @@ def test_a_step_is_the_optimisers_at_the_weights_with_the_gradient_from_beside_t
     local, velocity = step.start(model.params), tree.map(torch.zeros_like, model.params)
     for index in range(4):
         before = tree.clone(local.params)
-        local, _ = step(local, BATCH, {"params": model.params}, {}, lr, index, 0)
+        local, _ = step(local, StepInputs({"params": model.params}, BATCH, lr=lr, step=index))
         g = gradient(before)
         weight = tree.map(torch.abs, before) if kind == "fedasam" else tree.map(torch.ones_like, before)
         length = sum((weight[name] * leaf).square().sum() for name, leaf in g.items()).sqrt()
@@ -141,7 +140,7 @@ def test_a_step_is_the_optimisers_at_the_weights_with_the_gradient_from_beside_t
 
 
 @pytest.mark.parametrize("kind", RULES)
-def test_both_points_are_looked_at_once_with_the_same_minibatch(kind):
+def test_both_points_are_evaluated_once_on_the_same_minibatch(kind):
     rule, strategy = RULES[kind](rho=0.5), Watched()
     model, step = make(rule, strategy=strategy)
     _, loss = one(model, step)
@@ -150,24 +149,24 @@ def test_both_points_are_looked_at_once_with_the_same_minibatch(kind):
     np.testing.assert_allclose(here, model.logits(model.params, BATCH.x, 0), atol=1e-12)
     assert np.abs(np.subtract(beside, here)).max() > 1e-3
     assert high > low  # the perturbation goes uphill
-    assert loss.item() == low  # the loss that is reported is that of the weights themselves
+    assert loss.item() == low  # the reported loss is that of the unperturbed weights
 
 
-def test_the_other_terms_are_part_of_what_is_sharp():
+def test_other_penalties_are_part_of_the_sharpness():
     # loss w' H w / 2 + mu |w - w_global|^2 / 2 with w_global = 0: SAM on the quadratic H + mu
     model, step = make(
         FedSAM(rho=0.5), FedProx(mu=2.0), strategy=Quadratic(), module=Point(1, -1), shape=(2,), classes=2
     )
     shared = {"params": {"w": torch.zeros(2, dtype=torch.float64)}}
     batch = BATCH._replace(x=torch.zeros(6, 2))
-    after, _ = step(step.start(model.params), batch, shared, {}, 1.0, 0, 0)
+    after, _ = step(step.start(model.params), StepInputs(shared, batch, lr=1.0))
     w, both = model.params["w"], H + 2 * torch.eye(2)
     e = 0.5 * both @ w / (both @ w).norm()
     assert torch.allclose(w - after.params["w"], both @ (w + e), atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", RULES)
-def test_running_statistics_are_those_of_the_weights_themselves(kind):
+def test_running_statistics_come_from_the_unperturbed_weights(kind):
     net = toy.net(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
     (model, plain), (_, sharp) = make(module=net), make(RULES[kind](rho=5.0), module=net)
     (theirs, _), (ours, _) = one(model, plain), one(model, sharp)

@@ -1,4 +1,4 @@
-"""SCAFFOLD: a gradient by hand, mean gradients exactly, whole runs against the algorithm written down, a kill."""
+"""SCAFFOLD: gradients by hand, exact mean gradients, whole runs against the paper's algorithm, and a killed run."""
 
 import math
 
@@ -8,15 +8,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import cfl
+from cfl.contract import EMPTY, Batch, Strategy
 from cfl.contract.composed import ComposedMethod, own_state
-from cfl.contract.data import EMPTY, Batch
-from cfl.contract.strategy import Strategy
 from cfl.core import optim
-from cfl.engines.step import LocalStep
+from cfl.engines.step import LocalStep, StepInputs
 from cfl.methods.regularizers import Scaffold
-from cfl.models.handle import Model
-from cfl.run.session import Session
-from cfl.run.sinks import NullSink
+from cfl.models import Model
+from cfl.runtime.builder import build_session
+from cfl.runtime.sinks import NullSink
 from tests import toy
 
 
@@ -37,7 +36,7 @@ def test_control_variates_by_hand():
 
 
 class Linear(Strategy):
-    """Loss <g, outputs>: its gradient is the same at every place."""
+    """Loss <g, outputs>, with the same gradient at all weights."""
 
     def loss(self, logits, ctx):
         return (logits @ torch.tensor([2.0, -3.0], dtype=logits.dtype)).mean()
@@ -45,7 +44,7 @@ class Linear(Strategy):
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("steps", [1, 2, 7])
-def test_a_constant_gradient_is_what_a_client_remembers(steps, momentum):
+def test_a_constant_gradient_becomes_the_control_variate(steps, momentum):
     model = Model(toy.net(nn.Linear(1, 2)), (1,), [2], multi_head=False)
     step = LocalStep(
         model, 0, frozenset(), ComposedMethod({"strategy": Linear(), "scaffold": Scaffold()}), optim.sgd(momentum)
@@ -54,12 +53,14 @@ def test_a_constant_gradient_is_what_a_client_remembers(steps, momentum):
     batch = Batch(ones, torch.zeros(3, dtype=torch.int64), ones[:, 0], torch.arange(3))
     gradient = {"0.weight": torch.tensor([[2.0], [-3.0]]).double(), "0.bias": torch.tensor([2.0, -3.0]).double()}
     state = step.composed.client_state(None, model.params, model)
-    for sent in (0.0, 0.7):  # from c = c_i = 0, and again from c_i = g with another c
+    for sent in (0.0, 0.7):  # from c = c_i = 0, then from c_i = g with another c
         c = {name: torch.full_like(leaf, sent) for name, leaf in model.params.items()}
         shared, local = {"params": model.params, "local/scaffold": c}, step.start(model.params)
         for index in range(steps):
-            local, _ = step(local, batch, shared, state, 0.1, index, 0)
-        _, state = step.composed.finish(local.params, step.context(shared, state, steps, 0, lr=0.1), steps)
+            local, _ = step(local, StepInputs(shared, batch, state=state, lr=0.1, step=index))
+        _, state = step.composed.finish(
+            local.params, step.context(StepInputs(shared, state=state, lr=0.1, step=steps)), steps
+        )
         for name, leaf in gradient.items():
             assert torch.allclose(state[f"scaffold/{name}"], leaf, atol=1e-12, rtol=0), name
 
@@ -68,15 +69,15 @@ LR, EPOCHS = 0.2, 3
 
 
 def session(*overrides, regularizers=None, clients=4, model=None):
-    """A run whose clients take whole-batch steps: 12 samples each, which are also the batch."""
+    """A run whose clients take full-batch steps: 12 samples each, in one batch."""
     options = ("tasks=1", "rounds=6", "cohort=2", f"local.lr={LR}", f"local.epochs={EPOCHS}", "local.batch_size=12")
     config = toy.config(*options, f"partition.clients={clients}", "seed=2", *overrides, method="fedavg")
     members = {"strategy": Strategy(), **({"scaffold": Scaffold()} if regularizers is None else regularizers)}
-    return Session(config, toy.stream(tasks=1), members, model or toy.mlp(8, 5, 2), None, NullSink())
+    return build_session(config, toy.stream(tasks=1), members, model or toy.mlp(8, 5, 2))
 
 
 def gradients(model, params, client):
-    """Of the mean cross-entropy over a client's samples, by autograd."""
+    """Gradient of the mean cross-entropy over a client's samples, by autograd."""
     leaves = {name: leaf.detach().clone().requires_grad_() for name, leaf in params.items()}
     samples, rows = client.shares[0]
     x, y = samples.gather(rows)
@@ -85,13 +86,13 @@ def gradients(model, params, client):
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_rounds_with_part_of_the_clients_are_the_papers_algorithm(momentum):
+def test_rounds_with_partial_participation_are_the_papers_algorithm(momentum):
     run = session(f"local.momentum={momentum}")
     names, absent = list(run.model.params), set(range(4))
     w = {name: leaf.clone() for name, leaf in run.model.params.items()}
     c = {name: torch.zeros_like(leaf) for name, leaf in w.items()}
     own = {client: dict(c) for client in range(4)}
-    # how far equal gradients of size 1 go in units of lr, by heavy-ball momentum: 1, then 1 + (1 + m), ...
+    # distance of equal gradients of size 1 under heavy-ball momentum, in units of lr: 1, then 1 + (1 + m), ...
     length = sum(sum(momentum**i for i in range(step + 1)) for step in range(EPOCHS))
     for position in range(6):
         clients = run.prepare(position).clients
@@ -108,7 +109,7 @@ def test_rounds_with_part_of_the_clients_are_the_papers_algorithm(momentum):
         for id, local in ends.items():
             own[id] = {name: own[id][name] - c[name] + (w[name] - local[name]) / (length * LR) for name in names}
         w = {name: sum(local[name] for local in ends.values()) / 2 for name in names}
-        c = {name: sum(own[id][name] for id in own) / 4 for name in names}  # those who were not yet there count as 0
+        c = {name: sum(own[id][name] for id in own) / 4 for name in names}  # clients yet to take part count as 0
         run.round(position)
         for name in names:
             assert torch.allclose(run.state.server["params"][name], w[name], atol=1e-10, rtol=0)
@@ -128,8 +129,8 @@ def test_the_servers_variate_is_the_mean_of_all_clients():
     assert len(run.state.clients) > 3
 
 
-def test_alone_a_client_is_as_under_fedavg():
-    # c is c_i then: what is added is taken away again
+def test_a_single_client_trains_as_under_fedavg():
+    # then c = c_i: the correction is 0
     options = ("cohort=1", "local.batch_size=5", "local.momentum=0.9")
     ends = []
     for regularizers in (None, {}):
@@ -141,7 +142,7 @@ def test_alone_a_client_is_as_under_fedavg():
 
 
 def test_the_drift_of_unlike_clients_vanishes():
-    """With all clients in every round the fixed point is the optimum of the mean loss; that of FedAvg is not."""
+    """With full participation the fixed point is the optimum of the mean loss; that of FedAvg is not."""
     slopes, options = {}, ("rounds=60", "cohort=4", "partition.name=shards", "partition.shards=1", "local.epochs=4")
     for name, regularizers in (("scaffold", None), ("fedavg", {})):
         logistic = toy.net(nn.Linear(8, 2))
@@ -160,7 +161,7 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing in the package may catch it."""
 
 
-def test_killed_in_the_middle_of_a_task_it_goes_on_with_the_same_bits(tmp_path):
+def test_a_run_killed_within_a_task_resumes_to_the_same_bits(tmp_path):
     config = toy.config("rounds=4", "cohort=2", "local.momentum=0.9", method="fot+scaffold")
 
     class Kill(NullSink):
@@ -178,7 +179,7 @@ def test_killed_in_the_middle_of_a_task_it_goes_on_with_the_same_bits(tmp_path):
 
 
 def test_a_borrowed_variate_is_the_mean_gradient():
-    """Where FedSOL takes c - c_i out of the update, the drift is lr times the sum of the gradients themselves."""
+    """If FedSOL takes c - c_i out of the update, the drift is lr times the sum of the plain gradients."""
     model = Model(toy.net(nn.Linear(2, 2)), (2,), [2], multi_head=False)
     names = list(model.params)
     state = {name: toy.random(*model.params[name].shape, seed=1) for name in names}

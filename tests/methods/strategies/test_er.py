@@ -1,4 +1,4 @@
-"""Experience replay: the loss by hand, FedAvg as its limit, and samples that go through the heads of their tasks."""
+"""Experience replay: the loss by hand, FedAvg as a limit, and replay through the heads of the samples' tasks."""
 
 import math
 
@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import cfl
+from cfl.contract import Batch, Strategy
 from cfl.contract.composed import ComposedMethod
-from cfl.contract.data import Batch
 from cfl.contract.losses import cross_entropy, masked_mean
 from cfl.core import optim, rng, tree
-from cfl.engines.step import LocalStep
-from cfl.methods.strategies import ER, Strategy
-from cfl.models.handle import Model
+from cfl.engines.step import LocalStep, StepInputs
+from cfl.methods.strategies import ER
+from cfl.models import Model
 from tests import toy
 
 COMBINE = ("half", "sum", "concat")
@@ -34,7 +34,7 @@ def batch(x, y, task=None, mask=None):
 
 
 def joined(y, task, mask=None):
-    """A batch as `augment` leaves it; its inputs are of no account to the loss."""
+    """A batch as `augment` returns it; the loss does not depend on its inputs."""
     return batch(torch.zeros(len(y), 1, dtype=torch.float64), y, task, mask)
 
 
@@ -55,7 +55,7 @@ def two_heads():
 
 
 def brute_force(model, new, old, weigh, train_old_heads):
-    """The leaves after one step of SGD; each sample by itself through its head, weighed by hand: weigh(new, old)."""
+    """Leaves after one step of SGD, with each sample passed through its head alone and weigh(new, old) as the loss."""
     params = {name: leaf.clone().requires_grad_() for name, leaf in model.params.items()}
 
     def loss(x, y, task):
@@ -73,7 +73,7 @@ def brute_force(model, new, old, weigh, train_old_heads):
 
 
 def watched(strategy, **options):
-    """An object of the strategy's class that keeps the server's model from before each task, and the list of them."""
+    """A strategy that records the server's model before each task, and the record: task to model."""
     seen = {}
 
     class Watched(type(strategy)):
@@ -117,7 +117,7 @@ def test_one_step_of_two_parameters_by_hand(combine, slope):
     new = batch(torch.ones(2, 1, dtype=torch.float64), [0, 0])
     old = batch(torch.full((1, 1), 2.0, dtype=torch.float64), [1], task=[0])
     step = local_step(ER(combine=combine), model)
-    after, _ = step(step.start(model.params), new, {"params": model.params}, {}, LR, 0, 0, old)
+    after, _ = step(step.start(model.params), StepInputs({"params": model.params}, new, old, lr=LR))
     assert after.params["weight"].flatten().tolist() == pytest.approx([-LR * slope, LR * slope], abs=1e-15)
 
 
@@ -178,13 +178,13 @@ def test_replayed_samples_go_through_the_heads_of_their_tasks(combine, train_old
     model, strategy = two_heads(), ER(combine=combine, train_old_heads=train_old_heads)
     new, old = batch(random(4, 4, seed=1), [0, 1, 1, 0]), batch(random(3, 4, seed=2), [2, 0, 1], task=[0, 0, 0])
     step = local_step(strategy, model)
-    after, loss = step(step.start(model.params), new, {"params": model.params}, {}, LR, 0, 0, old)
+    after, loss = step(step.start(model.params), StepInputs({"params": model.params}, new, old, lr=LR))
     expected = brute_force(model, new, old, WEIGH[combine], train_old_heads)
     assert set(after.params) == {*model.trainable(1), *(model.head(0) if train_old_heads else ())}
     for name, leaf in after.params.items():
         assert torch.allclose(leaf, expected[name], atol=1e-12), name
         assert not torch.equal(leaf, model.params[name]), name
-    # Through the head of the round's task instead, the step is another one.
+    # Through the head of the round's task, the step differs.
     wrong = brute_force(model, new, old._replace(y=old.y % 2, task=old.task + 1), WEIGH[combine], False)
     assert not torch.allclose(wrong["0.weight"], expected["0.weight"], atol=1e-4)
 
@@ -195,7 +195,7 @@ def test_a_memory_of_several_tasks_by_brute_force():
         model = Model(net, (4,), [3, 2, 2], multi_head=True)
     new, old = batch(random(4, 4, seed=1), [0, 1, 1, 0]), batch(random(3, 4, seed=2), [1, 2, 1], task=[2, 0, 2])
     step = local_step(ER(), model, heads=(0, 1, 2))
-    after, _ = step(step.start(model.params), new, {"params": model.params}, {}, LR, 0, 0, old)
+    after, _ = step(step.start(model.params), StepInputs({"params": model.params}, new, old, lr=LR))
     expected = brute_force(model, new, old, WEIGH["half"], False)
     assert all(torch.allclose(leaf, expected[name], atol=1e-12) for name, leaf in after.params.items())
 
@@ -212,19 +212,19 @@ def test_heads_of_earlier_tasks_stay_to_the_bit_unless_they_are_to_train(train_o
         for name in result.model.head(task):
             assert torch.equal(result.params[name], seen[task + 1][name]) is not train_old_heads, name
     for name in result.model.head(2):
-        assert torch.equal(seen[2][name], seen[0][name])  # heads still to come are as they were made
+        assert torch.equal(seen[2][name], seen[0][name])  # heads of later tasks keep their initial values
         assert not torch.equal(result.params[name], seen[2][name])
 
 
 def test_replay_keeps_the_first_task():
-    """One head, and the second task has the labels of the first exchanged: without replay the first is lost.
+    """One head, and the second task swaps the labels of the first: without replay the first task is forgotten.
 
     With seeds 3 to 6 of the inputs FGT is .38, .61, .88, .50 for FedAvg, and at most .22 for ER and .16 for GLFC;
     ACC is .77, .54, .52, .72 for FedAvg, and at least .80 for ER and .78 for GLFC.
     """
     x = torch.randn(160, 8, generator=rng.generator(4))
     y, marked = (x[:, 0] > 0).long(), x.clone()
-    marked[:, 1] += 4  # the tasks can be told apart, so that one network can serve both
+    marked[:, 1] += 4  # tasks are distinguishable, so one network can learn both
     stream = cfl.from_tensors([(x[:96], y[:96], x[96:], y[96:]), (marked[:96], 1 - y[:96], marked[96:], 1 - y[96:])])
     options = ("tasks=2", "rounds=10", "model.hidden=[16]", "local.lr=0.3", "partition.clients=2", "cohort=2")
     fedavg = cfl.run(toy.config(*options, method="fedavg"), stream=stream).metrics
@@ -238,7 +238,7 @@ def test_replay_keeps_the_first_task():
 
 @pytest.mark.parametrize("combine", COMBINE)
 def test_padding_changes_nothing(combine):
-    """Samples with mask 0, new and replayed, against a batch without them; their outputs and labels are anything."""
+    """Samples with mask 0, new or replayed, have no influence, whatever their outputs and labels."""
     strategy, mask = ER(combine=combine), [1.0, 0.0, 1.0, 1.0, 0.0]
     logits = random(5, 3)
     logits[[1, 4]] *= 1e3
@@ -253,7 +253,7 @@ def test_padding_changes_nothing(combine):
 
 @pytest.mark.parametrize("combine", COMBINE)
 def test_stacked_clients_under_vmap_are_the_clients_one_by_one(combine):
-    """The second one's memory is all padding: the loss may not branch on it."""
+    """The second client's memory is all padding; the loss must not branch on it."""
     strategy, logits = ER(combine=combine), random(2, 5, 3)
     y, task = torch.tensor([[0, 2, 1, 0, 2]] * 2), torch.tensor([[1, 1, 1, 0, 0]] * 2)
     mask = torch.tensor([[1.0, 1, 1, 1, 1], [1.0, 1, 1, 0, 0]]).double()
@@ -270,7 +270,7 @@ def test_hooks_write_to_nothing_that_they_are_given():
     given = [*new[:4], *old, *model.params.values()]
     before = [leaf.clone() for leaf in given]
     step = local_step(strategy, model)
-    step(step.start(model.params), new, {"params": model.params}, {}, LR, 0, 0, old)
+    step(step.start(model.params), StepInputs({"params": model.params}, new, old, lr=LR))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(given, before, strict=True))
 
 

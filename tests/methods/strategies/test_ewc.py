@@ -1,4 +1,4 @@
-"""EWC: Fisher against loops over samples, the penalty against its list of tasks, and what runs send and store."""
+"""EWC: Fisher against loops over samples, the penalty against a sum over tasks, uploads and storage of runs."""
 
 from dataclasses import dataclass, field
 
@@ -8,17 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import cfl
+from cfl.contract import Batch, Client, LocalRegularizer, Phase, RoundInfo, Share, Strategy
 from cfl.contract.composed import ComposedMethod
-from cfl.contract.data import Batch, Client, Share
-from cfl.contract.regularizer import LocalRegularizer
-from cfl.contract.rounds import Phase, RoundInfo
-from cfl.contract.strategy import Strategy
-from cfl.core import optim, rng, tree
-from cfl.core.errors import ConfigError
+from cfl.core import ConfigError, optim, rng, tree
 from cfl.core.options import build
-from cfl.engines.step import LocalStep
+from cfl.engines.step import LocalStep, StepInputs
 from cfl.methods.strategies.ewc import EWC
-from cfl.models.handle import Model
+from cfl.models import Model
 from tests import toy
 
 # --- helpers ---------------------------------------------------------------------------------------------------------
@@ -94,7 +90,7 @@ class Recorder(EWC):
 
 
 def pull(rule, params, ctx):
-    """The gradient of the penalty alone: what the rule makes of a loss without gradient."""
+    """Gradient of the penalty alone, by a loss without gradient."""
     return rule.around(lambda at, seen: tree.map(torch.zeros_like, at))(params, ctx)
 
 
@@ -121,14 +117,14 @@ def test_a_consolidation_and_a_step_by_hand():
     step = LocalStep(model, 1, frozenset(), ComposedMethod({"strategy": EWC(strength=2.0)}), optim.sgd())
     batch = Batch(torch.zeros(1, 1).double(), torch.tensor([1]), torch.ones(1).double(), torch.arange(1))
     states = {f"strategy/{name}": leaf for name, leaf in state.items()}
-    local, loss = step(step.start(params), batch, {"params": params}, states, 0.1, 0, 0)
+    local, loss = step(step.start(params), StepInputs({"params": params}, batch, state=states, lr=0.1))
     assert local.params["weight"].flatten().tolist() == pytest.approx([2.0, 1.0], abs=1e-15)
     assert loss.item() == pytest.approx(torch.tensor(2.0).log().item())  # of the cross-entropy alone
 
 
 def test_a_limit_of_one_over_lr_and_lambda_brings_a_step_to_the_old_weights_and_not_beyond():
     # As above: F = 2.5 at w = 1. With lambda 4 and lr 1 a step of the penalty multiplies w - 1 by 1 - 4 * 2.5 = -9, and
-    # the next by -9 again. Cut to 1 / (4 * 1), F makes that 1 - 1 = 0. Weights that matter less are left alone.
+    # the next by -9 again. With F limited to 1 / (4 * 1) the factor is 1 - 1 = 0. A limit above F has no effect.
     with rng.fork(0):
         model = Model(nn.Linear(1, 2, bias=False).double(), (1,), [2, 2], multi_head=False)
     ones, mine = (
@@ -168,7 +164,7 @@ def test_fisher_of_softmax_regression_at_zero_is_a_quarter_of_the_mean_square():
     fisher = EWC().importance(list(zero), zero, client(x, y), info(model, 0))
     torch.testing.assert_close(fisher["weight"], x.square().mean(0).expand(2, 3) / 4, atol=1e-15, rtol=0)
     torch.testing.assert_close(fisher["bias"], torch.full((2,), 0.25).double(), atol=1e-15, rtol=0)
-    # Labels are balanced: the mean gradient of the biases is 0, and its square tells nothing of the Fisher.
+    # Labels are balanced: the mean gradient of the biases is 0, and its square says nothing about the Fisher.
     mean = torch.func.grad(lambda at: F.cross_entropy(model.logits(at, x, 0), y))(zero)
     assert mean["bias"].abs().max() < 1e-15
 
@@ -197,7 +193,7 @@ def test_fisher_is_the_mean_of_squared_gradients_of_single_samples_in_evaluation
     assert list(ours) == list(names)
     for name, expected, mean in zip(names, squares, batch, strict=True):
         torch.testing.assert_close(ours[name], expected, atol=1e-14, rtol=1e-11)
-        assert mean.square().sum() < 0.5 * expected.sum()  # the square of the mean gradient is another, smaller thing
+        assert mean.square().sum() < 0.5 * expected.sum()  # the square of the mean gradient is smaller
 
 
 # --- the penalty -----------------------------------------------------------------------------------------------------
@@ -209,7 +205,7 @@ def test_a_sum_and_a_mean_give_the_penalty_of_all_tasks(half, factor):
     rule, ctx = EWC(strength=3.0, half=half), toy.context({}, state, None, model, task=2)
     params = {name: leaf + random(*leaf.shape, seed=5) for name, leaf in model.params.items()}
 
-    def listed(at):  # eq. 3, as it stands
+    def listed(at):  # eq. 3, literally
         return factor * 3.0 / 2 * sum((f[name] * (at[name] - old[name]) ** 2).sum() for old, f in past for name in at)
 
     gradient = pull(rule, params, ctx)
@@ -232,7 +228,7 @@ def test_two_trees_are_kept_however_many_tasks_there_were():
 
 
 def test_weights_without_any_fisher_have_an_anchor_all_the_same():
-    # A dead input has no gradient in either task: 0 / 0 would be NaN, and NaN times 0 too.
+    # An input that is always 0 has no gradient in either task: 0 / 0 would be NaN, and so would NaN times 0.
     with rng.fork(0):
         model = Model(nn.Linear(2, 2).double(), (2,), [2, 2], multi_head=False)
     dead, state = torch.tensor([[2.0, 0.0], [4.0, 0.0]]).double(), {}
@@ -245,7 +241,7 @@ def test_weights_without_any_fisher_have_an_anchor_all_the_same():
 def test_the_penalty_is_that_of_the_weights_at_which_the_gradient_is_taken():
     @dataclass(frozen=True)
     class Elsewhere(LocalRegularizer):
-        """Takes the gradient at w + 0.3, as rules do that perturb the weights."""
+        """Takes the gradient at w + 0.3, like methods that perturb the weights."""
 
         def around(self, grad_fn):
             return lambda params, ctx: grad_fn({name: leaf + 0.3 for name, leaf in params.items()}, ctx)
@@ -257,7 +253,9 @@ def test_the_penalty_is_that_of_the_weights_at_which_the_gradient_is_taken():
     for strategy in (Strategy(), EWC(strength=2.0)):
         composed = ComposedMethod({"strategy": strategy, "elsewhere": Elsewhere()})
         step = LocalStep(model, 2, frozenset(), composed, optim.sgd())
-        after.append(step(step.start(model.params), batch, {"params": model.params}, states, 0.1, 0, 0)[0].params)
+        after.append(
+            step(step.start(model.params), StepInputs({"params": model.params}, batch, state=states, lr=0.1))[0].params
+        )
     for name, leaf in model.params.items():
         gradient = 2.0 * sum(fisher[name] * (leaf + 0.3 - old[name]) for old, fisher in past)
         torch.testing.assert_close(after[0][name] - after[1][name], 0.1 * gradient, atol=1e-14, rtol=0)
@@ -273,7 +271,7 @@ def test_heads_of_single_tasks_have_no_fisher_and_a_shared_one_has():
 
 
 def test_statistics_of_batches_are_refused():
-    # A sample by itself has no statistics of a batch: its gradient is that of another network, or there is none.
+    # A single sample has no batch statistics: its gradient is that of a different network, or undefined.
     module = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
     with pytest.raises(ConfigError, match=r"model\.norm_stats"):
         cfl.run(toy.config("model.norm_stats=batch", method="ewc"), stream=toy.stream(), model=module)
@@ -349,7 +347,7 @@ def test_padding_changes_nothing():
     x, y, mask = random(6, 5), torch.arange(6) % 2, torch.tensor([1.0, 1, 1, 1, 0, 0]).double()
     whole = Batch(x, y, mask, torch.arange(6))
     short, padded = (
-        step(step.start(model.params), batch, shared, states, 0.1, 0, 0)[0]
+        step(step.start(model.params), StepInputs(shared, batch, state=states, lr=0.1))[0]
         for batch in (Batch(*(leaf[:4] for leaf in whole[:4])), whole)
     )
     for name, leaf in short.params.items():
@@ -372,8 +370,8 @@ def test_a_client_without_data_of_a_task_keeps_its_state():
         assert set(before) == set(known) and all(torch.equal(before[name], leaf) for name, leaf in known.items())
         states[id] = after
     turns = [id for _, id, *_ in rule.seen]
-    assert [task for task, *_ in rule.seen] == [0, 0, 0, 1, 1, 1, 2, 2, 2]  # nobody consolidates after the last
-    assert len(set(turns)) < len(turns)  # some came back to a state
+    assert [task for task, *_ in rule.seen] == [0, 0, 0, 1, 1, 1, 2, 2, 2]  # no consolidation after the last task
+    assert len(set(turns)) < len(turns)  # some clients return with a state
     assert result.metrics["client_bytes_max"] == 880  # of the clients that consolidated, see below
 
 

@@ -1,4 +1,4 @@
-"""FOT: its phases, and what whole runs guarantee."""
+"""FOT: phases, and guarantees of whole runs."""
 
 from dataclasses import dataclass, field
 
@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import cfl
-from cfl.core import tree
-from cfl.core.errors import ConfigError, UpdateError
+from cfl.core import ConfigError, UpdateError, tree
 from cfl.methods.strategies.fot import FOT
 from cfl.methods.subspace.projection import names, width
 from tests.gpse_round import Net, draws, handle, label, mlp, one_gpse, projector, ranks_of
@@ -127,7 +126,7 @@ def test_no_step_of_a_later_task_has_a_component_in_the_basis(overrides, dtype, 
 
 
 def _protected_network(kind):
-    """A network, its input shape, and task inputs (n, ...) so few that they span no layer's whole input space."""
+    """A network, its input shape, and a number of samples too small to span the input space of any layer."""
     if kind == "mlp":
         return mlp(64, 64, 64, 4), (64,), 20
     module = Net(
@@ -158,9 +157,9 @@ def test_a_protected_network_keeps_its_logits(kind, sketch):
         learnt = model.logits(result.params, tasks[1][0], 1) - model.logits(
             {**result.params, **{name: end["params"][name] for name in model.trainable(1)}}, tasks[1][0], 1
         )
-        assert learnt.abs().max() > 1e-2  # the second task did move the network
+        assert learnt.abs().max() > 1e-2  # the second task changes the network
     assert changes["augment"] < 1e-10
-    assert changes["free"] > 1e-4  # the biases alone undo the guarantee: the test can fail
+    assert changes["free"] > 1e-4  # free biases break the guarantee, so the test can fail
 
 
 def test_the_removed_share_is_of_the_energy_of_a_tasks_steps():
@@ -215,11 +214,11 @@ def test_fine_tuned_halves_move_as_fedavg_would():
 
 
 def test_gpse_on_the_clients_own_models():
-    # One client: its model after local training is the next global one, so both kinds of GPSE see the same network.
+    # With one client, its model after local training is the next global model, so both kinds of GPSE use the same one.
     bases = {}
     for options in ({"model": "local", "participants": "sampled"}, {}):
         recorder = Recorder(sketch="gram", **options)
-        whole = ("partition.clients=1", "local.batch_size=40")  # one batch: its order, keyed by phase, is of no account
+        whole = ("partition.clients=1", "local.batch_size=40")  # one batch: its order does not matter
         _run(_tasks(2), *whole, strategy=recorder, model=mlp(12, 10, 3))
         bases[bool(options)] = next(after["basis"] for info, _, after, _ in recorder.rounds if info.phase.work)
         names_of_phases = [info.phase.name for info, *_ in recorder.rounds if info.task == 0]
@@ -231,7 +230,7 @@ def test_gpse_on_the_clients_own_models():
 
 
 def test_dropout_in_gpse_makes_wider_spans_of_deep_layers_and_repeats():
-    """Noise in a layer's inputs, and therefore in what comes after it, takes directions of its own."""
+    """Noise in a layer's inputs adds directions to the inputs of later layers."""
     net = mlp(10, 30, 30, 3)
     model = handle(Net(*net[:2], nn.Dropout(0.5), *net[2:4], nn.Dropout(0.5), net[4]), (10,))
 

@@ -1,4 +1,4 @@
-"""GLFC's compensation: weights by hand, FedAvg as its limit, and constants through which no gradient flows."""
+"""GLFC's gradient compensation: weights by hand, FedAvg as a limit, and weights without gradient."""
 
 import math
 
@@ -8,13 +8,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import cfl
+from cfl.contract import Batch, Strategy
 from cfl.contract.composed import ComposedMethod
-from cfl.contract.data import Batch
 from cfl.core import optim, rng, tree
-from cfl.engines.step import LocalStep
-from cfl.methods.strategies import GLFC, Strategy
+from cfl.engines.step import LocalStep, StepInputs
+from cfl.methods.strategies import GLFC
 from cfl.methods.strategies.glfc import compensation
-from cfl.models.handle import NO_CLASS, Model
+from cfl.models import Model
+from cfl.models.handle import NO_CLASS
 from tests import toy
 
 LR = 0.1
@@ -29,7 +30,7 @@ def random(*shape, seed=0):
 
 
 def joined(y, task, mask=None):
-    """A batch as `augment` leaves it; its inputs are of no account to the loss."""
+    """A batch as `augment` returns it; the loss does not depend on its inputs."""
     mask = torch.ones(len(y)).double() if mask is None else torch.tensor(mask).double()
     tasks = None if task is None else torch.tensor(task)
     return Batch(torch.zeros(len(y), 1), torch.tensor(y), mask, torch.arange(len(y)), tasks)
@@ -40,7 +41,7 @@ def loss_of(strategy, logits, whole, task=1):
 
 
 def reference(logits, y, task, criterion="ce", constant=True):
-    """The loss from torch's own criteria, group by group; `constant`: no gradient goes through the weights."""
+    """The loss by torch's own criteria, group by group; constant: weights are constants of the gradient."""
     if criterion == "ce":
         losses = F.cross_entropy(logits, torch.tensor(y), reduction="none")
         p = logits.softmax(1)[range(len(y)), y]
@@ -60,7 +61,7 @@ def reference(logits, y, task, criterion="ce", constant=True):
 
 def test_weights_by_hand():
     g, group = torch.tensor([0.2, 0.6, 0.9, 0.4]), torch.tensor([1.0, 1.0, 0.0, 1.0])
-    # the mean over the group is 0.4, so that the weights are 0.2 / 0.4, 0.6 / 0.4 and 0.4 / 0.4; outside it is 0
+    # the mean over the group is 0.4, so the weights are 0.2 / 0.4, 0.6 / 0.4 and 0.4 / 0.4, and 0 outside of the group
     assert compensation(g, group).tolist() == pytest.approx([0.5, 1.5, 0.0, 1.0])
 
 
@@ -93,7 +94,7 @@ def test_one_step_of_two_parameters_by_hand():
     new = Batch(torch.ones(1, 1).double(), none, ones, none)
     old = Batch(torch.full((1, 1), 2.0).double(), none + 1, ones, none, none)
     step = LocalStep(model, 1, frozenset(), ComposedMethod({"strategy": GLFC()}), optim.sgd(), heads=(0, 1))
-    after, _ = step(step.start(model.params), new, {"params": model.params}, {}, LR, 0, 0, old)
+    after, _ = step(step.start(model.params), StepInputs({"params": model.params}, new, old, lr=LR))
     assert after.params["weight"].flatten().tolist() == pytest.approx([-LR / 4, LR / 4], abs=1e-15)
 
 
@@ -199,8 +200,8 @@ def test_replayed_samples_of_several_tasks_are_one_group():
 
 @pytest.mark.parametrize("criterion", ["ce", "bce"])
 def test_classes_that_a_head_does_not_have_are_of_no_account(criterion):
-    """A replayed sample has a head of three classes, so the new ones, of a head of two, are padded with a number whose
-    softmax and sigmoid are 0. Their losses are those of two classes."""
+    """New samples have a head of two classes, a replayed sample one of three. Logits of new samples are padded with a
+    number whose softmax and sigmoid are 0, so their losses are those of two classes."""
     strategy, narrow, wide = GLFC(criterion=criterion), random(3, 2), random(1, 3, seed=1)
     padded = torch.cat([F.pad(narrow, (0, 1), value=NO_CLASS), wide])
     slope, value = torch.func.grad_and_value(lambda at: loss_of(strategy, at, joined([0, 1, 1, 2], [1, 1, 1, 0])))(
@@ -217,7 +218,7 @@ def test_classes_that_a_head_does_not_have_are_of_no_account(criterion):
 
 @pytest.mark.parametrize("criterion", ["ce", "bce"])
 def test_padding_changes_nothing(criterion):
-    """Samples with mask 0, new and replayed, against a batch without them; their outputs and labels are anything."""
+    """Samples with mask 0, new or replayed, have no influence, whatever their outputs and labels."""
     logits, strategy, kept = random(5, 3), GLFC(criterion=criterion), [0, 2, 3]
     logits[[1, 4]] *= 1e3
     whole = joined(Y, TASK, mask=[1.0, 0.0, 1.0, 1.0, 0.0])
@@ -231,7 +232,7 @@ def test_padding_changes_nothing(criterion):
 
 @pytest.mark.parametrize("criterion", ["ce", "bce"])
 def test_stacked_clients_under_vmap_are_the_clients_one_by_one(criterion):
-    """The second one's memory is all padding: the loss may not branch on it."""
+    """The second client's memory is all padding; the loss must not branch on it."""
     strategy, logits = GLFC(criterion=criterion), random(2, 5, 3)
     y, task = torch.tensor([Y] * 2), torch.tensor([TASK] * 2)
     mask = torch.tensor([[1.0, 1, 1, 1, 1], [1.0, 1, 1, 0, 0]]).double()

@@ -1,4 +1,4 @@
-"""GPM+FL: bases and updates against brute force, FOT as the limit of one client, and why it fails with many."""
+"""GPM+FL: bases and updates against brute force, FOT as the limit of one client, and its failure with many."""
 
 from dataclasses import dataclass, field
 
@@ -8,11 +8,10 @@ import torch
 from torch import nn
 
 import cfl
+from cfl.contract import EMPTY, Batch, Client, Share, Strategy
 from cfl.contract.composed import ComposedMethod
-from cfl.contract.data import EMPTY, Batch, Client, Share
-from cfl.contract.strategy import Strategy
 from cfl.core import optim, tree
-from cfl.engines.step import LocalStep
+from cfl.engines.step import LocalStep, StepInputs
 from cfl.methods.strategies.fot import FOT
 from cfl.methods.strategies.gpm import GPM, known
 from cfl.methods.subspace.projection import input_vectors, names, width
@@ -27,7 +26,7 @@ def _handle(module, input_shape, outputs=3, **options):
 
 
 def _client(x, task=0, id=0):
-    """A client whose data of a task are x."""
+    """A client with data x of one task."""
     y = torch.zeros(len(x), dtype=torch.int64)
     samples = cfl.from_tensors([(x, y, x[:1], y[:1])]).tasks[0].train
     return Client(id, {task: Share(samples, torch.arange(len(x)))}, task, (task,))
@@ -100,7 +99,7 @@ ONE = ("partition.clients=1", "cohort=1")
 
 
 def test_an_update_by_hand():
-    # The step is (2, 1) and 4 for the bias. Beside (0.6, 0, 0.8), whose part is 4.4 of it, (-0.64, 1) and 0.48 remain.
+    # The step (2, 1), 4 for the bias, has the component 4.4 along (0.6, 0, 0.8); (-0.64, 1) and 0.48 remain.
     model = _handle(toy.net(nn.Linear(2, 1)), (2,), outputs=1)
     old = {"0.weight": torch.tensor([[1.0, 1.0]]).double(), "0.bias": torch.tensor([1.0]).double()}
     new = {"0.weight": torch.tensor([[3.0, 2.0]]).double(), "0.bias": torch.tensor([5.0]).double()}
@@ -109,11 +108,11 @@ def test_an_update_by_hand():
     upload, after = GPM().finish(new, ctx, 1)
     assert upload["0.weight"][0].tolist() == pytest.approx([0.64, -1.0]) and after is state
     assert upload["0.bias"].tolist() == pytest.approx([-0.48])
-    # Biases that are free keep their step, and inputs have no constant: beside (0.6, 0.8) remains (0.8, -0.6) x 1.
+    # Free biases keep their step, and inputs have no constant: outside of (0.6, 0.8) remains (0.8, -0.6) x 1.
     free = {"basis/0": torch.tensor([[0.6], [0.8]]).double()}
     upload, _ = GPM(bias="free").finish(new, ctx._replace(state=free), 1)
     assert upload["0.weight"][0].tolist() == pytest.approx([-0.8, 0.6]) and upload["0.bias"].tolist() == [-4.0]
-    # The same of a gradient; the rule that projects updates leaves gradients alone, and the other way round.
+    # The same for a gradient. apply=update leaves gradients unchanged, and apply=gradient leaves updates unchanged.
     step = tree.sub(new, old)
     gradient = GPM(apply="gradient").adjust(step, old, ctx)
     assert gradient["0.weight"][0].tolist() == pytest.approx([-0.64, 1.0])
@@ -178,7 +177,7 @@ def test_the_basis_of_a_lone_client_spans_that_of_fot():
 
 
 def test_a_run_with_one_client_is_fot():
-    # In float64 the two differ in the order of additions alone.
+    # In float64 the two differ only in the order of additions.
     shared = (*ONE, "strategy.threshold=0.8", "server.lr=1")
     gpm = _run(*shared, model=toy.mlp(8, 6, 6, 2))
     fot = _run(*shared, "strategy.sketch=gram", "strategy.project_at=client", method="fot", model=toy.mlp(8, 6, 6, 2))
@@ -199,7 +198,7 @@ def test_the_first_task_is_fedavg_to_the_byte(apply):
 
 @pytest.mark.parametrize("apply", ["update", "gradient"])
 def test_clients_that_saw_no_earlier_task_train_as_fedavg_to_the_byte(apply):
-    # Each of two tasks belongs to two of four clients; take a seed by which the two pairs have no client in common.
+    # Two of four clients own each of two tasks. Take a seed for which the two pairs have no client in common.
     def owners(seed, task):
         targets = torch.arange(48) % 2
         return set(deal(targets, task, name="iid", clients=4, task_share=0.5, seed=seed).owners)
@@ -232,7 +231,7 @@ def test_an_upload_is_orthogonal_to_the_clients_own_basis(options, dtype, bound)
     model = _run(*options, "local.lr=0.1", strategy=recorder, model=toy.mlp(8, 6, 6, 2).to(dtype)).model
     checked = 0
     for task, state, upload in recorder.uploads:
-        total = float(tree.flatten(upload)[0].norm())
+        total = float(toy.flat(upload).norm())
         assert total > 1e-3  # it learns
         for layer in model.layers if task else ():
             basis = state[f"basis/{layer.name}"].double()
@@ -243,7 +242,7 @@ def test_an_upload_is_orthogonal_to_the_clients_own_basis(options, dtype, bound)
 
 
 def test_the_mean_of_the_uploads_is_orthogonal_to_no_ones_basis():
-    # The failure that FOT's paper names (appendix F.2): clients that hold different classes protect different spaces.
+    # The failure described in FOT, appendix F.2: clients with different classes protect different subspaces.
     recorder, options = Recorder(threshold=0.9), ("tasks=2", "partition.name=shards", "partition.shards=1", "cohort=4")
     model = _run(*options, strategy=recorder, model=toy.mlp(8, 6, 6, 2), stream=toy.stream(2)).model
     layer = model.layers[0]
@@ -269,7 +268,7 @@ def test_the_mean_of_two_uploads_by_hand():
     assert uploads[0]["0.weight"][0].tolist() == pytest.approx([0.0, -1.0])
     after = GPM().absorb({"params": model.params}, {"strategy": mean}, toy.consolidation(model, 1), 1.0)["params"]
     step = after["0.weight"] - model.params["0.weight"]
-    assert step[0].tolist() == pytest.approx([0.5, 0.5])  # the part along e1 is half of what FedAvg would make
+    assert step[0].tolist() == pytest.approx([0.5, 0.5])  # along e1, half of FedAvg's step
 
 
 @pytest.mark.parametrize("kind", ["mlp", "conv"])
@@ -292,12 +291,12 @@ def test_no_step_changes_the_outputs_for_stored_inputs_in_gradient_mode(kind, mo
         step = LocalStep(model, 1, frozenset(), ComposedMethod({"strategy": strategy}), optim.sgd(momentum))
         local, changes = step.start(model.params), []
         for index in range(5):
-            local, _ = step(local, batch, {"params": model.params}, state, 0.2, index, 0)
+            local, _ = step(local, StepInputs({"params": model.params}, batch, state=state, lr=0.2, step=index))
             changes.append(float((model.logits(local.params, old, 0) - first).abs().max()))
         assert (model.logits(local.params, new, 0) - model.logits(model.params, new, 0)).abs().max() > 0.1
         change[bias] = max(changes)
     assert change["augment"] < 1e-10
-    assert change["free"] > 1e-3  # the biases alone undo the guarantee: the test can fail
+    assert change["free"] > 1e-3  # free biases break the guarantee, so the test can fail
 
 
 @pytest.mark.parametrize("apply", ["update", "gradient"])
@@ -323,11 +322,11 @@ def test_the_bug_of_the_code_takes_one_direction_fewer_in_the_first_task_alone()
         assert _ranks(ours)[name] == rank - 1 > 0
         inside, outer = ours[f"basis/{name}"], right[f"basis/{name}"]
         torch.testing.assert_close(outer @ (outer.T @ inside), inside, atol=1e-9, rtol=0)
-    for state in (right, ours):  # from the same bases on, the rules agree
+    for state in (right, ours):  # from the same bases, both rules agree
         second, info = _client(data[1], 1), toy.consolidation(model, 1)
         after = [rule.work(model.params, second, {}, state, info)[1] for rule in (bug, GPM(threshold=0.8))]
         assert all(torch.equal(after[0][name], leaf) for name, leaf in after[1].items())
-    # One direction that holds all the energy leaves none, not less than none.
+    # With the bug, one direction with all energy leaves zero directions, not fewer.
     assert set(_ranks(_consolidated(bug, model, data[0][:1])).values()) == {0}
 
 
@@ -375,7 +374,7 @@ def test_rounding_errors_of_float32_are_no_directions():
 
 def test_a_dead_layer_gets_no_directions():
     model = _handle(toy.mlp(12, 10, 3), (12,))
-    model.params["0.bias"].fill_(-100.0)  # ReLU puts out zeros for every sample
+    model.params["0.bias"].fill_(-100.0)  # ReLU outputs zeros for all samples
     state = _consolidated(GPM(bias="free"), model, toy.random(20, 12), toy.random(20, 12, seed=1))
     assert state["basis/2"].shape == (10, 0) and state["basis/0"].shape[1] > 0
 
@@ -388,7 +387,7 @@ def test_a_full_basis_stops_its_layer_and_grows_no_more():
     assert state["basis/0"].shape == (5, 5)
     again = _consolidated(strategy, model, toy.random(80, 5, seed=1), state=state)
     assert torch.equal(again["basis/0"], state["basis/0"])
-    # Heads of their own are not projected: only the body has a basis, and its weight alone stays.
+    # Heads of single tasks are not projected: only the body has a basis, and only its weight is unchanged.
     assert set(state) == {"basis/0"}
     params = {name: model.params[name] for name in model.trainable(1)}
     moved = {name: leaf + toy.random(*leaf.shape) for name, leaf in params.items()}
@@ -436,7 +435,7 @@ def test_bytes_from_the_shapes_of_the_bases():
     parameters = 8 * 6 + 6 + 6 * 6 + 6 + 6 * 2 + 2  # in float32
     assert metrics["bytes_by_phase"]["consolidate"] == {"up": 0, "down": 2 * 3 * 4 * parameters}
     assert metrics["bytes_by_phase"]["train"]["down"] == 3 * 2 * 3 * 4 * parameters
-    last = {id: state for _, id, state in recorder.stored}  # as the last task that each client saw left it
+    last = {id: state for _, id, state in recorder.stored}  # after the last task of each client
     stored = [4 * sum(basis.shape[0] * basis.shape[1] for basis in state.values()) for state in last.values()]
     assert min(stored) > 0 and {basis.shape[0] for state in last.values() for basis in state.values()} == {9, 7}
     assert metrics["client_bytes"] == pytest.approx(sum(stored) / 4)
@@ -451,7 +450,7 @@ def test_heads_are_not_projected(apply):
     ends = {info.task: after for info, _, after in recorder.rounds}
     for task in range(3):
         for name in result.model.head(task):
-            assert torch.equal(result.params[name], ends[task][name])  # later tasks leave it as it was
+            assert torch.equal(result.params[name], ends[task][name])  # later tasks do not change it
             assert not torch.equal(result.params[name], result.model.params[name])
 
 
@@ -474,7 +473,7 @@ def test_hooks_write_to_nothing_that_they_are_given(apply):
 @pytest.mark.parametrize("apply", ["update", "gradient"])
 def test_hooks_work_on_stacked_clients(apply):
     model, strategy = _handle(toy.mlp(6, 5, 3), (6,)), GPM(threshold=1.0, apply=apply)
-    states = [_consolidated(strategy, model, toy.random(3, 6, seed=seed)) for seed in range(2)]  # ranks 3: they stack
+    states = [_consolidated(strategy, model, toy.random(3, 6, seed=seed)) for seed in range(2)]  # ranks 3: states stack
     params = [
         {name: leaf + toy.random(*leaf.shape, seed=seed) for name, leaf in model.params.items()} for seed in (5, 6)
     ]
@@ -483,7 +482,7 @@ def test_hooks_work_on_stacked_clients(apply):
         ctx = toy.context({"params": model.params}, state, EMPTY, model)
         return strategy.finish(strategy.adjust(at, at, ctx), ctx, 1)[0]
 
-    stacked = tree.unstack(torch.func.vmap(hooks)(tree.stack(params), tree.stack(states)))
+    stacked = toy.unstacked(torch.func.vmap(hooks)(tree.stack(params), tree.stack(states)))
     for ours, at, state in zip(stacked, params, states, strict=True):
         for name, leaf in hooks(at, state).items():
             torch.testing.assert_close(ours[name], leaf, atol=1e-12, rtol=0)

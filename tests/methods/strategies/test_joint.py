@@ -1,4 +1,4 @@
-"""Joint training: its loss by hand, its limits in FedAvg, and whose samples train which head."""
+"""Joint training: the loss by hand, FedAvg as a limit, and the samples that train each head."""
 
 import json
 import math
@@ -10,13 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import cfl
+from cfl.contract import Batch
 from cfl.contract.composed import ComposedMethod
-from cfl.contract.data import Batch
-from cfl.core import optim, rng
-from cfl.core.errors import ConfigError
-from cfl.engines.step import LocalStep
+from cfl.core import ConfigError, optim, rng
+from cfl.engines.step import LocalStep, StepInputs
 from cfl.methods.strategies.joint import Joint
-from cfl.models.handle import Model
+from cfl.models import Model
 from tests import toy
 
 CLASSES = [2, 4, 3]
@@ -109,7 +108,7 @@ def test_one_step_of_two_parameters_by_hand():
     x, own = torch.tensor([[2.0], [1.0], [3.0]]).double(), torch.tensor([0, 1, 1])
     batch = Batch(x, own, torch.ones(3).double(), torch.arange(3), own)
     step = LocalStep(model, 0, frozenset(), ComposedMethod({"strategy": Joint()}), optim.sgd(), heads=(0, 1))
-    local, loss = step(step.start(params), batch, {"params": params}, {}, 0.5, 0, 0)
+    local, loss = step(step.start(params), StepInputs({"params": params}, batch, lr=0.5))
     assert {name: leaf.flatten().tolist() for name, leaf in local.params.items()} == {
         "0.weight": [1.0],
         "1.weight@0": [0.25, -0.25],
@@ -126,7 +125,7 @@ def test_a_step_goes_down_the_loss_of_each_sample_through_its_own_head(mean):
         parts = [F.cross_entropy(model.logits(at, X[OWN == t], t), Y[OWN == t], reduction="none") for t in range(3)]
         return sum(part.mean() for part in parts) / 3 if mean == "tasks" else torch.cat(parts).mean()
 
-    after, loss = step(step.start(model.params), BATCH, {"params": model.params}, {}, 0.1, 0, 0)
+    after, loss = step(step.start(model.params), StepInputs({"params": model.params}, BATCH, lr=0.1))
     assert set(after.params) == set(model.params)  # all heads
     gradient = torch.func.grad(objective)(model.params)
     assert loss.item() == pytest.approx(objective(model.params).item(), rel=1e-12)
@@ -139,7 +138,7 @@ def test_only_heads_whose_tasks_are_in_the_batch_move():
     model, step = make(Joint())
     there = OWN != 1
     batch = Batch(*(leaf[there] for leaf in BATCH))
-    after, _ = step(step.start(model.params), batch, {"params": model.params}, {}, 0.1, 0, 0)
+    after, _ = step(step.start(model.params), StepInputs({"params": model.params}, batch, lr=0.1))
     assert all(torch.equal(after.params[name], model.params[name]) for name in model.head(1))
     assert not any(torch.equal(after.params[name], model.params[name]) for name in (*model.head(0), *model.head(2)))
 
@@ -149,7 +148,7 @@ def test_only_heads_whose_tasks_are_in_the_batch_move():
 
 @pytest.mark.parametrize("multi_head", [False, True])
 def test_a_stream_of_one_task_is_fedavg_to_the_byte(multi_head):
-    # Statistics of each task are no matter where there is only one.
+    # Statistics per task are allowed with a single task.
     options = ("tasks=1", "local.momentum=0.9", "local.lr=0.2", "rounds=4")
     joint, fedavg = (
         cfl.run(toy.config(*options, method=method), stream=toy.stream(1, multi_head=multi_head), model=normed())
@@ -161,9 +160,9 @@ def test_a_stream_of_one_task_is_fedavg_to_the_byte(multi_head):
 
 @pytest.mark.parametrize("mean", ["tasks", "samples"])
 def test_with_one_head_and_whole_batches_it_is_fedavg_on_the_union_of_the_tasks(mean):
-    # One client makes one step a round with all samples, whose order is of no account but for rounding; all tasks have
-    # 48, so both means are one. Joint training has the rounds of all tasks: 3 x 4. Dirichlet shares of one client are
-    # all samples, and with them a batch may be larger than a share.
+    # One client makes one step per round with all samples, whose order matters only for rounding. All tasks have 48
+    # samples, so both means are equal. Joint training has the rounds of all tasks, 3 x 4. A Dirichlet partition gives
+    # all samples to one client, and allows a batch larger than a share.
     stream = toy.stream()
     parts = [(*task.train.gather(torch.arange(48)), *task.test.gather(torch.arange(40))) for task in stream.tasks]
     union = cfl.from_tensors([tuple(torch.cat(leaves) for leaves in zip(*parts, strict=True))])
@@ -172,7 +171,7 @@ def test_with_one_head_and_whole_batches_it_is_fedavg_on_the_union_of_the_tasks(
     fedavg = cfl.run(toy.config(*options, "rounds=12", "tasks=1", method="fedavg"), stream=union)
     for name, leaf in fedavg.params.items():
         torch.testing.assert_close(joint.params[name], leaf, atol=1e-5, rtol=0)
-        assert (leaf - joint.model.params[name]).abs().max() > 1e-3  # it went somewhere
+        assert (leaf - joint.model.params[name]).abs().max() > 1e-3  # it trained
 
 
 # --- property --------------------------------------------------------------------------------------------------------
@@ -213,7 +212,7 @@ def test_forgetting_is_not_defined(tmp_path):
 
 @pytest.mark.parametrize("multi_head", [False, True])
 def test_clients_with_data_of_one_task_alone_take_part(multi_head):
-    # Two of eight clients own a task. That makes six shares: where four clients or more have one, some have but one.
+    # Two of eight clients own each task: six shares in total. If at least four clients have one, some have only one.
     rule, stream = Recorder(), toy.stream(multi_head=multi_head)
     options = ("partition.clients=8", "partition.task_share=0.25", "cohort=8", "rounds=1")
     result = cfl.run(toy.config(*options, method="joint"), stream=stream, strategy=rule)
@@ -250,7 +249,7 @@ def test_padding_changes_nothing():
     mask = torch.tensor([1.0, 1, 0, 1, 1, 0]).double()  # the only sample of task 2 is padding
     there = mask.bool()
     short, padded, empty = (
-        step(step.start(model.params), batch, {"params": model.params}, {}, 0.1, 0, 0)[0]
+        step(step.start(model.params), StepInputs({"params": model.params}, batch, lr=0.1))[0]
         for batch in (
             Batch(*(leaf[there] for leaf in BATCH)), BATCH._replace(mask=mask), BATCH._replace(mask=0 * mask)
         )

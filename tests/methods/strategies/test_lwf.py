@@ -1,4 +1,4 @@
-"""LwF: the distillation by hand and by brute force, its teacher, and what runs send and leave alone."""
+"""LwF: the distillation by hand and by brute force, its teacher, and the traffic of runs."""
 
 import math
 
@@ -8,15 +8,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import cfl
+from cfl.contract import Batch, Strategy
 from cfl.contract.composed import ComposedMethod
-from cfl.contract.data import Batch
-from cfl.contract.strategy import Strategy
-from cfl.core import optim, rng, tree
-from cfl.core.errors import ConfigError
+from cfl.core import ConfigError, optim, rng, tree
 from cfl.core.options import build
-from cfl.engines.step import LocalStep
+from cfl.engines.step import LocalStep, StepInputs
 from cfl.methods.strategies.lwf import LwF
-from cfl.models.handle import Model
+from cfl.models import Model
 from tests import toy
 
 CLASSES = [2, 4, 3]
@@ -86,7 +84,7 @@ def test_penalty_and_its_gradient_by_hand():
 @pytest.mark.parametrize("train_old_heads", [False, True])
 @pytest.mark.parametrize("temperature", [2.0, 0.5, 0.1])
 def test_a_step_goes_down_the_loss_written_head_by_head(temperature, train_old_heads):
-    # The heads have 2 and 4 classes: what the narrower one is filled up with must not reach a gradient.
+    # The heads have 2 and 4 classes: the padding of the narrower head must not reach a gradient.
     rule = LwF(strength=1.5, temperature=temperature, train_old_heads=train_old_heads)
     model, step = make(rule)
     params, teacher = (random_like(model.params, seed) for seed in (2, 3))
@@ -100,7 +98,7 @@ def test_a_step_goes_down_the_loss_written_head_by_head(temperature, train_old_h
         distilled = entropies(model, leaves, teacher, X, temperature, (0, 1)).mean()
         return F.cross_entropy(model.logits(leaves, X, 2), BATCH.y) + 1.5 * distilled
 
-    after, loss = step(start, BATCH, {"params": params, "teacher": teacher}, {}, 0.1, 0, 0)
+    after, loss = step(start, StepInputs({"params": params, "teacher": teacher}, BATCH, lr=0.1))
     gradient = torch.func.grad(objective)(before)
     for name, leaf in before.items():
         assert gradient[name].isfinite().all() and gradient[name].abs().max() > 1e-4
@@ -127,20 +125,20 @@ def test_a_single_head_gives_one_term_however_many_tasks_there_were(task):
     rule = LwF(strength=1.5)
     model, step = make(rule, task=task, multi_head=False, classes=[3, 3, 3])
     params, teacher = (random_like(model.params, seed) for seed in (2, 3))
-    ctx = step.context({"params": params, "teacher": teacher}, {}, 0, 0, BATCH)
+    ctx = step.context(StepInputs({"params": params, "teacher": teacher}, BATCH))
     expected = 1.5 * entropies(model, params, teacher, X, 2.0, (0,)).mean()
     assert rule.penalty(params, X, ctx).item() == pytest.approx(expected.item(), rel=1e-12)
 
 
 def test_the_teacher_is_free_of_dropout_and_the_student_is_not():
-    # With a dropout rate of 1 the student's body gives 0, and its logits are the bias; the teacher's are as ever.
+    # With a dropout rate of 1 the student's body outputs 0, and its logits are the bias; the teacher has no dropout.
     rule = LwF(strength=1.0)
     with rng.fork(1):
         module = nn.Sequential(nn.Linear(5, 4), nn.Dropout(1.0), nn.Linear(4, 3)).double()
     model = Model(module, (5,), [3, 3], multi_head=False)
     teacher, params = model.params, random_like(model.params, 2)
     step = LocalStep(model, 1, frozenset(), ComposedMethod({"strategy": rule}), optim.sgd(), heads=(0, 1))
-    ctx = step.context({"params": params, "teacher": teacher}, {}, 0, 0, BATCH)
+    ctx = step.context(StepInputs({"params": params, "teacher": teacher}, BATCH))
     model.module.train()
     with rng.fork(0):
         value = rule.penalty(params, X, ctx)
@@ -155,7 +153,7 @@ def test_the_penalty_of_heads_of_unequal_width_is_that_of_each_alone(temperature
     rule = LwF(temperature=temperature)
     model, step = make(rule)
     params, teacher = (random_like(model.params, seed) for seed in (2, 3))
-    ctx = step.context({"params": params, "teacher": teacher}, {}, 0, 0, BATCH)
+    ctx = step.context(StepInputs({"params": params, "teacher": teacher}, BATCH))
     expected = entropies(model, params, teacher, X, temperature, (0, 1)).mean()
     assert rule.penalty(params, X, ctx).item() == pytest.approx(expected.item(), rel=1e-12)
 
@@ -177,7 +175,7 @@ def _normed():
 @pytest.mark.parametrize("norm_stats", ["per_task", "running"])
 @pytest.mark.parametrize("multi_head", [False, True])
 def test_strength_zero_is_fedavg_to_the_byte(multi_head, norm_stats):
-    # The network has running statistics: the passes of the distillation must not move them.
+    # The passes of the distillation must not change the running statistics of the network.
     options = ("local.momentum=0.9", "local.weight_decay=0.01", "local.lr=0.2", f"model.norm_stats={norm_stats}")
     stream = toy.stream(multi_head=multi_head)
     fedavg = cfl.run(toy.config(*options, method="fedavg"), stream=stream, model=_normed())
@@ -192,7 +190,7 @@ def test_strength_zero_is_fedavg_to_the_byte(multi_head, norm_stats):
 
 @pytest.mark.parametrize("multi_head", [False, True])
 def test_the_first_task_is_fedavg_to_the_byte(multi_head):
-    # Dropout draws, too: the first task has no passes but FedAvg's.
+    # This includes dropout draws: the first task has no passes other than FedAvg's.
     rule, options = Recorder(), ("model.dropout=[0.2,0.2]", "local.lr=0.2")
     cfl.run(toy.config(*options, method="lwf"), stream=toy.stream(multi_head=multi_head), strategy=rule)
     alone = cfl.run(toy.config(*options, "tasks=1", method="fedavg"), stream=toy.stream(1, multi_head=multi_head))
@@ -201,13 +199,15 @@ def test_the_first_task_is_fedavg_to_the_byte(multi_head):
 
 
 def test_at_the_teacher_the_distillation_has_no_gradient():
-    # q = p there: the first step of a task is FedAvg's, but for rounding, and the later ones are not.
+    # At q = p the first step of a task is FedAvg's up to rounding; later steps are not.
     after = []
     for rule in (Strategy(), LwF(strength=5.0)):
         model, step = make(rule)
         local = step.start(model.params)
         for index in range(2):
-            local, _ = step(local, BATCH, {"params": model.params, "teacher": model.params}, {}, 0.5, index, 0)
+            local, _ = step(
+                local, StepInputs({"params": model.params, "teacher": model.params}, BATCH, lr=0.5, step=index)
+            )
             after.append(tree.clone(local.params))
     for name in model.trainable(2):
         torch.testing.assert_close(after[0][name], after[2][name], atol=1e-14, rtol=0)
@@ -246,11 +246,11 @@ def test_the_teacher_is_the_global_model_at_the_end_of_the_previous_task(multi_h
         if info.task:
             last = ends[info.task - 1]["params"]
             heads = {name for name in last if name.endswith("@" + str(info.task - 1))}
-            # old heads do not train, so those of the model are the teacher's, too
+            # old heads do not train, so the model's heads are the teacher's
             assert bool(heads) == multi_head and heads <= set(down["params"]) - set(down["teacher"])
             seen = {**down["params"], **down["teacher"]}
             assert all(torch.equal(seen[name], last[name]) for name in {*down["teacher"], *heads})
-        if (info.task, info.round) == (1, 0):  # within a task the model moves on, and the teacher stays
+        if (info.task, info.round) == (1, 0):  # within a task the model changes and the teacher does not
             assert not torch.equal(after["params"]["1.weight"], after["teacher"]["1.weight"])
             assert torch.equal(ends[0]["params"]["1.weight"], after["teacher"]["1.weight"])
 
@@ -269,7 +269,7 @@ def test_old_heads_stay_as_they_were_unless_they_train(train_old_heads):
 # The 8-6-6-2 MLP has 96 parameters in its body and 14 in a head; 3 clients take part in 2 rounds of each task.
 DOWN = {
     (False, False): [110, 110 + 110, 110 + 110],  # the model, and from the second task on the teacher
-    (True, False): [96 + 14, (96 + 28) + 96, (96 + 42) + 96],  # heads that do not train are the teacher's, too
+    (True, False): [96 + 14, (96 + 28) + 96, (96 + 42) + 96],  # frozen heads are the teacher's, too
     (True, True): [96 + 14, (96 + 28) + (96 + 14), (96 + 42) + (96 + 28)],
 }
 
@@ -294,7 +294,7 @@ def test_the_penalty_writes_to_nothing_and_sends_no_gradient_to_the_teacher():
     before = tree.clone(params), tree.clone(teacher)
 
     def penalty(params, teacher):
-        return rule.penalty(params, X, step.context({"params": params, "teacher": teacher}, {}, 0, 0, BATCH))
+        return rule.penalty(params, X, step.context(StepInputs({"params": params, "teacher": teacher}, BATCH)))
 
     gradient = torch.func.grad(penalty, argnums=1)(params, teacher)
     assert all(not leaf.any() for leaf in gradient.values())
@@ -307,7 +307,7 @@ def test_padding_changes_nothing():
     shared = {"params": random_like(model.params, 2), "teacher": random_like(model.params, 3)}
     mask = torch.tensor([1.0, 1, 1, 1, 0, 0]).double()
     short, padded, empty = (
-        step(step.start(shared["params"]), batch, shared, {}, 0.1, 0, 0)[0]
+        step(step.start(shared["params"]), StepInputs(shared, batch, lr=0.1))[0]
         for batch in (
             Batch(*(leaf[:4] for leaf in BATCH[:4])), BATCH._replace(mask=mask), BATCH._replace(mask=0 * mask)
         )

@@ -1,4 +1,4 @@
-"""The memory of replay methods: what is chosen by hand and by chance, and what whole runs keep."""
+"""Memory of replay methods: choices by hand and their distributions, and the memory in whole runs."""
 
 import itertools
 import math
@@ -12,13 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cfl
-from cfl.contract.data import EMPTY, MEMORY, Batch, Client, Share
-from cfl.contract.rounds import Phase, RoundInfo
-from cfl.contract.strategy import with_consolidation
+from cfl.contract import EMPTY, MEMORY, Batch, Client, Phase, RoundInfo, Share, with_consolidation
 from cfl.core import rng, tree
 from cfl.methods.strategies import ER
 from cfl.methods.strategies.replay import Replay, balanced
-from cfl.run.sinks import NullSink
+from cfl.runtime.sinks import NullSink
 from tests import toy
 
 KINDS = list(itertools.product(("balanced", "reservoir"), ("per_task", "total")))
@@ -28,7 +26,7 @@ KINDS = list(itertools.product(("balanced", "reservoir"), ("per_task", "total"))
 
 
 def holder(*labels, id=0):
-    """Gives the client as it is in each task; it holds all samples of task t, with the labels labels[t]."""
+    """The client in each task, by task: it holds all samples of the tasks so far, with labels labels[t] in task t."""
     one = torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64)
     stream = cfl.from_tensors([(torch.zeros(len(y), 1), torch.tensor(y), *one) for y in labels])
     shares = {task: Share(part.train, torch.arange(len(part.train))) for task, part in enumerate(stream.tasks)}
@@ -44,19 +42,19 @@ def stored(strategy, clients, key=1):
             client.task, 9, phase, 0, (client.id,), (), frozenset(), (), 9, 0.1, model, rng.key(key, client.task)
         )
         up, state = strategy.work({}, client, {}, state, info)
-        assert up == {}  # nothing goes up
+        assert up == {}  # no upload
         states.append(state)
     return states
 
 
 def groups(memory, labels):
-    """How many samples the memory holds of each (task, class)."""
+    """Number of samples in the memory by (task, class)."""
     return Counter((task, labels[task][position]) for task, position in memory.tolist())
 
 
 @dataclass(frozen=True)
 class Recorder(ER):
-    """ER that stores after the last task, too, and keeps what its hooks are given."""
+    """ER that stores after the last task, too, and records the arguments of its hooks."""
 
     work_calls: list = field(default_factory=list, repr=False)
     steps: list = field(default_factory=list, repr=False)
@@ -85,7 +83,7 @@ def record(*overrides, stream=None, **options):
 
 def test_balanced_order_by_hand():
     labels = torch.tensor([0, 0, 0, 1, 1, 2])
-    # one of each group, then the second of those that have one, then the third
+    # one member of each group, then the second members, then the third
     assert balanced(labels, torch.arange(6)).tolist() == [0, 3, 5, 1, 4, 2]
     # the groups come in the order of their first members: 5 of group 2, 4 of group 1, 2 of group 0
     assert balanced(labels, torch.arange(6).flip(0)).tolist() == [5, 4, 2, 3, 1, 0]
@@ -107,7 +105,7 @@ def test_with_nothing_to_replay_the_batch_is_the_same_object():
 
 def test_plan_and_heads():
     assert [phase.name for phase in Replay().plan(0, 2, 5)] == ["train", "consolidate"]
-    assert [phase.name for phase in Replay().plan(1, 2, 5)] == ["train"]  # nothing follows that would replay
+    assert [phase.name for phase in Replay().plan(1, 2, 5)] == ["train"]  # no later task replays
     store = Replay().plan(0, 2, 5)[1]
     assert (store.rounds, store.cohort, store.train, store.work) == (1, "available", False, True)
     assert Replay().heads(2, 5) == (0, 1, 2)
@@ -146,7 +144,7 @@ def test_every_prefix_is_balanced_and_groups_keep_their_order(labels, shuffle):
         assert [i for i in found if labels[i] == group] == [i for i in order if labels[i] == group]
     for length in range(len(labels) + 1):
         prefix = Counter(labels[i] for i in found[:length])
-        for group, most in total.items():  # a group falls behind by two only where it has no more to give
+        for group, most in total.items():  # a group falls behind by two only if it has no more members
             assert prefix[group] == most or prefix[group] >= max(prefix.values(), default=0) - 1
 
 
@@ -156,14 +154,14 @@ def test_per_task_stores_as_many_of_each_task_and_leaves_the_earlier_ones(select
     states = stored(Replay(memory=4, select=select), holder(*labels))
     for task, state in enumerate(states):
         counts = [int((state[MEMORY][:, 0] == seen).sum()) for seen in range(task + 1)]
-        assert counts == [4, 3, 4][: task + 1]  # the second task has but three samples
+        assert counts == [4, 3, 4][: task + 1]  # the second task has only three samples
         assert len(state[MEMORY].unique(dim=0)) == len(state[MEMORY])
     for before, after in itertools.pairwise(states):
         assert torch.equal(after[MEMORY][: len(before[MEMORY])], before[MEMORY])
 
 
 def test_per_task_stores_as_many_of_each_class():
-    labels = [0] * 20 + [1] * 3 + [2]  # one of class 2, then two of each of the others fill up five places
+    labels = [0] * 20 + [1] * 3 + [2]  # one of class 2 and two of each other class fill five places
     for key in range(20):
         (state,) = stored(Replay(memory=5), holder(labels), key)
         assert groups(state[MEMORY], [labels]) == {(0, 0): 2, (0, 1): 2, (0, 2): 1}
@@ -206,7 +204,7 @@ def test_a_total_lets_go_of_earlier_samples_and_never_takes_them_back():
 
 
 def bernstein(trials, chance, risk):
-    """t such that a Bin(trials, chance) is off its mean by t or more with a chance of at most `risk`.
+    """t such that Bin(trials, chance) deviates from its mean by t or more with a probability of at most `risk`.
 
     Bernstein's inequality: 2 exp(-t^2 / (2 (v + t / 3))), v = trials chance (1 - chance). Setting it to the risk with
     l = log(2 / risk) gives t^2 - (2 l / 3) t - 2 l v = 0.
@@ -225,7 +223,7 @@ def test_with_fewer_places_than_tasks_each_task_is_held_with_the_same_chance():
             counts.update(state[MEMORY][:, 0].tolist())
     for counts, tasks in zip(found, (3, 4)):
         bound = bernstein(trials, 2 / tasks, 1e-6 / 7)
-        assert bound < trials / tasks / 2  # the bound is narrow enough to mean something
+        assert bound < trials / tasks / 2  # the bound is tight enough to be meaningful
         assert all(abs(counts[task] - 2 * trials / tasks) < bound for task in range(tasks)), counts
 
 
@@ -242,13 +240,13 @@ def test_every_seen_sample_is_in_the_reservoir_with_the_same_chance():
     for counts, pairs in zip(found, (3, 10)):
         assert len(counts) == pairs
         bound = bernstein(trials, 1 / pairs, 1e-6 / 13)
-        assert bound < trials / pairs / 2  # the bound is narrow enough to mean something
+        assert bound < trials / pairs / 2  # the bound is tight enough to be meaningful
         assert all(abs(count - trials / pairs) < bound for count in counts.values())
 
 
 @pytest.mark.parametrize("select", ["balanced", "reservoir"])
 def test_within_a_task_every_sample_is_stored_with_the_same_chance(select):
-    """One of six of one class, 1200 times; again with a chance below 1e-6 to fail by bad luck."""
+    """One of six samples of one class, in 1200 draws; correct draws fail with a probability below 1e-6."""
     clients, trials = holder([0] * 6), 1200
     states = (stored(Replay(memory=1, select=select), clients, key)[0] for key in range(trials))
     counts = Counter(state[MEMORY][0, 1].item() for state in states)
@@ -276,15 +274,15 @@ def test_what_is_stored_depends_on_key_and_client_and_nothing_else(select, budge
     before = tree.clone(first)
     again = stored(strategy, clients)[1]
     assert torch.equal(second[MEMORY], again[MEMORY])
-    assert torch.equal(torch.get_rng_state(), state)  # the global generator is left alone
-    assert all(torch.equal(first[name], leaf) for name, leaf in before.items())  # and so is the state given
+    assert torch.equal(torch.get_rng_state(), state)  # the global generator is unchanged
+    assert all(torch.equal(first[name], leaf) for name, leaf in before.items())  # and so is the given state
     assert not torch.equal(stored(strategy, clients, key=2)[1][MEMORY], second[MEMORY])
     assert not torch.equal(stored(strategy, holder(*labels, id=1))[1][MEMORY], second[MEMORY])
 
 
 @pytest.mark.parametrize(("select", "budget"), KINDS)
 def test_no_client_ever_sees_a_sample_of_another(select, budget):
-    # half of the clients own each task, so that some have a memory and some have none
+    # half of the clients own each task, so some have a memory and others do not
     recorder, _ = record("partition.task_share=0.5", "partition.clients=6", memory=2, select=select, budget=budget)
     owner, held = {}, {}
     for task, client, _, new in recorder.work_calls:
@@ -298,7 +296,7 @@ def test_no_client_ever_sees_a_sample_of_another(select, budget):
     for task, ids, memory in recorder.steps:
         (id,) = {owner[i] for i in ids}
         earlier = [held[id, seen] for seen in range(task) if (id, seen) in held]
-        assert set(memory) == (earlier[-1] if earlier else set())  # at most two of two tasks: a batch holds them all
+        assert set(memory) == (earlier[-1] if earlier else set())  # four samples at most: one batch
         replayed += bool(memory)
     assert 0 < replayed < len(recorder.steps)
 
@@ -327,9 +325,9 @@ def test_bytes_by_the_shapes(method, multi_head):
     assert result.metrics["client_bytes"] == result.metrics["client_bytes_max"] == 2 * 3 * (8 * 4 + 8)
     body, head = (8 * 6 + 6) + (6 * 6 + 6), 6 * 2 + 2
     moved = result.metrics["bytes_by_phase"]
-    down = [body + (task + 1) * head if multi_head else body + head for task in range(3)]  # heads seen so far go down
+    down = [body + (task + 1) * head if multi_head else body + head for task in range(3)]  # all heads so far
     assert moved["consolidate"] == {"up": 0, "down": 4 * 4 * (down[0] + down[1])}  # all four clients, in float32
-    # Two rounds of three clients a task: the task's own head alone goes up.
+    # Two rounds of three clients per task; uploads have only the task's own head.
     assert moved["train"] == {"up": 3 * 2 * 3 * 4 * (body + head), "down": 2 * 3 * 4 * sum(down)}
 
 
@@ -344,11 +342,11 @@ def test_client_bytes_are_the_mean_over_clients(budget):
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL."""
+    """Stand-in for SIGKILL."""
 
 
 class KillAt(NullSink):
-    """Kills a run as a round ends, before its checkpoint is written."""
+    """Kill a run at the end of a round, before its checkpoint is written."""
 
     def __init__(self, at):
         self.at = at
@@ -361,7 +359,7 @@ class KillAt(NullSink):
 @pytest.mark.parametrize(("select", "budget"), [("balanced", "per_task"), ("reservoir", "total")])
 def test_killed_at_any_round_the_memory_and_its_draws_are_the_same(select, budget, tmp_path):
     config = toy.config("local.momentum=0.9", "partition.name=shards", method="er")
-    options = dict(memory=6, select=select, budget=budget)  # more than a batch of four, so that steps draw
+    options = dict(memory=6, select=select, budget=budget)  # more than a batch of four, so steps draw from it
 
     def play(folder, **more):
         recorder = Recorder(**options)
@@ -384,7 +382,7 @@ def test_killed_at_any_round_the_memory_and_its_draws_are_the_same(select, budge
             for state, same in zip((before, after), expected, strict=True):
                 assert list(state) == list(same)
                 assert all(torch.equal(leaf, same[name]) and leaf.dtype == torch.int64 for name, leaf in state.items())
-    # A round has three clients with three batches of four: nothing is lost but the round that was killed.
+    # A round has three clients with three batches of four: only the killed round is lost.
     assert left == [9 * rounds for rounds in (6, 5, 4, 4, 3, 2, 2, 1, 0)]
 
 

@@ -1,4 +1,4 @@
-"""RGO+FL: the recursion against a dense inverse and gradients by brute force, what it does to a step, who stores it."""
+"""RGO+FL: the recursion against a dense inverse, brute-force gradients, its effect on steps, and who stores P."""
 
 import copy
 from dataclasses import dataclass, field, replace
@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import cfl
-from cfl.contract.data import EMPTY, Client, Share
-from cfl.contract.rounds import Phase
+from cfl.contract import EMPTY, Client, Phase, Share
 from cfl.core import rng, tree
 from cfl.methods.strategies.rgo import RGO
 from cfl.testing import check_strategy
@@ -102,7 +101,7 @@ def test_an_update_of_p_by_hand():
     assert set(state) == {"weight/0", "bias/0"}
     for p in state.values():
         np.testing.assert_allclose(p.numpy(), np.diag([0.8, 1.0]), atol=1e-15)
-    # Of two such samples in one batch q and v are twice as long: 1 / (1 + 1) = 1/2. In two batches: 1 / (1 + 1/2).
+    # With two such samples in one batch, q and v are doubled: 1 / (1 + 1) = 1/2. In two batches: 1 / (1 + 1/2).
     for size, left in ((2, 1 / 2), (1, 2 / 3)):
         state = _consolidated(RGO(alpha=1.0, batch_size=size), model, (x.expand(2, 2), y.expand(2)))
         np.testing.assert_allclose(state["weight/0"].numpy(), np.diag([left, 1.0]), atol=1e-15)
@@ -171,7 +170,7 @@ def test_without_p_gradients_keep_their_very_tensors():
 
 
 def test_an_alpha_without_end_is_fedavg():
-    # P differs from I by |v|^2 / alpha, and |v| is far below 100 here: less than 1e-8 of a gradient.
+    # P differs from I by |v|^2 / alpha, and |v| is far below 100: gradients change by a fraction below 1e-8.
     def run(*overrides, method="rgo"):
         return _run(*overrides, method=method, model=toy.mlp(8, 6, 6, 2)).params
 
@@ -197,7 +196,7 @@ def test_p_stays_symmetric_and_positive_definite(dtype, alpha):
 
 
 def test_the_applied_matrix_has_the_trace_of_the_identity():
-    # The gradient I (d, d) of a square layer comes back as the matrix itself; and that of a bias is one row at a time.
+    # A gradient of I (d, d) of a square layer returns the matrix itself; gradients of its bias return one row each.
     model = _handle(toy.net(nn.Linear(4, 4)), (4,), outputs=4)
     state = _consolidated(RGO(alpha=0.1), model, (toy.random(20, 4), torch.arange(20) % 4))
     ctx = toy.context({}, state, EMPTY, model)
@@ -228,7 +227,7 @@ def test_gradients_are_multiplied_group_by_group():
 
 
 def test_steps_shrink_where_earlier_tasks_curve():
-    # One vector v: P v = v / (1 + |v|^2 / alpha), and what is orthogonal to v stays; the trace is brought back to d.
+    # One vector v: P v = v / (1 + |v|^2 / alpha), and vectors orthogonal to v stay; then P is scaled to trace d.
     model = _handle(toy.net(nn.Linear(6, 3)), (6,))
     x, y = toy.random(5, 6), torch.arange(5) % 3
     state = _consolidated(RGO(alpha=0.1), model, (x, y))
@@ -255,7 +254,7 @@ def test_a_share_of_the_owners_updates_p_and_the_others_keep_their_state(share, 
         assert len(drawn[-1]) == count
         assert all(len(states[id]) == 4 for id in drawn[-1])
     if 1 < count < 10:
-        assert drawn[0] != drawn[1]  # the draw is the round's
+        assert drawn[0] != drawn[1]  # each round draws anew
 
 
 @pytest.mark.parametrize("share,count", [(0.4, 1), (0.6, 2), (1.0, 3)])  # of three owners of each task
@@ -273,11 +272,11 @@ def test_in_a_run_as_many_clients_hold_p_as_the_share_says(share, count):
 
 # --- feature encoding -------------------------------------------------------------------------------------------------
 
-SEED = 3  # of orders that are not their own inverses
+SEED = 3  # a seed whose orders are not their own inverses
 
 
 class _Encoded(nn.Module):
-    """A module whose layers' outputs, but the last one's, come in the given orders, before their biases are added."""
+    """A module that permutes its layers' outputs by the given orders, by path, before it adds biases."""
 
     def __init__(self, module, orders):
         super().__init__()
@@ -295,7 +294,7 @@ class _Encoded(nn.Module):
 
 
 def _orders(strategy, model, task):
-    """Path of each encoded layer to the order of its outputs, which is not its own inverse."""
+    """Path of each encoded layer to the order of its outputs; at least one is not its own inverse."""
     orders = strategy.init_server(model.params, model)[f"orders/{task}"]
     assert any(not torch.equal(order, order.argsort()) for order in orders.values())
     return {name.removesuffix(".weight"): order for name, order in orders.items()}
@@ -377,7 +376,7 @@ def test_encoding_is_none_in_the_first_task_and_another_network_after_it():
 
 
 def test_bytes_from_the_shapes_of_p():
-    # float32, 8-6-6-2: inputs 8, 6, 6 and biases 6, 6, 2. Nothing goes up beside the model's updates.
+    # float32, 8-6-6-2: inputs 8, 6, 6 and biases 6, 6, 2. Uploads have only the model's updates.
     metrics = _run("strategy.share=1").metrics
     stored = 4 * (8 * 8 + 6 * 6 + 6 * 6 + 6 * 6 + 6 * 6 + 2 * 2)
     assert metrics["client_bytes"] == metrics["client_bytes_max"] == stored
@@ -410,7 +409,7 @@ def test_gradients_of_stacked_clients_are_those_of_each():
     def adjust(grads, state):
         return RGO().adjust(grads, model.params, toy.context({}, state, EMPTY, model))
 
-    stacked = tree.unstack(torch.func.vmap(adjust)(tree.stack(grads), tree.stack(states)))
+    stacked = toy.unstacked(torch.func.vmap(adjust)(tree.stack(grads), tree.stack(states)))
     for ours, *own in zip(stacked, grads, states, strict=True):
         for name, leaf in adjust(*own).items():
             torch.testing.assert_close(ours[name], leaf, atol=1e-13, rtol=0)

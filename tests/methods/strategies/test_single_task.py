@@ -1,4 +1,4 @@
-"""Single task: the first task is FedAvg's, and no task knows of the others."""
+"""Single task: the first task is FedAvg, and tasks are independent of each other."""
 
 import json
 from dataclasses import replace
@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 import cfl
-from cfl.contract.rounds import Phase, RoundInfo
+from cfl.contract import Phase, RoundInfo
 from cfl.core import rng, tree
 from cfl.engines import LoopEngine, Outcome
 from cfl.engines.evaluate import accuracy
 from cfl.methods.strategies.single_task import SingleTask
-from cfl.models.handle import Model
+from cfl.models import Model
 from tests import toy
 
 LEARNS = ("local.lr=0.2", "rounds=6")
@@ -26,7 +26,7 @@ Recorder = toy.recording(SingleTask)
 
 
 def run(*overrides, stream=None, **options):
-    """A run that learns, and its last server."""
+    """A run that learns: its result, the last state of the server, and the recorder."""
     rule = Recorder()
     config = toy.config(*LEARNS, *overrides, method="single_task")
     result = cfl.run(config, stream=stream or toy.stream(), strategy=rule, **options)
@@ -61,7 +61,7 @@ def test_two_tasks_by_hand():
         server = rule.absorb(server, {"strategy": {"weight": torch.tensor([moved])}}, info, 1.0)
         assert rule.serve(server, task)["weight"].flatten().tolist() == list(after)
     assert came_down == [[1.0, 2.0], [1.0, 2.0], [0.0, 1.0]]
-    assert rule.serve(server, 0)["weight"].flatten().tolist() == [0.5, 3.0]  # kept as it was
+    assert rule.serve(server, 0)["weight"].flatten().tolist() == [0.5, 3.0]  # unchanged
     assert start["weight"].flatten().tolist() == [1.0, 2.0]
 
 
@@ -103,7 +103,7 @@ def test_a_task_does_not_depend_on_the_tasks_before_it(multi_head):
     own = [name for name in learnt[0][0] if not name.endswith("@0")]
     assert all(torch.equal(learnt[0][0][name], learnt[1][0][name]) for name in own)
     assert learnt[0][1] == learnt[1][1]
-    assert not equal(*moved_on)  # FedAvg's second task does depend on the first
+    assert not equal(*moved_on)  # FedAvg's second task depends on the first
 
 
 @pytest.mark.parametrize("multi_head", [False, True])
@@ -118,7 +118,7 @@ def test_nothing_is_forgotten_and_forgetting_is_not_defined(multi_head, tmp_path
     assert written["fgt"] is None and written["bwt"] is None
     assert written["acc"] == pytest.approx(result.accuracy_matrix[2].mean()) and written["learning_accuracy"] is None
     fedavg = cfl.run(toy.config(*LEARNS, method="fedavg"), stream=toy.stream(), model=normed())
-    assert fedavg.metrics["fgt"] > 0.1  # there is something to forget
+    assert fedavg.metrics["fgt"] > 0.1  # FedAvg does forget
 
 
 # --- the server's models ---------------------------------------------------------------------------------------------

@@ -104,10 +104,10 @@ def test_spectrum_counts_no_rounding_noise(dtype, gram):
 @pytest.mark.parametrize(
     "values,threshold,rank",
     [
-        # one large value, as inputs with a large mean have, and many small ones that hold 2.8 % of the energy in all:
+        # one large value, as for inputs with a large mean, and many small values with 2.8 % of the energy in total:
         # 1 + 5e-5 (r - 1) >= 0.99 (1 + 575 5e-5) = 1.0184625, so r >= 370.25
         ([1.0] + [5e-5] * 575, 0.99, 371),
-        # 1 / j^2: the sum of the first hundred is 1.634984, that of 99 1.634884, and 0.995 of all 576 is 1.634983
+        # 1 / j^2: the sum of the first 100 is 1.634984, of the first 99 it is 1.634884, and 0.995 of all is 1.634983
         ([j**-2.0 for j in range(1, 577)], 0.995, 100),
     ],
     ids=["one large", "1 / j^2"],
@@ -122,7 +122,7 @@ def test_a_gram_matrix_in_float32_has_the_rank_of_its_spectrum(values, threshold
 
 
 def test_rounding_of_a_sum_of_many_gram_matrices_is_no_rank():
-    """1,400 clients with a sample each; each Gram matrix is rounded, and added to a sum of the same precision."""
+    """1,400 clients with one sample each: each Gram matrix is rounded and added to a sum of the same precision."""
     d, rank = 32, 8
     x = _random(1400, rank) @ _random(rank, d, seed=1)
     total = torch.zeros(d, d)
@@ -132,7 +132,7 @@ def test_rounding_of_a_sum_of_many_gram_matrices_is_no_rank():
         int((bases.residual_spectrum(total, bases.empty(d), gram=True, terms=terms).squared > 0).sum())
         for terms in (1, 1400)
     ]
-    assert ranks[0] > ranks[1] == rank  # taken for one matrix it has directions that are rounding alone
+    assert ranks[0] > ranks[1] == rank  # with terms=1, rounding errors count as directions
 
 
 def test_spectrum_of_zero_is_zero_and_of_nan_an_error():
@@ -169,7 +169,7 @@ def test_residual_share_at_its_ends():
 
 
 def _noisy(a, std, seed, gram):
-    """A sketch, or a Gram matrix whose entries on and above the diagonal get noise (what is below is the same)."""
+    """A sketch with noise, or a Gram matrix with noise on and above the diagonal, mirrored below it."""
     z = std * _random(*a.shape, seed=10_000 + seed)
     return a + (z.triu() + z.triu(1).T if gram else z)
 
@@ -180,7 +180,7 @@ def test_without_noise_nothing_changes_by_a_bit():
         for x, gram in ((a, False), (a @ a.T, True)):
             whole = x if gram else x @ x.T
             rest = bases.remove(bases.remove(whole, basis).T, basis)
-            values, vectors = torch.linalg.eigh(rest)  # the definition, as it stood before there was any noise
+            values, vectors = torch.linalg.eigh(rest)  # the definition without noise
             found, squared, _, share = bases.residual_spectrum(x, basis, gram=gram, noise=0.0)
             assert torch.equal(found, vectors.flip(1))
             kept = squared > 0
@@ -193,18 +193,18 @@ def test_without_noise_nothing_changes_by_a_bit():
 @pytest.mark.parametrize("known", [0, 4])
 @pytest.mark.parametrize("gram", [False, True])
 def test_what_noise_adds_comes_off_each_value_with_the_tail(gram, known):
-    """By hand, on singular values 3, 2, 1 and 0.25 of 5 dimensions beside the basis and 9 columns.
+    """Singular values 3, 2, 1 and 0.25 in 5 dimensions outside of the basis, and 9 columns.
 
-    Off come std (sqrt(5) + 3 + 3) of a singular value, and std (2 sqrt(5) + 3 sqrt(2)) of an eigenvalue, its square.
+    A singular value loses std (sqrt(5) + 3 + 3); its square, an eigenvalue, loses std (2 sqrt(5) + 3 sqrt(2)).
     """
     values, d, std = torch.tensor([3.0, 2.0, 1.0, 0.25], dtype=torch.float64), 5 + known, 0.1
     a = torch.zeros(d, 9, dtype=torch.float64)
     a[known : known + 4, :4] = values.diag()
     basis = torch.eye(d, dtype=torch.float64)[:, :known]
     squared = bases.residual_spectrum(a @ a.T if gram else a, basis, gram=gram, noise=std).squared
-    if gram:  # 0.871 of 9, 4, 1 and 0.0625
+    if gram:  # 9, 4, 1 and 0.0625 lose 0.871
         expected = (values**2 - std * (2 * 5**0.5 + 3 * 2**0.5)).clamp(min=0)
-    else:  # 0.824 of 3, 2, 1 and 0.25
+    else:  # 3, 2, 1 and 0.25 lose 0.824
         expected = (values - std * (5**0.5 + 9**0.5 + 3)).clamp(min=0) ** 2
     assert [value > 0 for value in expected] == [True, True, True, False]
     np.testing.assert_allclose(squared[:4], expected, rtol=1e-12)
@@ -214,12 +214,14 @@ def test_what_noise_adds_comes_off_each_value_with_the_tail(gram, known):
 @pytest.mark.parametrize("known", [0, 4])
 @pytest.mark.parametrize("gram", [False, True])
 def test_noise_alone_is_seldom_taken_for_a_direction(gram, known):
-    """A matrix (n, s) of standard normals has a largest singular value above sqrt(n) + sqrt(s) + t with a chance below
-    exp(-t^2 / 2) (Davidson and Szarek, 2001, theorem 2.13), a symmetric one an eigenvalue above 2 sqrt(n) + sqrt(2) t:
-    it moves by sqrt(2) at most where the entries on and above the diagonal move by 1.
+    """Largest singular values of noise (Davidson and Szarek, 2001, theorem 2.13).
 
-    For t = 3 that is 1.1 %: of 200 draws 2.2 on average, and 9 or more with a chance below 1 in 1000. A value beyond
-    t = 5 is as rare in 200 draws: what stands out does so by 2 std, or 2 sqrt(2) std, at most.
+    The largest singular value of a standard normal matrix (n, s) exceeds sqrt(n) + sqrt(s) + t with a probability below
+    exp(-t^2 / 2). For the largest eigenvalue of a symmetric one the bound is 2 sqrt(n) + sqrt(2) t: the eigenvalue
+    changes by sqrt(2) at most if the vector of the entries on and above the diagonal changes by 1.
+
+    For t = 3 the probability is 1.1 %: 2.2 of 200 draws on average, and 9 or more with a probability below 1 in 1000. A
+    value beyond t = 5 is as rare in 200 draws, so a value exceeds the bound by at most 2 std, or 2 sqrt(2) std.
     """
     d, seeds, basis, std = 20, 200, _orthonormal(20, known) if known else bases.empty(20), 0.3
     zero, found, largest = torch.zeros(d, d if gram else 5 * d, dtype=torch.float64), 0, 0.0
@@ -235,8 +237,8 @@ def test_noise_alone_is_seldom_taken_for_a_direction(gram, known):
 def test_a_strong_signal_is_found_through_the_noise(gram):
     d, s, rank, beyond = 20, 100, 3, 0
     span = _orthonormal(d, rank, seed=3)
-    x = span @ _random(rank, s, seed=4)  # singular values near sqrt(s) = 10, of the Gram matrix near 100
-    std = 2.0 if gram else 0.1  # off come std (2 sqrt(d) + 3 sqrt(2)) = 26, and std (sqrt(d) + sqrt(s) + 3) = 1.7
+    x = span @ _random(rank, s, seed=4)  # singular values near sqrt(s) = 10; eigenvalues of the Gram matrix near 100
+    std = 2.0 if gram else 0.1  # subtracted: std (2 sqrt(d) + 3 sqrt(2)) = 26, or std (sqrt(d) + sqrt(s) + 3) = 1.7
     for seed in range(30):
         a = _noisy(x @ x.T if gram else x, std, seed, gram)
         vectors, squared, _, share = bases.residual_spectrum(a, bases.empty(d), gram=gram, noise=std)
@@ -247,24 +249,24 @@ def test_a_strong_signal_is_found_through_the_noise(gram):
         assert torch.linalg.svdvals(found.T @ span).min() > 1 - 2 * (0.15 if gram else 0.04) ** 2
         assert squared[rank] < 0.1 * squared[rank - 1]
         assert share == 1.0
-    # the fourth value is at most the largest of noise alone (Weyl), which stands out in 1.1 % of draws: in 30 draws 0.3
+    # the fourth value is at most the largest of noise (Weyl), which exceeds the bound in 1.1 % of draws: 0.3 of 30
     assert beyond <= 3
 
 
 @pytest.mark.parametrize("gram", [False, True])
 def test_the_share_that_remains_is_right_on_average(gram):
-    """A known direction holds 70 % of the energy; with that of the noise, 63 % would remain in place of 30."""
+    """The basis covers 70 % of the energy, so 30 % remain; with the energy of the noise it would be 63 %."""
     d, s, std = 20, 100, 1.0
     basis = torch.eye(d, dtype=torch.float64)[:, :1]
     x = torch.zeros(d, s, dtype=torch.float64)
-    x[0, 0], x[1, 0] = math.sqrt(1400), math.sqrt(600)  # energy 2000; that of noise on a sketch is d s std^2 = 2000
+    x[0, 0], x[1, 0] = math.sqrt(1400), math.sqrt(600)  # energy 2000; the noise on a sketch has energy d s std^2 = 2000
     whole = x @ x.T if gram else x
     shares = [
         bases.residual_spectrum(_noisy(whole, std, seed, gram), basis, gram=gram, noise=std).share
         for seed in range(300)
     ]
     spread = float(np.std(shares)) / math.sqrt(len(shares))
-    assert np.mean(shares) == pytest.approx(0.3, abs=4 * spread + 0.002)  # a ratio has a small bias of its own
+    assert np.mean(shares) == pytest.approx(0.3, abs=4 * spread + 0.002)  # a ratio is slightly biased
     assert spread < 0.005
     if not gram:
         naive = bases.residual_spectrum(_noisy(whole, std, 0, gram), basis).share
@@ -281,7 +283,7 @@ def test_where_noise_hides_all_nothing_is_known_to_be_covered(gram):
 
 # --- choose_rank ----------------------------------------------------------------------------------------------------
 
-# Ranks for squared singular values exp(-j / 10), j = 0..99, threshold 0.9, by the rules' formulas (own check below).
+# Ranks for squared singular values exp(-j / 10), j = 0..99, and threshold 0.9, by the rules' formulas (checked below).
 RANKS = {
     0.0: (24, 24, 0),
     0.25: (21, 22, 1),
@@ -322,7 +324,7 @@ def test_threshold_of_one_and_zero_and_minimum():
     assert bases.choose_rank(squared, 0.95, 0.9, min_rank=2) == 2
     assert bases.choose_rank(squared, 0.95, 0.9, min_rank=9) == 3  # there are no more directions
     assert bases.choose_rank(torch.zeros(4, dtype=torch.float64), 0.0, 0.9, min_rank=1) == 0
-    assert bases.choose_rank(squared, 1.0, 1.0) == 0  # all is covered: what is left is rounding noise
+    assert bases.choose_rank(squared, 1.0, 1.0) == 0  # everything is covered: only rounding noise remains
 
 
 def test_energy_rule_meets_its_threshold_exactly_at_a_tie():
@@ -345,7 +347,7 @@ def test_the_printed_rule_warns_and_unknown_rules_fail():
 def test_twenty_expansions_stay_orthonormal_and_keep_old_columns():
     basis = bases.empty(100)
     for number in range(20):
-        # What a residual spectrum gives: orthogonal to the basis up to rounding, here of float32.
+        # As from a residual spectrum: orthogonal to the basis up to rounding, here to float32.
         directions = torch.linalg.qr(bases.remove(_random(4, 100, seed=number), basis).T).Q.float().double()
         new = bases.expand(basis, directions)
         assert torch.equal(new[:, : basis.shape[1]], basis)  # to the bit
@@ -361,7 +363,7 @@ def test_a_dependent_direction_is_dropped_not_replaced():
     assert torch.equal(bases.expand(basis, inside), basis)
     fresh = torch.nn.functional.normalize(_random(10, 1, seed=5), dim=0)
     new = bases.expand(basis, torch.cat([fresh, inside, fresh], dim=1))
-    assert new.shape == (10, 4)  # of three directions one is new, in whatever order they come
+    assert new.shape == (10, 4)  # one of three directions is new, in any order
     assert bases.remove(fresh.T, new).abs().max() < 1e-13
 
 

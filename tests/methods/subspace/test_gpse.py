@@ -1,4 +1,4 @@
-"""GPSE by itself against NumPy, its edge cases and its options."""
+"""GPSE alone: against NumPy, edge cases and options."""
 
 from dataclasses import replace
 
@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 import cfl
-from cfl.contract.data import Client, Share
-from cfl.contract.rounds import Phase, Privacy
-from cfl.core.errors import ConfigError
+from cfl.contract import Client, Phase, Privacy, Share
+from cfl.core import ConfigError
 from cfl.methods.strategies.fot import FOT
 from cfl.methods.subspace import basis as bases
 from cfl.methods.subspace.sketch import pack
@@ -36,7 +35,7 @@ from tests.gpse_round import (
 
 @pytest.mark.parametrize("augment", [True, False])
 def test_gpse_keeps_the_leading_left_singular_vectors_of_each_layers_inputs(augment):
-    # GPM's basis for one client: the first r left singular vectors of X, r the least with the energy share asked for.
+    # GPM's basis for one client: the first r left singular vectors of X, with the smallest r that meets the threshold.
     model, x = handle(mlp(12, 10, 8, 3), (12,)), draws(40, 12)
     strategy = FOT(sketch="gram", threshold=0.8, bias="augment" if augment else "free")
     server, sums = one_gpse(strategy, model, x)
@@ -77,8 +76,8 @@ def test_nothing_grows_on_data_that_is_covered():
         server, _ = one_gpse(strategy, model, x[:6])
         again, _ = gpse(strategy, model, server, clients_of(x[:6], [torch.arange(6)]), info_of(model, task=1))
         assert all(torch.equal(again["basis"][name], basis) for name, basis in server["basis"].items())
-        assert all(basis.shape[1] < basis.shape[0] for basis in server["basis"].values())  # it had room to grow
-    # The authors' rule adds at least one direction whatever is covered.
+        assert all(basis.shape[1] < basis.shape[0] for basis in server["basis"].values())  # the bases can grow
+    # The authors' rule adds at least one direction even if everything is covered.
     strategy = FOT(sketch="gram", criterion="norm_ratio", threshold=0.8)
     server, _ = one_gpse(strategy, model, x)
     again, _ = gpse(strategy, model, server, clients_of(x, [torch.arange(40)]), info_of(model, task=1))
@@ -86,7 +85,7 @@ def test_nothing_grows_on_data_that_is_covered():
 
 
 def test_float32_data_that_is_covered_adds_nothing_at_threshold_one():
-    # The basis goes down in float32, so that the clients' residual is rounding noise and not zero.
+    # The basis is broadcast in float32, so the clients' residual is rounding noise, not zero.
     module, x = mlp(12, 3).float(), draws(6, 12).float()
     for sketch in ("gram", "gaussian"):
         model, strategy = handle(module, (12,)), FOT(sketch=sketch, threshold=1.0)
@@ -107,10 +106,7 @@ def test_float32_data_that_is_covered_adds_nothing_at_threshold_one():
     ],
 )
 def test_products_are_float32_only_where_the_rule_does_not_ask_for_everything(options, task, dtype, products):
-    model = handle(mlp(12, 3).to(dtype), (12,))
-    client = clients_of(draws(6, 12).float(), [torch.arange(6)])[0]
-    empty = torch.zeros(13, 0, dtype=dtype)
-    assert FOT(**options)._accumulator(model.layers[0], empty, client, info_of(model, task=task)).products == products
+    assert FOT(**options).products(dtype, task) == products
 
 
 def test_products_in_float32_choose_the_subspace_of_those_in_float64(monkeypatch):
@@ -119,10 +115,10 @@ def test_products_in_float32_choose_the_subspace_of_those_in_float64(monkeypatch
     model, x = handle(module, (2, 8, 8)), draws(30, 2, 8, 8).float()
     strategy, found = FOT(threshold=0.95, sketch="gram", bias="freeze"), []
     for products in (torch.float32, torch.float64):
-        monkeypatch.setattr(FOT, "_products", lambda *_, products=products: products)
+        monkeypatch.setattr(FOT, "products", lambda *_, products=products: products)
         found.append(one_gpse(strategy, model, x)[0])
     assert ranks_of(found[0]) == ranks_of(found[1]) and ranks_of(found[0])["2"] > 0
-    # The sums differ by 1e-7 of the largest eigenvalue; a direction turns by that over the gap to the next value.
+    # The sums differ by 1e-7 of the largest eigenvalue; a direction turns by this over the gap to the next eigenvalue.
     for name, basis in found[0]["basis"].items():
         assert (projector(basis) - projector(found[1]["basis"][name])).abs().max() < 1e-3
 
@@ -215,7 +211,7 @@ def test_the_estimated_coverage_is_exact_of_a_gram_matrix_and_too_high_of_a_narr
 
 
 def test_under_noise_the_estimated_coverage_is_of_all_energy():
-    """Five eigenvalues of 1 stand out, each less std (2 sqrt(d) + 3 sqrt(2)) = 0.2; sixty of 0.05, 3 of 8, hide."""
+    """Five eigenvalues of 1 exceed the noise and lose std (2 sqrt(d) + 3 sqrt(2)) = 0.2; sixty of 0.05 do not."""
     model, values = handle(mlp(64, 3), (64,)), torch.tensor([1.0] * 5 + [0.05] * 60, dtype=torch.float64)
     info = replace(info_of(model), privacy=Privacy("client", 1.0, noise=0.01))
     strategy = FOT(sketch="gram", project_at="server", threshold=0.9)
@@ -225,7 +221,7 @@ def test_under_noise_the_estimated_coverage_is_of_all_energy():
 
 
 def test_where_the_number_of_clients_is_hidden_the_basis_does_not_tell_it():
-    """An eigenvalue of 1e-6 beside one of 1: above what rounding one matrix makes, below what a sum of 1,400 may."""
+    """Eigenvalues 1 and 1e-6: the second exceeds the rounding error of one matrix, but not of a sum of 1,400."""
     model, strategy = handle(mlp(3, 3), (3,)), FOT(sketch="gram", project_at="server", threshold=1.0)
     sums = {"sketch/0": pack(torch.tensor([1.0, 1e-6, 0.0, 0.0]).diag())}
     info = replace(info_of(model), privacy=Privacy("client", 1.0, hidden=True))
@@ -248,7 +244,7 @@ def test_where_the_number_of_clients_is_hidden_the_basis_does_not_tell_it():
 @pytest.mark.parametrize("options", [{}, {"sketch": "gram"}, {"draw": "sample"}, {"min_rank": 1}], ids=label)
 def test_a_dead_layer_learns_nothing(criterion, options):
     model = handle(mlp(12, 10, 3), (12,))
-    model.params["0.bias"].fill_(-100.0)  # ReLU puts out zeros for every sample
+    model.params["0.bias"].fill_(-100.0)  # ReLU outputs zeros for all samples
     server, sums = one_gpse(FOT(bias="free", criterion=criterion, **options), model, draws(20, 12))
     assert server["basis"]["2"].shape == (10, 0)
     assert server["basis"]["0"].shape[1] > 0
@@ -352,7 +348,7 @@ def test_max_patches_limits_what_an_image_adds():
 
 
 def test_a_dense_stem_has_its_patches_at_stride_1():
-    # The authors' code does so where the stem of their Mini-ImageNet network has stride 2.
+    # As in the authors' code, whose Mini-ImageNet network has a stem of stride 2.
     convs = nn.Conv2d(2, 4, 3, stride=2, padding=1, bias=False), nn.Conv2d(4, 4, 2, stride=2, bias=False)
     model = handle(Net(*convs, nn.Flatten(), nn.Linear(4, 3)).double(), (2, 4, 4))
     x = draws(3, 2, 4, 4)
@@ -363,7 +359,7 @@ def test_a_dense_stem_has_its_patches_at_stride_1():
     server, dense = one_gpse(FOT(bias="free", dense_stem=True), model, x)
     assert float(plain["energy/0"][0]) == pytest.approx(float(own.square().sum()))
     assert float(dense["energy/0"][0]) == pytest.approx(float(patches.square().sum()))
-    for name in ("1", "3"):  # the layers after it see what they did
+    for name in ("1", "3"):  # the inputs of later layers are the same
         assert torch.equal(dense[f"energy/{name}"], plain[f"energy/{name}"])
     coverage = Phase("coverage", cohort="available", train=False, work=True, diagnostic=True)
     _, real = gpse(
@@ -373,11 +369,11 @@ def test_a_dense_stem_has_its_patches_at_stride_1():
         clients_of(x, [torch.arange(3)]),
         info_of(model, 0, 3, coverage),
     )
-    assert float(real["energy/0"][0]) == pytest.approx(float(own.square().sum()))  # what the layer takes is measured
+    assert float(real["energy/0"][0]) == pytest.approx(float(own.square().sum()))  # coverage is of real inputs
 
 
 def test_augmented_gpse_sees_the_images_that_training_may_see():
-    # All images have their one bright pixel on the left; half of those that are flipped at random, on the right.
+    # The bright pixel of all images is on the left. A random flip moves it to the right in half of them.
     model, x = handle(Net(nn.Flatten(), nn.Linear(2, 3)), (1, 1, 2)), torch.tensor([[[[1.0, 0.0]]]] * 32)
     y, columns = torch.zeros(32, dtype=torch.int64), {}
     samples = cfl.from_tensors([(x, y, x, y)]).with_augment(["flip"]).tasks[0].train
@@ -390,7 +386,7 @@ def test_augmented_gpse_sees_the_images_that_training_may_see():
             info_of(model), phase=Phase("coverage", cohort="available", train=False, work=True, diagnostic=True)
         )
         _, sums = gpse(strategy, model, server, clients, measured)
-        assert sums["energy/1"].tolist() == pytest.approx([32.0, 0.0], abs=1e-9)  # of the images as they are
+        assert sums["energy/1"].tolist() == pytest.approx([32.0, 0.0], abs=1e-9)  # of images without augmentation
     assert columns == {False: 1, True: 2}
 
 
@@ -436,7 +432,7 @@ def test_a_layer_called_with_a_keyword_is_seen():
 
 @pytest.mark.parametrize("sketch", ["gram", "gaussian"])
 def test_rounding_errors_of_a_covered_span_are_no_directions(sketch):
-    """Float32 inputs inside the basis leave 1e-7 of themselves at the server; that is not rank."""
+    """Float32 inputs in the span of the basis leave a residual of 1e-7 at the server, which adds no rank."""
     model, x = handle(mlp(12, 3), (12,)), draws(40, 5).float() @ draws(5, 12, seed=1).float()
     model = handle(mlp(12, 3).float(), (12,))
     strategy = FOT(sketch=sketch, project_at="server", bias="free", threshold=1.0, min_rank=3)

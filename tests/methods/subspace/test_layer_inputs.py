@@ -1,4 +1,4 @@
-"""What a layer multiplies its weight with: the unfolded inputs against torch's own layers, for every geometry."""
+"""Layer inputs: weight times unfolded inputs against torch's own layers, for all geometries, and sums over patches."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import nn
 
 import cfl
 from cfl import models
-from cfl.contract.data import Batch
+from cfl.contract import Batch
 from cfl.core import tree
 from cfl.methods.subspace.layer_inputs import Patches, slides, stream, watch
 
@@ -16,7 +16,7 @@ def _handle(module, input_shape, outputs):
 
 
 def _seen(model, x):
-    """The inputs that each layer saw in one pass, by name, and what each module put out, by path."""
+    """Inputs of each layer in one pass, by name, and outputs of each module, by path."""
     inputs, outputs = {}, {}
     paths = {layer.path for layer in model.layers}
     hooks = [
@@ -33,7 +33,7 @@ def _seen(model, x):
 
 
 def _assert_products(model, x):
-    """Weight times inputs, plus bias, is what the module computes, output row by output row."""
+    """Assert that weight times inputs, plus bias, is the module's output."""
     inputs, outputs = _seen(model, x)
     assert set(inputs) == {layer.name for layer in model.layers}
     for layer in model.layers:
@@ -120,8 +120,8 @@ def test_the_gram_matrix_of_patches_is_that_of_the_unfolded_ones(kernel, options
 
 
 def test_products_of_patches_in_float32_are_summed_in_float64():
-    # A product of two float32 numbers is exact in float64, so only sums of at most 2,048 numbers round: each of at most
-    # 2,048 additions by half an ulp, 2^-24 of the sum.
+    # A product of two float32 numbers is exact in float64, so only sums of at most 2,048 numbers are rounded: each of
+    # at most 2,048 additions by half an ulp, 2^-24 of the sum.
     x = _random_images(40, 4, (16, 16)).abs()
     layer = _conv_model(nn.Conv2d(4, 8, 3, padding=1)).layers[0]
     rows, sums = layer.inputs(x).flatten(0, 1), Patches(layer, (16, 16), torch.float32)
@@ -271,8 +271,8 @@ def test_dropout_is_drawn_on_request_before_a_layer_but_for_its_own():
     with torch.no_grad():
         one = first(x).relu()
         two = third(nn.functional.dropout(one, 0.3)).relu()
-    assert torch.equal(seen["0"], x) and torch.equal(seen["3"], one)  # nothing is dropped before the second layer
-    assert torch.equal(seen["6"], two)  # that of the second layer is, not that of the third
+    assert torch.equal(seen["0"], x) and torch.equal(seen["3"], one)  # no dropout in the inputs of the second layer
+    assert torch.equal(seen["6"], two)  # the second layer's dropout, but not the third layer's own
     assert all(layer.training for layer in model.module.modules())  # as they were
 
 

@@ -1,4 +1,4 @@
-"""What is projected, frozen and fine-tuned after the first task, by kinds of layers."""
+"""Projected, frozen and fine-tuned layers after the first task, by kind of layer."""
 
 import pytest
 from torch import nn
@@ -39,7 +39,7 @@ def test_nothing_is_frozen_in_the_first_task():
         ({"norm_affine": "free"}, set()),
         ({"norm_affine": "free", "bias": "freeze"}, {"0.bias", "3.bias", "7.bias", "9.bias"}),
         ({"norm_affine": "free", "freeze_first": True}, {"0.weight", "0.bias", "1.weight", "1.bias"}),
-        (  # four layers: half is two, whatever the number of groups
+        (  # four layers: half is two, for any number of groups
             {"norm_affine": "free", "first_half": "freeze"},
             {f"{path}.{name}" for path in (0, 1, 3, 4) for name in ("weight", "bias")},
         ),
@@ -48,7 +48,7 @@ def test_nothing_is_frozen_in_the_first_task():
             {f"{path}.{name}" for path in (7, 8, 9) for name in ("weight", "bias")},
         ),
         ({"norm_affine": "free", "bias": "freeze", "first_half": "finetune"}, {"7.bias", "9.bias"}),
-        ({"first_half": "finetune"}, {"8.weight", "8.bias"}),  # what is fine-tuned is fine-tuned with its norms
+        ({"first_half": "finetune"}, {"8.weight", "8.bias"}),  # norms of fine-tuned layers are fine-tuned
     ],
     ids=label,
 )

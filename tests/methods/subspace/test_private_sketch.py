@@ -1,4 +1,4 @@
-"""GPSE under differential privacy: how far a client or a sample moves an upload, and what the server still learns."""
+"""GPSE under differential privacy: sensitivity of uploads to a client or a sample, and the bases at the server."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import cfl
-from cfl.contract.rounds import Privacy
-from cfl.core import rng
-from cfl.core.errors import ConfigError
+from cfl.contract import Privacy
+from cfl.core import ConfigError, rng
 from cfl.methods.strategies.fot import FOT
 from cfl.methods.subspace import basis as bases
 from cfl.methods.subspace import private_sketch as private
@@ -56,7 +55,7 @@ def conv():
 
 
 MODELS = {"mlp": (lambda: toy.mlp(5, 4, 3), (5,)), "cnn": (conv, (1, 4, 4))}
-# inputs that an adversary might choose: of any size, all alike, or alike but for one
+# inputs of an adversary: of any size, all alike, or all alike except one
 adversarial = st.tuples(
     st.integers(0, 2**32),
     st.integers(1, 6),
@@ -180,7 +179,7 @@ def test_a_sample_moves_the_upload_by_no_more_than_the_clip(net):
 
 
 def test_a_samples_bound_is_reached():
-    """Of one sample alone the packed Gram matrix of rank 1 has norm 1 where the input lies along an axis."""
+    """The packed Gram matrix of one sample has norm 1 if the input lies along an axis."""
     model = handle(toy.net(nn.Linear(5, 3, bias=False)), (5,))
     privacy, x = Privacy("example", 0.8), 1e3 * torch.eye(5)[:1]
     up = released(FOT(sketch="gram", project_at="server"), model, x, privacy)
@@ -188,7 +187,7 @@ def test_a_samples_bound_is_reached():
 
 
 def test_a_full_basis_leaves_its_share_to_the_others():
-    """The first layer of three has nothing to learn: two parts are sent, each with a norm of 1 / sqrt(2)."""
+    """The first of three layers has a full basis: an upload has four parts, each of norm 1 / sqrt(4) at most."""
     model = handle(toy.mlp(5, 4, 4, 3), (5,))
     basis = {layer.name: bases.empty(layer.size + 1) for layer in model.layers}
     basis[model.layers[0].name] = torch.eye(6, dtype=torch.float64)
@@ -199,7 +198,7 @@ def test_a_full_basis_leaves_its_share_to_the_others():
 
 
 class Twice(nn.Sequential):
-    """A layer that runs twice a pass, and one that runs once."""
+    """One layer runs twice per pass, the other once."""
 
     def forward(self, x):
         x = x.to(self[0].weight)
@@ -207,21 +206,21 @@ class Twice(nn.Sequential):
 
 
 def test_a_layer_that_runs_several_times_a_pass_is_refused_for_single_samples():
-    """Each of its runs is scaled to energy 1, so that a sample would move the sum by the clip as often as it runs."""
+    """Each run is scaled to energy 1, so a sample would change the sum by the clip once for each run."""
     model = handle(toy.net(nn.Linear(5, 5), nn.Linear(5, 3)), (5,))
     twice = handle(Twice(*model.module), (5,))
     strategy, x = FOT(sketch="gram", project_at="server"), torch.randn(130, 5, generator=rng.generator(0))
-    for samples in (1, 130):  # in batches of 64: one, and three
+    for samples in (1, 130):  # one batch of 64, and three
         assert released(strategy, model, x[:samples], Privacy("example", 1.0))
-        with pytest.raises(ConfigError, match="layer '0' runs several times a pass"):
+        with pytest.raises(ConfigError, match="layer '0' runs several times per forward pass"):
             released(strategy, twice, x[:samples], Privacy("example", 1.0))
-    # clients are clipped as a whole, and without privacy nothing needs a bound
+    # uploads of clients are clipped as a whole, and runs without privacy need no bound
     assert set(released(strategy, twice, x, Privacy("client", 1.0))) == {"sketch/0", "sketch/1"}
     assert set(released(strategy, twice, x, None)) == {"sketch/0", "sketch/1"}
 
 
 def test_the_groups_of_a_convolution_run_once():
-    """Each group of channels has a basis of its own, and none of them is a second run of the layer."""
+    """Each group of channels has its own basis; a second group is not a second run of the layer."""
     grouped = toy.net(nn.Conv2d(2, 4, 3, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
     model = handle(grouped, (2, 4, 4))
     x = torch.randn(70, 2, 4, 4, generator=rng.generator(0))
@@ -232,7 +231,7 @@ def test_the_groups_of_a_convolution_run_once():
 def test_a_run_refuses_such_a_layer_by_name():
     options = ["dp.level=example", "dp.noise_multiplier=1", "agg.weights=uniform", "dp.accountant=rdp", "tasks=2"]
     config = toy.config(*options, "rounds=1", "strategy.sketch=gram", "strategy.project_at=server")
-    with pytest.raises(ConfigError, match="layer '0' runs several times a pass"):
+    with pytest.raises(ConfigError, match="layer '0' runs several times per forward pass"):
         cfl.run(config, stream=toy.stream(2), model=Twice(nn.Linear(8, 8), nn.Linear(8, 2)))
 
 
@@ -262,7 +261,7 @@ def test_without_noise_the_server_gets_the_subspace_of_unit_inputs(project_at):
 
 @dataclass(frozen=True)
 class UnitEnergy(FOT):
-    """FOT without noise, whose sketches are those of privacy: of inputs of energy 1."""
+    """FOT with sketches of unit-energy inputs, as under privacy, but without noise."""
 
     def work(self, params, client, shared, state, info):
         return super().work(params, client, shared, state, _scaled(info))
@@ -282,12 +281,12 @@ def _bases(*overrides, strategy):
     return record.rounds[-1][-1]["basis"]
 
 
-# A Gram matrix is within its share. A Gaussian sketch is longer as often as not, by a share of about 1 / sqrt(2 s d) of
-# its length, and is then clipped: clients come to weigh a few percent more or less than each other.
+# A Gram matrix meets its bound. A Gaussian sketch exceeds it in half of the draws, by a fraction of about
+# 1 / sqrt(2 s d), and is then clipped: the weights of clients differ by a few percent.
 @pytest.mark.parametrize(("sketch", "apart"), [("gram", 1e-4), ("gaussian", 0.05)])
 @pytest.mark.parametrize("secagg", ["none", "sum"])
 def test_a_run_with_next_to_no_noise_finds_the_basis_of_one_without(secagg, sketch, apart):
-    # noise of 1e-9 x 1e3 = 1e-6 in sums whose entries are near 1e3; integers with 40 bits behind the point
+    # noise of 1e-9 x 1e3 = 1e-6 in sums whose entries are near 1e3; integers with 40 fractional bits
     options = ["dp.noise_multiplier=1e-9", "dp.clip=1e3", "dp.accountant=rdp", f"secagg={secagg}"]
     options += ["secure.fraction_bits=40", f"strategy.sketch={sketch}"]
     noisy, plain = _bases(*options, strategy=FOT), _bases(options[-1], strategy=UnitEnergy)
@@ -312,7 +311,7 @@ def test_a_run_whose_noise_hides_all_says_so(sketch):
 
 @dataclass(frozen=True)
 class Uploads(FOT):
-    """Keeps the names of all that clients send, by task: of updates and of `work`, and the first layer's weights."""
+    """Record the names in updates and in uploads of `work` by task, and the parameters after each round."""
 
     updates: list = field(default_factory=list)
     works: list = field(default_factory=list)
@@ -345,7 +344,7 @@ IMAGES = [  # 3 tasks of 48 images
 @pytest.mark.parametrize("net", ["mlp", "cnn"])
 @pytest.mark.filterwarnings("ignore:the noise hides all")
 def test_with_the_first_layer_frozen_nothing_of_its_inputs_is_ever_sent(net, protection, project_at):
-    """Its inputs are the data. After the first task its weights are in no upload at all, and do not move a bit."""
+    """Its inputs are the data. After the first task no upload contains its weights, which stay bit-identical."""
     if net == "mlp":
         stream, module = toy.stream(), None
     else:
@@ -362,14 +361,14 @@ def test_with_the_first_layer_frozen_nothing_of_its_inputs_is_ever_sent(net, pro
 
     sketched = {name.partition("/")[2] for _, _, names in strategy.works for name in names}
     assert sketched == others and first.name not in sketched
-    assert {phase for _, phase, _ in strategy.works} == {"gpse", "coverage"}  # not in the diagnostic either
+    assert {phase for _, phase, _ in strategy.works} == {"gpse", "coverage"}  # nor in the diagnostic phase
     for task, names in strategy.updates:
         assert ({first.weight, first.bias} <= names) == (task == 0)
         assert task == 0 or not {first.weight, first.bias} & names
     at_end_of_first = [params for task, params in strategy.weights if task == 0][-1]
     for name in (first.weight, first.bias):
         assert torch.equal(result.params[name], at_end_of_first[name])
-        assert not torch.equal(at_end_of_first[name], result.model.params[name])  # it did train in the first task
+        assert not torch.equal(at_end_of_first[name], result.model.params[name])  # it trained in the first task
 
 
 def test_without_that_the_first_layers_inputs_are_sketched():
@@ -389,7 +388,7 @@ def test_without_that_the_first_layers_inputs_are_sketched():
     ids=["secagg", "dp"],
 )
 def test_a_round_of_sketches_in_which_all_bases_are_full_goes_on(protection):
-    """With all directions kept after the first task, clients have nothing to send in the second one's GPSE."""
+    """With full bases after the first task, clients have nothing to send in GPSE of the second task."""
     options = ["agg.weights=uniform", "strategy.threshold=1.0", *protection]
     plain = cfl.run(toy.config(*options[:2]), stream=toy.stream(), model=nn.Linear(8, 2))
     assert set(plain.metrics["subspace_use"].values()) == {1.0}

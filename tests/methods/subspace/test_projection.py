@@ -1,4 +1,4 @@
-"""Projected steps: what they leave alone, to the bit or to rounding, and what an augmented bias adds."""
+"""Projected steps: invariants, to the bit or up to rounding, with and without an augmented bias."""
 
 from functools import partial
 
@@ -11,6 +11,7 @@ import cfl
 from cfl.core import tree
 from cfl.methods.subspace import basis as bases
 from cfl.methods.subspace.projection import input_vectors, names, project, project_step, width
+from tests import toy
 
 
 def _model(module, input_shape, outputs=3):
@@ -120,8 +121,8 @@ def test_names_and_widths():
 def test_a_convolution_keeps_its_output_on_protected_images(options, augment):
     conv = nn.Conv2d(4, 6, 3, **options)
     model = _model(nn.Sequential(conv, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3)), (4, 5, 5))
-    # One 5 x 5 image has at most 25 patches of 4 x 9 = 36 values: their span is not the whole space. With two groups
-    # a patch has 18 values, so the image is zero but for one pixel, which every patch holds at one of 9 places.
+    # One 5 x 5 image has at most 25 patches of 4 x 9 = 36 values, which do not span the space. With two groups a patch
+    # has 18 values, so the image is zero except for one pixel, which each patch has in one of 9 positions.
     x = torch.randn(1, 4, 5, 5, dtype=torch.float64)
     if conv.groups > 1:
         x = x * F.one_hot(torch.tensor(12), 25).reshape(5, 5)
@@ -137,9 +138,9 @@ def test_a_convolution_keeps_its_output_on_protected_images(options, augment):
         return F.conv2d(images, params["0.weight"], bias, stride, padding, dilation, conv.groups)
 
     torch.testing.assert_close(output(result, x), output(model.params, x), atol=1e-12, rtol=0)
-    assert (output(new, x) - output(model.params, x)).abs().max() > 0.1  # the step itself would change it
+    assert (output(new, x) - output(model.params, x)).abs().max() > 0.1  # the unprojected step changes the output
     other = torch.randn_like(x)
-    assert (output(result, other) - output(model.params, other)).abs().max() > 0.1  # and it is not undone elsewhere
+    assert (output(result, other) - output(model.params, other)).abs().max() > 0.1  # outputs for other inputs change
 
 
 def test_groups_are_projected_apart():
@@ -164,7 +165,7 @@ def test_float32_steps_lose_the_component_to_rounding():
         assert (step @ basis[layer.name]).norm() < 1e-6 * step.norm()
 
 
-# --- `project`: the same of a step or a gradient, without the parameters it starts from ------------------------------
+# --- `project`: projection of a step or a gradient, without parameters -----------------------------------------------
 
 
 def _every_kind():
@@ -279,7 +280,7 @@ def test_projections_run_in_the_finer_precision(of_step, of_basis):
 
 
 def test_a_client_in_float32_loses_what_rounding_does():
-    """Beside the same in float64: at most a few units in the last place of the largest number."""
+    """Compared with float64, the error is at most a few units in the last place of the largest number."""
     model = _every_kind()
     step = {name: leaf.float() for name, leaf in _step(model).items()}
     basis = {name: leaf.float() for name, leaf in _bases(model, True, 3).items()}
@@ -310,7 +311,7 @@ def test_projection_of_stacked_clients_is_that_of_each(augment):
     stacked = torch.func.vmap(lambda step, basis: project(step, basis, model.layers, augment))(
         tree.stack(steps), tree.stack(known)
     )
-    for ours, step, basis in zip(tree.unstack(stacked), steps, known, strict=True):
+    for ours, step, basis in zip(toy.unstacked(stacked), steps, known, strict=True):
         assert _difference(ours, project(step, basis, model.layers, augment)) < 1e-13
 
 

@@ -1,4 +1,4 @@
-"""Sketches and energies: laws, partition invariance, planted subspaces and the bias of a Gaussian sketch."""
+"""Sketches and energies: distributions, partition invariance, planted subspaces and the bias of a Gaussian sketch."""
 
 import math
 
@@ -37,7 +37,7 @@ def _sine(a, b):
 
 
 def test_energies_by_hand():
-    # Inputs (3, 4) and (1, 0) beside the basis (1, 0): residuals (0, 4) and (0, 0).
+    # The residuals of inputs (3, 4) and (1, 0) to the basis (1, 0) are (0, 4) and (0, 0).
     inputs = torch.tensor([[[3.0, 4.0]], [[1.0, 0.0]]])
     energies = _fed(Energies(torch.tensor([[1.0], [0.0]])), inputs, batch=1).energies
     assert energies.tolist() == [26.0, 16.0] and energies.dtype == torch.float64
@@ -96,7 +96,7 @@ def test_a_sketch_has_independent_normal_columns_with_the_gram_matrix_as_covaria
 
 @pytest.mark.parametrize("products", [torch.float64, torch.float32])
 def test_a_sketch_in_float32_has_the_law_of_one_in_float64(products):
-    """The Cholesky factor's way: 600 dimensions, in three blocks of rows, and vectors that span 20 of them."""
+    """Sketches by a Cholesky factor: 600 dimensions in three blocks of rows, and vectors in a span of 20 dimensions."""
     x = (_random(700, 20) @ _random(20, 600, seed=1)).float()[:, None, :]
     for basis in (bases.empty(600), bases.empty(600).float(), _orthonormal(600, 5).float()):
         sums = _fed(Gram(basis, 1000, 7, products), x)
@@ -112,7 +112,7 @@ def test_a_sketch_in_float32_has_the_law_of_one_in_float64(products):
         if basis.dtype == products == torch.float32:  # sums of up to 700 squares, each rounded by 2^-24 at most
             squared = bases.spectrum(sums.release())[1]
             assert squared[20:].sum() < 1e-4 * squared.sum()
-        elif basis.dtype == torch.float32:  # x is rounded to it: what is beyond the span is 1e-7 of it
+        elif basis.dtype == torch.float32:  # rounding of x leaves 1e-7 of it outside of the span
             assert int((bases.spectrum(sums.release())[1] > 0).sum()) == 20
 
 
@@ -137,7 +137,7 @@ def test_both_routes_give_the_same_law_of_singular_values():
 
 
 def test_direct_is_x_times_its_own_draws():
-    # One client, inputs that are the unit vectors: then A = I G = G, and G must look like its distribution.
+    # With the unit vectors as inputs of one client, A = I G = G, so A must have the distribution of G.
     inputs = torch.eye(40, dtype=torch.float64)[:, None, :]
     normal = _fed(Direct(bases.empty(40), 100, 3, by_sample=True), inputs).release()
     assert scipy.stats.kstest(normal.flatten().numpy(), "norm").pvalue > 0.01
@@ -159,13 +159,13 @@ def test_patches_of_an_image_get_draws_of_their_own(by_sample):
 
 @pytest.mark.parametrize("by_sample", [False, True])
 def test_a_layer_that_is_called_twice_draws_anew(by_sample):
-    # E[A A^T] = s X X^T. Inputs e1 and -e1 have the energy 2; with one draw for both they would cancel.
+    # E[A A^T] = s X X^T. Inputs e1 and -e1 have energy 2; with the same draw for both they would cancel.
     inputs = torch.tensor([[[1.0, 0.0]]]).double()
     sums = Direct(bases.empty(2), 4000, 0, by_sample=by_sample)
     for call in (inputs, -inputs):
         sums.add(call, torch.tensor([7]))
     a = sums.release()
-    # The mean of 4,000 squares of N(0, 2) deviates by 2 sqrt(2 / 4000) = 0.045; four of those
+    # The mean of 4,000 squares of N(0, 2) has standard deviation 2 sqrt(2 / 4000) = 0.045; the bound is four of them.
     assert (a @ a.T / 4000)[0, 0].item() == pytest.approx(2.0, abs=0.18)
 
 
@@ -288,7 +288,7 @@ def test_a_sketch_overstates_its_coverage_by_the_marchenko_pastur_law():
 
 @pytest.mark.parametrize("power,expected", [(1, {1: 0.79, 5: 0.91}), (2, {1: 0.935, 5: 0.944})])
 def test_the_overstatement_is_smaller_for_steep_spectra(power, expected):
-    # Eigenvalues j^-power, d = 200, rule asks 0.94; numbers measured with X of 4,000 samples, 5 draws each.
+    # Eigenvalues j^-power, d = 200, threshold 0.94; expected shares measured with 4,000 samples and 5 draws each.
     values = torch.arange(1, 201, dtype=torch.float64) ** -power
     inputs = values.sqrt().diag()[:, None, :]
     for mult, coverage in expected.items():
@@ -319,7 +319,7 @@ def test_some_patches_are_distinct_and_follow_the_sample():
     assert drawn.shape == (4, 4, 1)
     for number, patches in enumerate(drawn[..., 0].tolist()):
         assert len(set(patches)) == 4 and all(100 * number <= value < 100 * number + 9 for value in patches)
-    for number in range(4):  # alone or in company
+    for number in range(4):  # alone or with other samples
         assert torch.equal(some_patches(inputs[[number]], ids[[number]], 4, key=5)[0], drawn[number])
     assert not torch.equal(some_patches(inputs, ids, 4, key=6), drawn)
     for most in (0, 9, 20):

@@ -1,0 +1,94 @@
+"""Minibatches of a client's data: in order, shuffled, by Poisson sampling, or from its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from cfl.contract.samples import Batch, Share
+from cfl.core import rng
+
+
+class Batching:
+    """The samples to train on, and batches of them.
+
+    shares: task to the client's share of it; task: the round's task; now: the tasks to train on.
+    Positions count the samples to train on from 0: the shares of the tasks in `now`, one after another.
+    key, where a method takes one: of the random augmentation of training images; None for the original images.
+    """
+
+    shares: Mapping[int, Share]
+    task: int
+    now: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return sum(len(self.shares[task].rows) for task in self.now)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the data."""
+        return self.shares[self.task].rows.device
+
+    def steps(self, size: int) -> int:
+        """Number of batches of `size` samples in a local epoch."""
+        return -(-len(self) // size)
+
+    def shuffled(self, size: int, source: torch.Generator) -> list[Tensor]:
+        """Draw the positions (b,) of an epoch's batches: every sample once, in random order."""
+        return list(torch.randperm(len(self), generator=source).to(self.device).split(size))
+
+    def draws(self, size: int, steps: int, source: torch.Generator) -> list[Tensor]:
+        """Draw the positions (b,) of `steps` Poisson batches.
+
+        Each batch includes each sample independently with probability min(1, size / n), n being the number of samples.
+        """
+        drawn = (torch.rand(steps, len(self), generator=source) < size / len(self)).to(self.device)
+        return [row.nonzero().flatten() for row in drawn]
+
+    def batches(self, size: int, order: Tensor | None = None, key: int | None = None) -> Iterator[Batch]:
+        """Yield every sample once, at most `size` at a time. order: (n,) positions; None for the stored order."""
+        whole = torch.arange(len(self), device=self.device) if order is None else order
+        return self.gathered(whole.split(size), key)
+
+    def gathered(self, parts: Iterable[Tensor], key: int | None = None) -> Iterator[Batch]:
+        """Yield the batch at each of several positions (b,); each batch derives its own key."""
+        augmented = any(self.shares[task].samples.augment for task in self.now)
+        for number, part in enumerate(parts):
+            yield self.batch(part, rng.key(key, number) if augmented and key is not None else None)
+
+    def batch(self, positions: Tensor, key: int | None = None) -> Batch:
+        """Gather the samples at positions (b,); without positions, a batch of one padding sample."""
+        if not len(positions):
+            padding = self.batch(positions.new_zeros(1), key)
+            return padding._replace(mask=torch.zeros_like(padding.mask))
+        if self.now != (self.task,):
+            return self.recall(torch.cat([self._tasks_and_positions(task) for task in self.now])[positions], key)
+        samples, rows = self.shares[self.task]
+        chosen = rows[positions]
+        x, y = samples.gather(chosen, key)
+        return Batch(x, y, torch.ones(len(chosen), dtype=x.dtype, device=x.device), samples.index[chosen])
+
+    def recall(self, places: Tensor, key: int | None = None) -> Batch:
+        """Gather the samples at places (m, 2), see `MEMORY`, with the task of each; an empty batch if m is 0."""
+        if not len(places):
+            samples, rows = self.shares[self.task]
+            x, y = samples.gather(rows[:0])
+            return Batch(x, y, torch.ones(0, dtype=x.dtype, device=x.device), rows[:0], rows[:0])
+        parts, order = [], []
+        for task in places[:, 0].unique().tolist():
+            at = (places[:, 0] == task).nonzero().flatten()
+            samples, rows = self.shares[task]
+            chosen = rows[places[at, 1]]
+            own_key = None if key is None else rng.key(key, "task", task)
+            parts.append((*samples.gather(chosen, own_key), samples.index[chosen]))
+            order.append(at)
+        back = torch.cat(order).argsort()
+        x, y, ids = (torch.cat(leaves)[back] for leaves in zip(*parts, strict=True))
+        return Batch(x, y, torch.ones(len(x), dtype=x.dtype, device=x.device), ids, places[:, 0])
+
+    def _tasks_and_positions(self, task: int) -> Tensor:
+        """(n, 2) the task, and the position in the client's share of it, of every sample of the share."""
+        rows = self.shares[task].rows
+        return torch.stack([torch.full_like(rows, task), torch.arange(len(rows), device=rows.device)], dim=1)

@@ -1,0 +1,57 @@
+"""Samples of a task, a client's share of them, and minibatches."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Batch(NamedTuple):
+    """A minibatch of one client.
+
+    x: (batch, ...) inputs; y: (batch,) int64 labels in [0, classes of the task's head).
+    mask: (batch,) 1.0 for a sample, 0.0 for padding; ids: (batch,) int64, the same for a sample on every client.
+    task: (batch,) int64 task of each sample, or None if every sample belongs to the round's task.
+    """
+
+    x: Tensor
+    y: Tensor
+    mask: Tensor
+    ids: Tensor
+    task: Tensor | None = None
+
+
+EMPTY = Batch(*(torch.empty(0) for _ in range(4)))
+
+
+class Samples(Protocol):
+    """The samples of one task, as the stream provides them."""
+
+    @property
+    def augment(self) -> tuple[str, ...]:
+        """Kinds of random augmentation that `gather` applies to training images; empty for none."""
+
+    @property
+    def index(self) -> Tensor:
+        """(n,) int64 ids."""
+
+    @property
+    def targets(self) -> Tensor:
+        """(n,) int64 labels."""
+
+    def __len__(self) -> int: ...
+
+    def gather(self, rows: Tensor, key: int | None = None) -> tuple[Tensor, Tensor]:
+        """Inputs (b, ...) and labels (b,) of the samples at rows (b,).
+
+        key: of the random augmentation; None for the original images.
+        """
+
+
+class Share(NamedTuple):
+    """A client's share of a task. rows: (n,) int64 positions among the task's samples."""
+
+    samples: Samples
+    rows: Tensor

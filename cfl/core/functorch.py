@@ -1,0 +1,14 @@
+"""The one private torch function that `cfl` uses, with what happens where it is missing."""
+
+try:
+    from torch._C._functorch import peek_interpreter_stack
+except ImportError:  # a later torch may rename it: setup.cfg bounds torch for that reason
+    peek_interpreter_stack = None  # type: ignore[assignment]
+
+
+def transforming() -> bool:
+    """Whether the caller runs inside a `torch.func` transform; True where torch cannot tell.
+
+    Callers take a faster way outside transforms, so a wrong True costs time and changes no result.
+    """
+    return peek_interpreter_stack is None or peek_interpreter_stack() is not None

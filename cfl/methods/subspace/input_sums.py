@@ -1,0 +1,88 @@
+"""One pass of a client's samples through the model that adds each layer's inputs to the layer's running sum."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from cfl.contract import Batch, Client, RoundInfo
+from cfl.core import ConfigError, Tree, rng
+from cfl.methods.subspace import private_sketch as private
+from cfl.methods.subspace.layer_inputs import Patches, slides, some_patches, stream
+from cfl.methods.subspace.projection import input_vectors
+from cfl.methods.subspace.sketch import Energies, Gram
+from cfl.models import Layer
+
+BATCH = 64  # samples per forward pass
+
+
+def add_inputs(
+    sums: Mapping[str, Energies],
+    layers: Sequence[Layer],
+    params: Tree,
+    client: Client,
+    info: RoundInfo,
+    *,
+    max_patches: int = 0,
+    augmented: bool = False,
+    dropout: bool = False,
+) -> None:
+    """Send the client's samples through the model once and add each layer's inputs to `sums`, by layer name.
+
+    max_patches: as in `some_patches`; augmented: apply the random changes of training images; dropout: draw dropout.
+    With `info.privacy`, the inputs of each sample to a layer are scaled to unit energy.
+    Raises ConfigError if a layer runs several times per pass and dp.level is "example".
+    """
+    inputs = _Pass(sums, max_patches, info)
+    batches = client.batches(BATCH, key=rng.key(info.key, "augment", client.id) if augmented else None)
+    with rng.fork(rng.key(info.key, "dropout", client.id), client.device):
+        stream(info.model, params, info.task, batches, layers, inputs.add, patches=False, dropout=dropout)
+    for into, patches in inputs.images.values():
+        into.add_gram(patches.gram())
+    if info.privacy and info.privacy.level == "example":
+        _check_calls(inputs.calls, client.steps(BATCH))
+
+
+class _Pass:
+    """State of a pass: sums by layer, calls by layer, and by layer and image size the products of whole images."""
+
+    def __init__(self, sums: Mapping[str, Energies], max_patches: int, info: RoundInfo) -> None:
+        self.sums, self.max_patches, self.info = sums, max_patches, info
+        self.images: dict[tuple[str, torch.Size], tuple[Gram, Patches]] = {}
+        self.calls: Counter[str] = Counter()
+
+    def add(self, layer: Layer, x: Tensor, batch: Batch) -> None:
+        """Add x, what enters a layer's module, to the layer's sum: as whole images if possible, else as vectors."""
+        self.calls[layer.name] += 1
+        into = self.sums[layer.name]
+        augment = len(into.basis) > layer.size
+        if isinstance(into, Gram) and slides(layer) and not (self.max_patches or self.info.privacy or augment):
+            self._add_images(layer, x, into)
+        else:
+            into.add(self._vectors(layer, x, batch.ids, augment), batch.ids)
+
+    def _add_images(self, layer: Layer, x: Tensor, into: Gram) -> None:
+        """Add whole images to the products of their patches, which join the layer's sum after the pass."""
+        kind = (layer.name, x.shape[2:])
+        if kind not in self.images:
+            self.images[kind] = into, Patches(layer, x.shape[2:], into.products)
+        self.images[kind][1].add(x)
+
+    def _vectors(self, layer: Layer, x: Tensor, ids: Tensor, augment: bool) -> Tensor:
+        """Input vectors (batch, positions, d) of a layer: at most `max_patches` per sample; unit energy if private."""
+        key = rng.key(self.info.key, "patches", layer.name)
+        vectors = input_vectors(some_patches(layer.inputs(x), ids, self.max_patches, key), layer, augment)
+        return private.unit_energy(vectors) if self.info.privacy else vectors
+
+
+def _check_calls(calls: Mapping[str, int], batches: int) -> None:
+    """Raise ConfigError for a layer with more calls than batches: each call adds a unit of energy per sample."""
+    for name, count in calls.items():
+        if count > batches:
+            raise ConfigError(
+                f"layer '{name}' runs several times per forward pass, so a sample's contribution to its sketch is not "
+                "bounded; set dp.level=client"
+            )

@@ -1,0 +1,136 @@
+"""The layers of a module whose weights methods can project, and its normalisation layers."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+NORMS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.InstanceNorm1d, nn.InstanceNorm2d)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A Linear or Conv2d layer that can be projected; a grouped convolution has one entry for each group.
+
+    name: unique; path: the module's name; weight, bias: names in the tree (bias None for a layer without bias);
+    size: d, the length of an input vector (in_features, or channels x kernel height x kernel width of the group);
+    rows: the outputs of this group, as a slice of the weight's first dimension.
+    """
+
+    name: str
+    path: str
+    weight: str
+    bias: str | None
+    size: int
+    rows: slice
+    group: int
+    groups: int
+    module: nn.Linear | nn.Conv2d
+
+    def put(self, leaf: Tensor, part: Tensor) -> Tensor:
+        """Replace this group's rows of a weight or bias by `part`, of any shape with as many numbers."""
+        own = part.reshape(leaf[self.rows].shape).to(leaf.dtype)
+        return torch.cat([leaf[: self.rows.start], own, leaf[self.rows.stop :]])
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """Input vectors that the layer multiplies with its weight: (batch, positions, d).
+
+        x: input of the module, (batch, ..., in_features) or (batch, channels, height, width). Patches are ordered
+        channel, row, column, as `weight.reshape(out, -1)`; zero padding is part of a patch.
+        """
+        if isinstance(self.module, nn.Linear):
+            return x.reshape(x.shape[0], -1, x.shape[-1])
+        conv = self.module
+        mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+        x = F.pad(x, margins(conv), mode=mode)
+        channels = x.shape[1] // self.groups
+        x = x[:, self.group * channels : (self.group + 1) * channels]
+        return F.unfold(x, conv.kernel_size, dilation=conv.dilation, stride=conv.stride).transpose(1, 2)
+
+    def dense(self) -> Layer:
+        """The layer with stride 1, so that `inputs` has a patch at each pixel; a Linear layer is returned unchanged."""
+        if isinstance(self.module, nn.Linear):
+            return self
+        module = copy.copy(self.module)
+        module.stride = (1, 1)
+        return replace(self, module=module)
+
+
+def margins(conv: nn.Conv2d) -> list[int]:
+    """Left, right, top and bottom padding of a convolution, in pixels."""
+    found: list[int] = []
+    for axis in (1, 0):
+        if conv.padding == "same":
+            total = conv.dilation[axis] * (conv.kernel_size[axis] - 1)
+            found += [total // 2, total - total // 2]
+        else:
+            found += [0, 0] if conv.padding == "valid" else [int(conv.padding[axis])] * 2
+    return found
+
+
+def full_name(path: str, name: str) -> str:
+    """Name in the module of the parameter `name` of the submodule at `path`; the module itself has the empty path."""
+    return f"{path}.{name}" if path else name
+
+
+def layers_of(module: nn.Module, paths: Iterable[str]) -> tuple[Layer, ...]:
+    """Layers of the Linear and Conv2d submodules at `paths`, except those that share a parameter with another module.
+
+    The inputs of such a layer are only some of the inputs that its weight multiplies.
+    """
+    uses = [id(leaf) for _, leaf in module.named_parameters(remove_duplicate=False)]
+    layers: list[Layer] = []
+    for path in paths:
+        layer = module.get_submodule(path)
+        assert isinstance(layer, nn.Linear | nn.Conv2d)
+        if all(uses.count(id(leaf)) == 1 for leaf in layer.parameters()):
+            layers += _groups(layer, path)
+    return tuple(layers)
+
+
+def norm_parameters(called: Mapping[str, nn.Module], layers: Sequence[Layer]) -> dict[str, int]:
+    """Affine parameters of the normalisation layers: name to the number of projected modules called before the layer.
+
+    called: layers by path, in the order of their first call.
+    """
+    projected, before, found = {layer.path for layer in layers}, 0, {}
+    for path, module in called.items():
+        if path in projected:
+            before += 1
+        elif isinstance(module, NORMS):
+            found.update({full_name(path, name): before for name, _ in module.named_parameters()})
+    return found
+
+
+def drop_running_stats(module: nn.Module) -> None:
+    """Make batch normalisation use the statistics of the batch in both modes, in place."""
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm):
+            layer.track_running_stats = False
+            layer.running_mean = layer.running_var = layer.num_batches_tracked = None
+
+
+def _groups(module: nn.Linear | nn.Conv2d, path: str) -> list[Layer]:
+    groups = module.groups if isinstance(module, nn.Conv2d) else 1
+    outputs, size = module.weight.shape[0], math.prod(module.weight.shape[1:])
+    return [
+        Layer(
+            name=path if groups == 1 else f"{path}.group{group}",
+            path=path,
+            weight=full_name(path, "weight"),
+            bias=full_name(path, "bias") if module.bias is not None else None,
+            size=size,
+            rows=slice(group * outputs // groups, (group + 1) * outputs // groups),
+            group=group,
+            groups=groups,
+            module=module,
+        )
+        for group in range(groups)
+    ]

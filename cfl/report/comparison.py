@@ -1,0 +1,48 @@
+"""Results of a comparison: the file `compare.json`, the picture and the tables for the terminal."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from cfl.experiments.compare import Group
+from cfl.report import paired, plots, tables
+from cfl.runtime.run_folder import write_json
+
+
+class Comparison:
+    """Results of the finished runs of some groups. results: label of a group to the metrics of its runs.
+
+    reference: method of the paired differences; scale: as given to the command, for the title.
+    """
+
+    def __init__(self, benchmark: str, scale: str | None, groups: Sequence[Group], reference: str) -> None:
+        self.results = {group.label: found for group in groups if (found := group.results())}
+        self._benchmark, self._groups = benchmark, groups
+        self._summaries = {label: tables.summary(found) for label, found in self.results.items()}
+        self._matrices = {label: tables.mean_matrix(found) for label, found in self.results.items()}
+        self._differences = paired.against(groups, reference)
+        most = max(map(len, self.results.values()), default=0)
+        self._title = f"{benchmark}, {most} seed{'s' * (most > 1)}" + (f", {scale} scale" if scale else "")
+
+    def write(self, path: Path, command: str) -> None:
+        """Write the figures of the tables, the names of the runs' folders and the command to a JSON file."""
+        finished = {
+            group.label: [run.folder.name for run in group.runs if run.config.seed in summary["seeds"]]
+            for group in self._groups
+            if (summary := self._summaries.get(group.label))
+        }
+        data = {"benchmark": self._benchmark, "command": command, "runs": finished}
+        write_json(path, {**data, "methods": self._summaries, "paired": self._differences})
+
+    def draw(self, path: Path) -> None:
+        """Draw the summaries and the mean accuracy on the tasks seen to a PNG file."""
+        plots.comparison(self._summaries, self._matrices, self._title, path)
+
+    def tables(self, matrices: bool) -> Iterator[Table]:
+        """Tables for the terminal: mean accuracy matrices if wanted, summaries, and paired differences if known."""
+        if matrices:
+            yield from (tables.matrix(rows, f"Accuracy: {label}") for label, rows in self._matrices.items())
+        yield tables.compared(self._summaries, self._title)
+        if self._differences:
+            yield paired.table(self._differences)

@@ -1,0 +1,146 @@
+"""From a configuration and a stream to a session: the objects of a run, built and checked against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from torch import nn
+
+from cfl import engines, models
+from cfl.aggregation.protected import UploadProtection
+from cfl.assembly import methods, privacy_rules
+from cfl.config.schema import RunConfig
+from cfl.contract import LocalRegularizer
+from cfl.contract.composed import STRATEGY, ComposedMethod
+from cfl.core import ConfigError, machine, optim, options, rng
+from cfl.engines import Engine
+from cfl.engines.choose import choose, undecided
+from cfl.runtime.population import Population
+from cfl.runtime.privacy_budget import Budget
+from cfl.runtime.recorder import Recorder, fingerprint
+from cfl.runtime.rounds import Rounds
+from cfl.runtime.run_folder import RunFolder
+from cfl.runtime.session import Session
+from cfl.runtime.sinks import NullSink, Sink
+from cfl.runtime.state import RunState
+from cfl.streams import Stream
+from cfl.streams.store import TaskSamples
+
+
+def build_session(
+    config: RunConfig,
+    stream: Stream,
+    members: Mapping[str, LocalRegularizer],
+    module: nn.Module | None = None,
+    folder: RunFolder | None = None,
+    sink: Sink | None = None,
+) -> Session:
+    """Build a run that has not begun. members: "strategy" and regularizers by name; module: in place of the configured.
+
+    Measures which engine is fastest if the configuration leaves that open. Raises ConfigError if the configuration, the
+    methods, the model and the stream do not fit together.
+    """
+    machine.keep_memory()
+    sink = sink or NullSink()
+    custom = members != methods.build(config)
+    label = "+".join(type(member).__name__ for member in members.values()) if custom else config.label
+    stream = stream.to(machine.device(config.device)).with_augment(config.local.augment)
+    public = _checked_public(config, stream, members, label)
+    model = _model(config, stream, module)
+    methods.check_model(model.module, config)
+    composed = ComposedMethod(members)
+    population = Population(stream, config)
+    rounds = Rounds(composed, label, model, stream, population, config, public)
+    budget = Budget(config, rounds.schedule, population, rounds.sees)
+    protection = UploadProtection(config, budget.multiplier)
+    server = {"params": model.params, **composed.strategy.init_server(model.params, model)}
+    state = RunState(server, len(stream))
+    make = partial(_engine, config, stream, rounds, protection)
+    config = _with_measured_engine(config, rounds, state, make)
+    recorder = Recorder(
+        folder, sink, state, rounds, budget, [task.name for task in stream.tasks],
+        fingerprint(config, composed, model, stream),
+    )  # fmt: skip
+    engine = make(config.engine, config.block)
+    return Session(config, label, stream, composed, model, population, rounds, budget, state, engine, recorder)
+
+
+def _checked_public(
+    config: RunConfig, stream: Stream, members: Mapping[str, LocalRegularizer], label: str
+) -> TaskSamples | None:
+    """Check the methods, and return the public data if a method reads them."""
+    for owner, member in members.items():
+        options.check(member, owner if owner == STRATEGY else f"regularizer.{owner}")
+    methods.check(members, config, public=stream.public is not None)
+    privacy_rules.check(members, config)
+    if not methods.need_public(members):
+        return None
+    if stream.public is None:
+        raise ConfigError(
+            f"{label} needs public data, and stream '{stream.name}' has none; add some with cfl.streams.with_public "
+            "or from_tensors(public=...)"
+        )
+    return stream.public
+
+
+def _model(config: RunConfig, stream: Stream, module: nn.Module | None) -> models.Model:
+    own = config.model
+    if module is None:
+        with rng.fork(rng.key(config.seed, "model")):
+            module = models.build(own.name, stream.input_shape, stream.tasks[0].classes, own.options)
+    return models.Model(
+        module,
+        stream.input_shape,
+        [task.classes for task in stream.tasks],
+        multi_head=stream.multi_head,
+        norm_stats=own.norm_stats,
+        seed=config.seed,
+        device=machine.device(config.device),
+    )
+
+
+def _engine(
+    config: RunConfig, stream: Stream, rounds: Rounds, protection: UploadProtection, name: str, block: int | None
+) -> Engine:
+    return engines.build(
+        name,
+        block=block,
+        cohort=rounds.usual_cohort,
+        workers=config.workers or machine.cores(),
+        known=[rounds.model, rounds.public or (), *(task.train for task in stream.tasks)],
+        model=rounds.model,
+        strategy=rounds.composed.strategy,
+        composed=rounds.composed,
+        optimizer=optim.build(config.local.optimizer, config.local.momentum, config.local.weight_decay),
+        epochs=config.local.epochs,
+        batch_size=config.local.batch_size,
+        weights=config.agg.weights,
+        on_bad_update=config.on_bad_update,
+        sums=protection.sum,
+        noise=protection.samples,
+    )
+
+
+def _with_measured_engine(
+    config: RunConfig, rounds: Rounds, state: RunState, make: Callable[[str, int | None], Engine]
+) -> RunConfig:
+    """The configuration with the measured engine, block and threads if it leaves them open."""
+    if not undecided(config.engine, config.block):
+        return config
+    training = (position for position, (_, phase, _) in enumerate(rounds.schedule) if phase.train)
+    inputs = (rounds.inputs(position, state) for position in training)
+    first = next((each for each in inputs if each.clients), None)
+    if first is None:  # no client ever trains, so that nothing can be measured
+        return config.model_copy(update={"engine": "loop"} if config.engine == "auto" else {})
+    choice = choose(
+        config.engine,
+        config.block,
+        config.workers or machine.cores(),
+        config.threads,
+        machine.device(config.device),
+        make,
+        first,
+        config.local.batch_size,
+    )
+    return config.model_copy(update=choice._asdict())

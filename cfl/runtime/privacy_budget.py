@@ -1,0 +1,142 @@
+"""The privacy budget of a run: epsilon of each client over all rounds, phases and tasks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cfl.aggregation import accounting, scope
+from cfl.aggregation.accounting import Releases
+from cfl.config.schema import RunConfig
+from cfl.runtime import schedule
+from cfl.runtime.population import Population
+from cfl.runtime.schedule import Schedule
+
+Plan = tuple[Releases, ...]
+
+
+class Budget:
+    """The releases of each client's data in a schedule, and the noise that they need.
+
+    The budget follows from the configuration alone: aborted rounds and clients that drop out count as if they had
+    uploaded. sees: maps a task to the tasks whose data clients train on.
+    multiplier: standard deviation of the noise over dp.clip; 0 without differential privacy.
+    Raises ConfigError if no amount of noise meets dp.target_epsilon.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        rounds: Schedule,
+        population: Population,
+        sees: Callable[[int], tuple[int, ...]],
+    ) -> None:
+        self.config, self.dp, self.population, self.sees = config, config.dp, population, sees
+        self.rounds = [] if self.dp.level == "none" else rounds
+        self.keys = schedule.keys(config.seed, self.rounds)
+        self._known: dict[Plan, float] = {}
+        self.multiplier = self.dp.noise_multiplier or 0.0
+        if self.dp.target_epsilon is not None:
+            self._solve(self.dp.target_epsilon)
+
+    def plans(self, rounds: int | None = None) -> dict[int, Plan]:
+        """Releases in the first `rounds` rounds (None: in all rounds), for each client that has any."""
+        spent: dict[int, Counter[float]] = {}
+        together: dict[
+            tuple[int, ...], Counter[float]
+        ] = {}  # by tasks seen: releases shared by all owners of their data
+        for (task, phase, _), key in zip(self.rounds[:rounds], self.keys[:rounds], strict=True):
+            if not scope.releases([phase], self.config):
+                continue
+            tasks = self.sees(task)
+            owners, expected = self.population.owners(tasks), self.population.expected(phase, tasks)
+            if (
+                self.dp.level == "client" and self.dp.amplify
+            ):  # every client that may be drawn spends, at the sampling rate
+                together.setdefault(tasks, Counter())[expected / len(owners)] += 1
+                continue
+            for id in self.population.cohort(phase, tasks, key):
+                own = spent.setdefault(id, Counter())
+                if self.dp.level == "example" and phase.train and self.dp.protect == "all":
+                    own.update(self._local(id, task, tasks))
+                if self.dp.level == "client" or phase.work:
+                    own[1.0] += 1
+        for tasks, releases in together.items():
+            for id in self.population.owners(tasks):
+                spent.setdefault(id, Counter()).update(releases)
+        return {
+            id: tuple(Releases(rate, count) for rate, count in sorted(own.items()))
+            for id, own in sorted(spent.items())
+            if own
+        }
+
+    def epsilon(self) -> dict[int, float]:
+        """Epsilon of each client at dp.delta after all rounds."""
+        return {id: self._epsilon(plan) for id, plan in self.plans().items()}
+
+    def so_far(self, rounds: int) -> float:
+        """Largest epsilon of a client after the first `rounds` rounds; 0 without releases."""
+        plans = set(self.plans(rounds).values())
+        return self._epsilon(max(plans, key=_weight)) if plans else 0.0
+
+    def _solve(self, target: float) -> None:
+        """Set the multiplier so that no client exceeds the target."""
+        plans, dp = set(self.plans().values()), self.dp
+        if not plans:
+            return
+        self.multiplier = accounting.noise_multiplier(max(plans, key=_weight), target, dp.delta, dp.accountant)
+        while max(map(self._epsilon, plans)) > target:  # `_weight` only approximates the order
+            self.multiplier *= 1.001
+            self._known.clear()
+
+    def _epsilon(self, plan: Plan) -> float:
+        if plan not in self._known:
+            self._known[plan] = accounting.epsilon(plan, self.multiplier, self.dp.delta, self.dp.accountant)
+        return self._known[plan]
+
+    def _local(self, id: int, task: int, tasks: tuple[int, ...]) -> dict[float, int]:
+        """Releases of a client's local training in a round: sampling rate of a step to number of steps."""
+        client, size = self.population.client(id, task, tasks), self.config.local.batch_size
+        return {min(1.0, size / len(client)): self.config.local.epochs * client.steps(size)}
+
+    def report(self) -> dict[str, Any]:
+        """Figures for metrics.json: epsilon (largest and by client), delta, and the noise over dp.clip."""
+        if self.dp.level == "none":
+            return {}
+        spent = self.epsilon()
+        return {
+            "epsilon": max(spent.values(), default=0.0),
+            "epsilon_by_client": {str(id): value for id, value in spent.items()},
+            "delta": self.dp.delta,
+            "epsilon_of": "all uploads" if self.dp.protect == "all" else "uploads of phases of work alone",
+            "noise_multiplier": self.multiplier,
+        }
+
+    def notes(self) -> list[str]:
+        """Lines for the start of a run: the epsilon of the whole run, and its assumptions."""
+        if self.dp.level == "none":
+            return []
+        spent, level = self.epsilon().values(), self.dp.level
+        low, high = min(spent, default=0.0), max(spent, default=0.0)
+        span = f"{high:.3g}" if high - low <= 0.005 * high else f"{low:.3g} to {high:.3g}, by client,"
+        what = (
+            "all uploads" if self.dp.protect == "all" else "the uploads of phases with work; updates are NOT protected"
+        )
+        unit = "client" if level == "client" else "sample in each task of a client"
+        notes = [
+            f"differential privacy of a {unit}: epsilon {span} at delta {self.dp.delta:g} per client over the whole "
+            f"run (noise {self.multiplier:.3g} x clip {self.dp.clip:g}), for {what}",
+            "the noise follows from the seed, so that runs repeat: keep the seed secret, and publish one run of a seed "
+            "only; losses, accuracies and other figures of the simulation are not protected",
+        ]
+        if level == "client" and any(rate < 1 for plan in self.plans().values() for rate, _ in plan):
+            notes.append(
+                "epsilon assumes that the cohorts stay secret; if an adversary knows them, set dp.amplify=false"
+            )
+        return notes
+
+
+def _weight(plan: Sequence[Releases]) -> float:
+    """Approximate order of plans by epsilon: the sum of squared rates (Abadi et al., 2016, theorem 1)."""
+    return sum(count * rate**2 for rate, count in plan)

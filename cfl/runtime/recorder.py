@@ -1,0 +1,169 @@
+"""What a run leaves behind: rows of rounds, seconds, bytes, checkpoints and metrics, in its folder and for its sink."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from cfl.assembly import resolve
+from cfl.config.overrides import change
+from cfl.config.schema import RunConfig
+from cfl.contract import RoundInputs
+from cfl.contract.composed import ComposedMethod
+from cfl.core import CheckpointError, Tree, machine
+from cfl.engines import Outcome
+from cfl.models import Model
+from cfl.runtime import checkpoint
+from cfl.runtime.privacy_budget import Budget
+from cfl.runtime.rounds import Rounds
+from cfl.runtime.run_folder import RunFolder
+from cfl.runtime.sinks import Sink
+from cfl.runtime.state import RunState
+from cfl.streams import Stream
+
+
+def fingerprint(config: RunConfig, composed: ComposedMethod, model: Model, stream: Stream) -> str:
+    """Hash what a checkpoint depends on: the decisive options, and the objects that the options do not describe."""
+    given = {
+        "hooks": {owner: repr(member) for owner, member in composed.members.items()},
+        "params": {name: list(leaf.shape) for name, leaf in model.params.items()},
+        "tasks": [(task.name, len(task.train), len(task.test)) for task in stream.tasks],
+    }
+    return checkpoint.fingerprint({**_decisive(resolve.dump(config)), "given": given})
+
+
+class Recorder:
+    """Record a run. folder: the run's folder, or None; task_names: of the stream; fingerprint: see `fingerprint`.
+
+    writer: writes checkpoints; as a context manager it waits at its end until the last one is on disk.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder | None,
+        sink: Sink,
+        state: RunState,
+        rounds: Rounds,
+        budget: Budget,
+        task_names: list[str],
+        fingerprint: str,
+    ) -> None:
+        self.folder, self.sink, self.state, self.rounds, self.budget = folder, sink, state, rounds, budget
+        self.task_names, self.fingerprint = task_names, fingerprint
+        self._device = next(iter(state.server["params"].values()), torch.empty(0)).device
+        self.writer = checkpoint.Writer(folder.checkpoints if folder else None, sink.warn)
+        self._clock = time.monotonic()
+        self._seconds: dict[str, float] = defaultdict(float)  # of the round in progress
+
+    def start(self, config: RunConfig, notes: list[str], resume: bool) -> None:
+        """Write the configuration, restore the last checkpoint if `resume` is set, and announce the run."""
+        total = len(self.rounds.schedule)
+        if self.folder is not None:
+            if not resume:
+                checkpoint.clear(self.folder.checkpoints)
+            elif found := self._last(self.folder, config):
+                self.state.restore(*found, device=self._device)
+                notes = [*notes, f"resumed after {self.state.position} of {total} rounds"]
+            self.folder.write_config(resolve.dump(config))
+            self.folder.truncate_rounds(self.state.position)
+        self.sink.start(config, notes, total)
+
+    def warn(self, texts: Iterable[str]) -> None:
+        """Pass warnings to the sink."""
+        for text in texts:
+            self.sink.warn(text)
+
+    def lap(self, what: str, measured: float = 0.0) -> None:
+        """Book the seconds since the last lap on "clients", "server", "evaluate" or "checkpoint".
+
+        measured: seconds among them that went into measurements, and count as "evaluate".
+        """
+        machine.synchronize(self._device)
+        before, self._clock = self._clock, time.monotonic()
+        self._seconds[what] += self._clock - before - measured
+        self._seconds["evaluate"] += measured
+
+    def round(
+        self, inputs: RoundInputs, outcome: Outcome, accuracy: float | None, local: Mapping[str, list[Any]]
+    ) -> None:
+        """Record a round, its task if the task is over, and a checkpoint if one is due.
+
+        accuracy: of the global model on the current task, None if not evaluated; local: figures of the local models.
+        """
+        info, state, spent = inputs.info, self.state, self._seconds
+        ends_task = self.rounds.ends_task(state.position - 1)
+        row = {
+            "task": info.task,
+            "phase": info.phase.name,
+            "round": info.round,
+            **outcome.figures(),
+            "dropped": info.dropped,
+            "accuracy": accuracy,
+            "lr": info.lr,
+            **outcome.traffic(info, inputs.shared),
+            "seconds": spent["clients"] + spent["server"],
+            **({"local": dict(local)} if local else {}),
+        }
+        state.count(row)
+        if local:
+            state.local = dict(local)
+        for kind in ("clients", "server"):
+            state.spent("measurement" if info.phase.diagnostic else kind, info.phase.name, spent[kind])
+        state.spent("measurement", "evaluate", spent["evaluate"])
+        spent.clear()
+        self._write(row, ends_task)
+        if ends_task or state.position % self.rounds.config.checkpoint_every == 0:
+            self.save(wait=state.position == len(self.rounds.schedule))
+        self.lap("checkpoint")
+        state.spent("measurement", "checkpoint", spent.pop("checkpoint"))
+
+    def save(self, wait: bool = False) -> None:
+        """Write a checkpoint if the run has a folder. wait: return only when the checkpoint is on disk."""
+        if self.folder is not None:
+            self.folder.sync_rounds()  # a checkpoint never counts more rounds than rounds.jsonl has lines on disk
+            trees, meta = self.state.saved()
+            self.writer.save(self.state.position, trees, {**meta, "fingerprint": self.fingerprint})
+            if wait:
+                self.writer.wait()
+
+    def finish(self, metrics: dict[str, Any]) -> None:
+        """Write the metrics of the whole run."""
+        if self.folder is not None:
+            self.folder.write_timing(self.state.seconds)  # before metrics.json, which marks a run as finished
+            self.folder.write_metrics(metrics)
+        self.sink.finish(metrics)
+
+    def _write(self, row: dict[str, Any], ends_task: bool) -> None:
+        done, task = self.state.position, row["task"]
+        if self.folder is not None:
+            self.folder.append_round(row)
+        self.sink.round({**row, "rounds_done": done, "rounds_total": len(self.rounds.schedule)})
+        if ends_task:
+            spent = {"epsilon": self.budget.so_far(done)} if self.budget.rounds else {}
+            accuracies = row_of(self.state.accuracy_matrix[task])
+            self.sink.task({"task": task, "name": self.task_names[task], "accuracy": accuracies, **spent})
+
+    def _last(self, folder: RunFolder, config: RunConfig) -> tuple[dict[str, Tree], dict[str, Any]] | None:
+        """Load the last checkpoint. Raises CheckpointError that names an option whose value differs in the folder."""
+        try:
+            return checkpoint.load_latest(folder.checkpoints, self.fingerprint, self.sink.warn)
+        except CheckpointError as error:
+            there, here = map(_decisive, (folder.read_config(), resolve.dump(config)))
+            changed = change(there, here) if there else ""
+            raise CheckpointError(f"{error}: {changed}" if changed else str(error)) from None
+
+
+def row_of(values: np.ndarray) -> list[float | None]:
+    """A row of the accuracy matrix as JSON holds it: None for NaN."""
+    return [None if math.isnan(value) else float(value) for value in values]
+
+
+def _decisive(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that a checkpoint depends on: the number of worker processes changes no result."""
+    return {name: value for name, value in options.items() if name != "workers"}

@@ -1,0 +1,107 @@
+"""The rounds of a run before they run: cohort, learning rate, broadcast, and the client states that go in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cfl.aggregation import scope
+from cfl.assembly import privacy_rules
+from cfl.config.schema import RunConfig
+from cfl.contract import RoundInfo, RoundInputs
+from cfl.contract.composed import ComposedMethod
+from cfl.models import Model
+from cfl.runtime import schedule
+from cfl.runtime.population import Population
+from cfl.runtime.state import RunState
+from cfl.streams import Stream
+from cfl.streams.store import TaskSamples
+
+
+class Rounds:
+    """The rounds of a run. schedule: (task, phase, round within the phase) of each.
+
+    label: name of the method in error messages; public: public data, if a method reads them;
+    usual_cohort: clients in a training round of the task with the most owners, for which engines size their blocks.
+    Raises ConfigError if the strategy's plan cannot be run.
+    """
+
+    def __init__(
+        self,
+        composed: ComposedMethod,
+        label: str,
+        model: Model,
+        stream: Stream,
+        population: Population,
+        config: RunConfig,
+        public: TaskSamples | None,
+    ) -> None:
+        self.composed, self.strategy, self.model = composed, composed.strategy, model
+        self.population, self.config, self.public, self.tasks = population, config, public, len(stream)
+        self.schedule = schedule.planned(self.strategy, label, [task.name for task in stream.tasks], config.rounds)
+        self._rates = schedule.rates(self.schedule, config.local)
+        self._trained = schedule.trained(self.schedule)
+        self._keys = schedule.keys(config.seed, self.schedule)
+        owners = {task: len(population.owners(self.sees(task))) for task in range(self.tasks)}
+        privacy_rules.check_schedule((phase for _, phase, _ in self.schedule), owners, config)
+        self.usual_cohort = min(config.cohort, max(owners.values()))
+
+    def sees(self, task: int) -> tuple[int, ...]:
+        """Tasks whose data the clients train on in this task."""
+        return self.strategy.sees(task, self.tasks)
+
+    def ends_task(self, position: int) -> bool:
+        """Whether a round is the last round of its task."""
+        return position + 1 == len(self.schedule) or self.schedule[position + 1][0] > self.schedule[position][0]
+
+    def inputs(self, position: int, state: RunState) -> RoundInputs:
+        """Draw the cohort of a round, make its broadcast, and look up the states of the clients that upload."""
+        info = self.info(position)
+        shared = self.composed.broadcast(state.server, info)
+        tasks, ids = self.sees(info.task), info.uploading
+        if not ids and info.privacy and info.privacy.hidden:  # an upload shows the shape of an empty cohort's noise
+            ids = self.population.owners(tasks)[:1]
+        clients = [self.population.client(id, info.task, tasks) for id in ids]
+        states = {
+            id: state.clients.get(id, {})
+            if state.last_task.get(id) == info.task
+            else self.composed.client_state(state.clients.get(id), shared["params"], self.model)
+            for id in ids
+        }
+        return RoundInputs(info, shared, clients, states)
+
+    def info(self, position: int) -> RoundInfo:
+        """Describe a round to the strategy."""
+        (task, phase, number), key = self.schedule[position], self._keys[position]
+        sees, heads = self.sees(task), self.strategy.heads(task, self.tasks)
+        owners, expected = self.population.owners(sees), self.population.expected(phase, sees)
+        cohort = self.population.cohort(phase, sees, key)
+        return RoundInfo(
+            task=task,
+            tasks=self.tasks,
+            phase=phase,
+            round=number,
+            clients=cohort,
+            names=(*self.model.trainable(task, heads), *self.model.buffers(task)),
+            frozen=self.strategy.frozen(task, self.model),
+            heads=heads,
+            population=self.config.partition.clients,
+            owners=len(owners),
+            fraction=self.population.fraction(cohort, sees),
+            lr=self._rates[position],
+            model=self.model,
+            key=key,
+            public=self.public,
+            trained=self._trained[position],
+            expected=expected,
+            dropped=self.population.dropped(cohort, key),
+            privacy=scope.privacy(phase, expected < len(owners), self.config),
+        )
+
+    def survived(self, info: RoundInfo, ids: tuple[int, ...], noise: float) -> RoundInfo:
+        """Describe a round after aggregation. ids: clients in the sums; noise: standard deviation of noise in them."""
+        privacy = info.privacy._replace(noise=noise) if info.privacy else None
+        if privacy and privacy.hidden:
+            expected, fraction = info.expected, info.expected / info.owners
+        else:
+            expected, fraction = float(len(ids)), self.population.fraction(ids, self.sees(info.task))
+        return replace(info, clients=ids, fraction=fraction, expected=expected, privacy=privacy)

@@ -1,0 +1,146 @@
+"""The output folder of a run, and its files."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from filelock import FileLock, Timeout
+
+from cfl.core import Busy, ConfigError, files
+
+_LOCK = ".lock"
+_PATIENCE = 0.5  # seconds to wait for the lock; `busy` holds it for less
+
+
+class RunFolder:
+    """A run's folder: `config.yaml`, `metrics.json`, `timing.json`, `rounds.jsonl`, `checkpoints/`.
+
+    resume: continue the run in the folder. The folder stays locked until `close` or the end of the process.
+    Raises ConfigError if the folder cannot be written, or holds a run and `resume` is False; Busy if another process
+    has locked it.
+    """
+
+    def __init__(self, path: Path | str, *, resume: bool = False) -> None:
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+        self._rounds, self._metrics = self.path / "rounds.jsonl", self.path / "metrics.json"
+        if not resume and (self._rounds.exists() or self._metrics.exists()):
+            raise ConfigError(f"'{self.path}' already holds a run; use --resume or another --output")
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            probe = self.path / f".probe-{os.getpid()}"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"the output folder '{self.path}' cannot be written ({error.strerror}); choose another --output"
+            ) from None
+        self._lock = FileLock(self.path / _LOCK)
+        try:
+            self._lock.acquire(timeout=_PATIENCE)
+        except Timeout:
+            raise Busy(f"another process uses '{self.path}'; wait for it, or choose another --output") from None
+
+    @staticmethod
+    def busy(path: Path) -> bool:
+        """Return True if another process has locked that folder."""
+        if not (path / _LOCK).exists():
+            return False
+        try:
+            with FileLock(path / _LOCK, timeout=0):
+                return False
+        except Timeout:
+            return True
+
+    def close(self) -> None:
+        """Unlock the folder."""
+        self._lock.release()
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Write the resolved configuration (plain data) to `config.yaml`."""
+        _write(self.path / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False))
+
+    def read_config(self) -> dict[str, Any]:
+        """Read `config.yaml`; an empty dictionary if the file does not exist."""
+        path = self.path / "config.yaml"
+        return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+    def write_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Write `metrics.json` atomically. NaN is written as null."""
+        write_json(self._metrics, metrics)
+
+    def write_timing(self, seconds: Mapping[str, Mapping[str, float]]) -> None:
+        """Write `timing.json`: seconds by category and phase, kept out of `metrics.json`, which repeats to the byte."""
+        write_json(self.path / "timing.json", seconds)
+
+    def append_round(self, row: Mapping[str, Any]) -> None:
+        """Append a line to `rounds.jsonl`; `sync_rounds` flushes it to disk. Raises ConfigError if the write fails."""
+        try:
+            with self._rounds.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(plain(row), allow_nan=False) + "\n")
+                file.flush()
+        except OSError as error:
+            raise _unwritable(self._rounds, error) from None
+
+    def sync_rounds(self) -> None:
+        """Flush `rounds.jsonl` to disk, so that it survives a loss of power. Raises ConfigError if that fails."""
+        try:
+            files.sync(self._rounds)
+            files.sync(self.path)  # its entry for the file, which `truncate_rounds` has replaced
+        except OSError as error:
+            raise _unwritable(self._rounds, error) from None
+
+    def truncate_rounds(self, n_lines: int) -> None:
+        """Keep the first `n_lines` complete lines of `rounds.jsonl`; later rounds, after the checkpoint, are repeated.
+
+        Raises ConfigError if the file has fewer complete lines.
+        """
+        raw = self._rounds.read_bytes() if self._rounds.exists() else b""
+        lines = raw.split(b"\n")[:-1]  # a kill may leave an incomplete line after the last newline
+        if len(lines) < n_lines:
+            raise ConfigError(
+                f"'{self._rounds}' has {len(lines)} complete lines, {n_lines} were expected; use another --output"
+            )
+        _write(self._rounds, "".join(f"{line.decode()}\n" for line in lines[:n_lines]))
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a JSON file atomically. NaN is written as null. Raises ConfigError if the file cannot be written."""
+    _write(path, json.dumps(plain(data), indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read the mapping in a JSON file; empty if the file does not exist. Raises ConfigError for a damaged file."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError:
+        data = None
+    if not isinstance(data, dict):
+        raise ConfigError(f"'{path}' is damaged; move its folder away, then repeat the run")
+    return data
+
+
+def plain(value: Any) -> Any:
+    """Convert a value to JSON data: NaN and infinities to None, tuples to lists, NumPy and torch values to numbers."""
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        files.replace(path, text.encode(), path.with_name(f".{path.name}.{os.getpid()}.tmp"))
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"'{path}' cannot be written ({error.strerror}); choose another --output")

@@ -1,0 +1,73 @@
+"""The schedule of a run: its rounds in order, with their keys and learning rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from cfl.config.schema import LocalConfig
+from cfl.contract import Phase, Strategy
+from cfl.core import ConfigError, rng
+
+Schedule = list[tuple[int, Phase, int]]
+"""(task, phase, round within the phase) of every round."""
+
+
+def planned(
+    strategy: Strategy, method: str, tasks: Sequence[str], rounds: int | tuple[int, ...] | Mapping[str, int]
+) -> Schedule:
+    """List all rounds that a strategy plans. method: its name in messages; tasks: names of the tasks.
+
+    rounds: training rounds of each task, in order or by name, or one number for all tasks.
+    Raises ConfigError if the rounds do not fit the tasks, and for an invalid plan.
+    """
+    plans = [strategy.plan(task, len(tasks), number) for task, number in enumerate(_each(rounds, tasks))]
+    for task, plan in enumerate(plans):
+        if not all(isinstance(phase, Phase) for phase in plan):
+            raise ConfigError(f"{method} plans task {task} as {plan}; return a list of cfl.Phase")
+        names = [phase.name for phase in plan]
+        if len(set(names)) < len(names) or not any(phase.rounds for phase in plan):
+            raise ConfigError(f"{method} plans phases {names} for task {task}; give each phase its own name and rounds")
+    return [
+        (task, phase, number) for task, plan in enumerate(plans) for phase in plan for number in range(phase.rounds)
+    ]
+
+
+def _each(rounds: int | tuple[int, ...] | Mapping[str, int], tasks: Sequence[str]) -> Sequence[int]:
+    """Training rounds of each task. Names of other tasks are ignored, since a preset names all tasks."""
+    if isinstance(rounds, int):
+        return [rounds] * len(tasks)
+    if isinstance(rounds, tuple):
+        if len(rounds) != len(tasks):
+            raise ConfigError(f"rounds lists {len(rounds)} numbers for {len(tasks)} tasks; give one number per task")
+        return rounds
+    for name in tasks:
+        if name not in rounds:
+            raise ConfigError(f"rounds has no number for task '{name}'; add it, or give one number for all tasks")
+    return [rounds[name] for name in tasks]
+
+
+def trained(schedule: Schedule, restart: bool = True) -> list[int]:
+    """Count the training rounds before each round, within its task or, without `restart`, within the run."""
+    counts, before, last = [], 0, 0
+    for task, phase, _ in schedule:
+        if restart and task != last:
+            before, last = 0, task
+        counts.append(before)
+        before += phase.train
+    return counts
+
+
+def keys(seed: int, schedule: Schedule) -> list[int]:
+    """The key of each round's draws.
+
+    Training rounds are counted across the phases of a task, so that methods with different phases draw alike.
+    """
+    return [
+        rng.key(seed, "round", task, *(("train", before) if phase.train else (phase.name, number)))
+        for (task, phase, number), before in zip(schedule, trained(schedule), strict=True)
+    ]
+
+
+def rates(schedule: Schedule, local: LocalConfig) -> list[float]:
+    """The learning rate of each round, decayed once per training round since the task (or the run) began."""
+    return [local.lr * local.lr_decay**earlier for earlier in trained(schedule, local.lr_restart)]

@@ -1,0 +1,180 @@
+"""A run in progress: in each round, the server broadcasts, clients train, uploads are summed, and the server steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from cfl.config.schema import RunConfig
+from cfl.contract import MEMORY, RoundInfo, RoundInputs, Strategy
+from cfl.contract.composed import STRATEGY, ComposedMethod
+from cfl.core import UpdateError, metrics, tree
+from cfl.engines import Engine, Outcome
+from cfl.engines.evaluate import LocalModels, Observer, accuracies, accuracy
+from cfl.models import Model
+from cfl.runtime.population import Population
+from cfl.runtime.privacy_budget import Budget
+from cfl.runtime.recorder import Recorder, row_of
+from cfl.runtime.rounds import Rounds
+from cfl.runtime.run_folder import plain
+from cfl.runtime.schedule import Schedule
+from cfl.runtime.state import RunState
+from cfl.streams import Stream
+
+
+@dataclass(frozen=True)
+class Result:
+    """Result of a run: metrics as in metrics.json (fractions, bytes, seconds), and the global model.
+
+    accuracy_matrix: (tasks, tasks) fractions, NaN for tasks not yet seen; params: the tree of the final global model.
+    """
+
+    metrics: dict[str, Any]
+    accuracy_matrix: np.ndarray
+    params: tree.Tree
+    model: Model
+
+
+@dataclass(eq=False)
+class Session:
+    """A run in progress; `cfl.runtime.builder.build_session` makes it.
+
+    label: name of the method in metrics.json; state: all that the run has computed so far.
+    """
+
+    config: RunConfig
+    label: str
+    stream: Stream
+    composed: ComposedMethod
+    model: Model
+    population: Population
+    rounds: Rounds
+    budget: Budget
+    state: RunState
+    engine: Engine
+    recorder: Recorder
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy of the run."""
+        return self.composed.strategy
+
+    @property
+    def schedule(self) -> Schedule:
+        """(task, phase, round within the phase) of every round."""
+        return self.rounds.schedule
+
+    def start(self, resume: bool) -> None:
+        """Open the run's folder, restore the last checkpoint if `resume` is set, and announce the run."""
+        notes = [*self.strategy.notes(self.model), *self.population.notes(), *self.budget.notes()]
+        self.recorder.start(self.config, notes, resume)
+
+    def close(self) -> None:
+        """Release what the engine holds, such as worker processes."""
+        self.engine.close()
+
+    def prepare(self, position: int) -> RoundInputs:
+        """Draw the cohort of a round and make its broadcast, from the current state."""
+        return self.rounds.inputs(position, self.state)
+
+    def round(self, position: int, observe: Observer | None = None) -> None:
+        """Run one round of the schedule, and end the task after its last round. observe: see `cfl.run`."""
+        inputs = self.prepare(position)
+        self.recorder.lap("server")
+        local_models = self._local_models(inputs, observe)
+        outcome = self.engine.round(inputs, local_models)
+        self.recorder.lap("clients", local_models.seconds if local_models else 0.0)
+        self._absorb(inputs, outcome)
+        self.recorder.warn(outcome.faults(inputs.info))
+        self.recorder.lap("server")
+        self.state.position = position + 1
+        accuracy = self._evaluate(inputs.info, last=self.rounds.ends_task(position))
+        self.recorder.lap("evaluate")
+        self.recorder.round(inputs, outcome, accuracy, local_models.figures if local_models else {})
+
+    def finish(self) -> Result:
+        """Return the metrics of the whole run, and write them if the run has a folder."""
+        state, matrix = self.state, self.state.accuracy_matrix
+        result = {
+            "method": self.label,
+            "benchmark": self.stream.name,
+            "seed": self.config.seed,
+            **metrics.summary(matrix, self.strategy.sequential),
+            "accuracy_matrix": [row_of(row) for row in matrix],
+            "subspace_use": {},
+            **state.reports[-1],
+            "by_task": state.reports,
+            **state.totals(),
+            **self._client_bytes(),
+            **self.budget.report(),
+        }
+        self.recorder.finish(result)
+        return Result(result, matrix, state.server["params"], self.model)
+
+    def _absorb(self, inputs: RoundInputs, outcome: Outcome) -> None:
+        """Step the server and store the clients' states; an aborted round changes nothing."""
+        info, state = inputs.info, self.state
+        if outcome.aborted is None:
+            survivors = self.rounds.survived(info, tuple(outcome.states), outcome.noise)
+            try:
+                state.server = self.composed.absorb(
+                    state.server, inputs.shared, outcome.mean, survivors, self.config.server.lr
+                )
+            except (RuntimeError, ValueError) as error:
+                raise UpdateError(f"the server's step failed ({info.place}): {error}") from error
+        state.clients.update((id, own) for id, own in outcome.states.items() if own or inputs.states[id])
+        state.last_task.update(dict.fromkeys(outcome.states, info.task))
+
+    def _evaluate(self, info: RoundInfo, last: bool) -> float | None:
+        """Accuracy of the global model on the current task if an evaluation is due. last: the round ends the task."""
+        if last:
+            return self._end_task(info.task)
+        every = self.config.eval_every
+        due = info.phase.train and bool(every) and (info.round + 1) % every == 0
+        return self._accuracies([info.task])[0] if due else None
+
+    def _end_task(self, task: int) -> float:
+        """Append a row to the accuracy matrix: the global model on every task so far."""
+        state = self.state
+        state.accuracy_matrix[task, : task + 1] = self._accuracies(range(task + 1))
+        state.reports.append(plain(self.strategy.report(state.server, self.model)))
+        if task + 1 < len(self.stream):
+            server, state.clients = self.composed.end_task(state.server, state.clients)
+            state.server = self.strategy.begin_task(server, task + 1, self.model)
+        return state.accuracy_matrix[task, task]
+
+    def _accuracies(self, tasks: Iterable[int]) -> list[float]:
+        served = {task: self.strategy.serve(self.state.server, task) for task in tasks}
+        tests = {task: self.stream.tasks[task].test for task in served}
+        return accuracies(self.model, served, tests, self.config.eval_batch_size)
+
+    def _local_models(self, inputs: RoundInputs, observe: Observer | None) -> LocalModels | None:
+        """Measure the local models of this round; None if no measurement is due and no observer is set."""
+        info, every = inputs.info, self.config.eval_local
+        due = info.phase.train and bool(every) and (info.trained + 1) % every == 0
+        if not due and observe is None:
+            return None
+        return LocalModels(info, inputs.shared["params"], self._score if due else None, observe)
+
+    def _score(self, params: tree.Tree, task: int) -> float:
+        return accuracy(self.model, params, self.stream.tasks[task].test, task, self.config.eval_batch_size)
+
+    def _client_bytes(self) -> dict[str, float]:
+        """Bytes that a client stores between rounds, mean and maximum over all clients with data."""
+        owners = self.population.owners(tuple(range(len(self.stream))))
+        stored = [self._stored(own) for own in self.state.clients.values()]
+        without_state = self._stored({})
+        total = sum(stored) + (len(owners) - len(stored)) * without_state
+        return {"client_bytes": total / len(owners), "client_bytes_max": max([*stored, without_state])}
+
+    def _stored(self, state: tree.Tree) -> int:
+        """Bytes of a client's trees, of the samples in its memory, and of the public inputs."""
+        state, public = dict(state), self.rounds.public
+        memory = state.pop(f"{STRATEGY}/{MEMORY}", torch.empty(0, 2))
+        inputs = len(public) * public.pool.images[0].nbytes if public else 0  # public samples have no labels
+        samples = sum(self.stream.tasks[int(task)].train.sample_bytes for task, _ in memory.tolist())
+        return inputs + tree.nbytes(state) + samples

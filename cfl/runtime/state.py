@@ -1,0 +1,82 @@
+"""The state of a run: all that a checkpoint holds."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from cfl.contract import Server
+from cfl.core import Tree, tree
+
+
+class RunState:
+    """State of a run. server: its trees; clients: id to state, if not empty; position: completed rounds.
+
+    last_task: id to the last task in which the client took part.
+
+    accuracy_matrix: (tasks, tasks) fractions, NaN where not evaluated; bytes: phase name to {"up", "down"};
+    seconds: who spent them ("clients", "server", "measurement") to phase name, "evaluate" or "checkpoint", to seconds;
+    local: last figures of the local models; reports: the method's own figures after each task.
+    """
+
+    def __init__(self, server: Server, tasks: int) -> None:
+        self.server, self.position = server, 0
+        self.clients: dict[int, Tree] = {}
+        self.last_task: dict[int, int] = {}
+        self.accuracy_matrix = np.full((tasks, tasks), np.nan)
+        self.bytes: dict[str, dict[str, int]] = {}
+        self.seconds: dict[str, dict[str, float]] = {"clients": {}, "server": {}, "measurement": {}}
+        self.local: dict[str, list[float]] = {}
+        self.reports: list[dict[str, Any]] = []
+
+    def count(self, row: Mapping[str, Any]) -> None:
+        """Add a round's bytes to its phase."""
+        sums = self.bytes.setdefault(row["phase"], {"up": 0, "down": 0})
+        sums["up"] += row["bytes_up"]
+        sums["down"] += row["bytes_down"]
+
+    def spent(self, kind: str, what: str, seconds: float) -> None:
+        """Add seconds of a kind to a phase."""
+        self.seconds[kind][what] = self.seconds[kind].get(what, 0.0) + seconds
+
+    def totals(self) -> dict[str, Any]:
+        """Bytes and seconds of the run so far, and the last accuracy of the local models, if measured."""
+        return {
+            "bytes_up": sum(sums["up"] for sums in self.bytes.values()),
+            "bytes_down": sum(sums["down"] for sums in self.bytes.values()),
+            "bytes_by_phase": {
+                name: {"up": sums["up"], "down": sums["down"]} for name, sums in sorted(self.bytes.items())
+            },
+            "seconds": sum(sum(by_phase.values()) for by_phase in self.seconds.values()),
+            **({"local_accuracy": self.local["accuracy"]} if self.local else {}),
+        }
+
+    def saved(self) -> tuple[dict[str, Tree], dict[str, Any]]:
+        """Trees and JSON data for a checkpoint; later rounds do not change them."""
+        trees = {f"server/{name}": dict(leaves) for name, leaves in self.server.items()}
+        trees |= {f"client/{id}": dict(leaves) for id, leaves in sorted(self.clients.items())}
+        trees["run"] = {"acc": torch.tensor(self.accuracy_matrix)}
+        kept = {"bytes": self.bytes, "seconds": self.seconds, "local": self.local}
+        reports = json.dumps(self.reports)  # as text: the checkpoint would sort the layers
+        meta = {"position": self.position, **copy.deepcopy(kept), "reports": reports}
+        return trees, {**meta, "last_task": {str(id): task for id, task in sorted(self.last_task.items())}}
+
+    def restore(self, trees: Mapping[str, Tree], meta: Mapping[str, Any], device: torch.device) -> None:
+        """Restore the result of `saved`."""
+        self.server, self.clients = {}, {}
+        for name, leaves in trees.items():
+            owner, _, rest = name.partition("/")
+            moved = tree.map(lambda leaf: leaf.to(device), leaves)
+            if owner == "server":
+                self.server[rest] = moved
+            elif owner == "client":
+                self.clients[int(rest)] = moved
+        self.accuracy_matrix = trees["run"]["acc"].numpy().copy()
+        self.position, self.bytes, self.seconds = meta["position"], dict(meta["bytes"]), dict(meta["seconds"])
+        self.local, self.reports = dict(meta["local"]), json.loads(meta["reports"])
+        self.last_task = {int(id): task for id, task in meta["last_task"].items()}

@@ -1,0 +1,72 @@
+"""Layers that can be projected: their inputs, groups of a convolution, and shared weights."""
+
+import pytest
+import torch
+from torch import nn
+
+from cfl.core import rng
+from cfl.models import Model
+
+CONVOLUTIONS = {
+    "plain": lambda: nn.Conv2d(4, 6, 3),
+    "stride": lambda: nn.Conv2d(4, 6, 2, stride=2, padding=1, bias=False),
+    "shortcut": lambda: nn.Conv2d(4, 6, 1, stride=2),
+    "even-same": lambda: nn.Conv2d(4, 6, (4, 3), padding="same"),
+    "dilated": lambda: nn.Conv2d(4, 6, 3, dilation=2, padding=(2, 1)),
+    "reflect": lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"),
+    "circular": lambda: nn.Conv2d(4, 6, 3, padding=(1, 2), padding_mode="circular"),
+    "grouped": lambda: nn.Conv2d(4, 6, 3, groups=2),
+    "depthwise": lambda: nn.Conv2d(4, 8, 3, padding=1, groups=4, bias=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using padding=.same. with even kernel")
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_layer_inputs_times_weight_is_the_convolution(case):
+    with rng.fork(1):
+        conv = CONVOLUTIONS[case]().double()
+    width = conv(torch.zeros(1, 4, 7, 6).double()).shape[-1]
+    model = Model(nn.Sequential(conv), (4, 7, 6), [width], multi_head=False)  # the last dimension counts as classes
+    x = torch.randn(3, 4, 7, 6, dtype=torch.float64, generator=rng.generator(3))
+    expected = conv(x)
+    assert len(model.layers) == conv.groups
+    for layer in model.layers:
+        weight = model.params[layer.weight][layer.rows].flatten(1)
+        outputs = layer.inputs(x) @ weight.T  # (batch, positions, outputs of the group)
+        if layer.bias:
+            outputs = outputs + model.params[layer.bias][layer.rows]
+        outputs = outputs.transpose(1, 2).reshape(3, -1, *expected.shape[2:])
+        assert layer.size == weight.shape[1]
+        assert torch.allclose(outputs, expected[:, layer.rows], atol=1e-12)
+
+
+def test_groups_split_the_rows_of_the_weight():
+    conv = nn.Conv2d(4, 6, 1, groups=2)
+    model = Model(nn.Sequential(conv, nn.Flatten(), nn.Linear(24, 2)), (4, 2, 2), [2, 2], multi_head=True)
+    assert [(layer.name, layer.rows) for layer in model.layers] == [
+        ("0.group0", slice(0, 3)),
+        ("0.group1", slice(3, 6)),
+    ]
+
+
+def test_inputs_of_a_linear_layer_on_sequences():
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.head = nn.Linear(5, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.head(self.inner(x).mean(1))
+
+    model = Model(Mean(), (3, 5), [2, 2], multi_head=True)
+    x = torch.randn(2, 3, 5, generator=rng.generator(4))
+    assert torch.equal(model.layers[0].inputs(x), x)  # positions are the steps of the sequence
+    assert model.layers[0].inputs(x[:, 0]).shape == (2, 1, 5)
+
+
+def test_layers_that_share_a_weight_are_not_projected():
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    model = Model(nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(4, 3)), (4,), [3], multi_head=False)
+    assert [layer.name for layer in model.layers] == ["4"]
+    assert model.logits(model.params, torch.zeros(2, 4), 0).shape == (2, 3)

@@ -1,0 +1,79 @@
+import errno
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+
+from cfl.config.overrides import read_yaml
+from cfl.core import ConfigError
+from cfl.runtime.run_folder import RunFolder
+
+ROW = {"task": 0, "phase": "train", "round": 0, "clients": 2, "loss": 0.5, "accuracy": None, "lr": 0.1, "seconds": 0.1}
+
+
+def test_metrics_are_whole_ordered_and_free_of_nan(tmp_path):
+    folder = RunFolder(tmp_path / "a" / "run")
+    folder.write_metrics({"fgt": math.nan, "acc": np.float64(0.5), "accuracy_matrix": [(0.1, float("inf"))]})
+    text = (folder.path / "metrics.json").read_text()
+    assert json.loads(text) == {"fgt": None, "acc": 0.5, "accuracy_matrix": [[0.1, None]]}
+    assert text.index("fgt") < text.index("acc")  # in the given order, not sorted
+    assert sorted(path.name for path in folder.path.iterdir()) == [".lock", "checkpoints", "metrics.json"]
+
+
+def test_configuration_round_trip(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.write_config({"local": {"weight_decay": 1e-05}, "rounds": (3, 1)})
+    assert read_yaml(tmp_path / "config.yaml") == {"local": {"weight_decay": 1e-05}, "rounds": [3, 1]}
+
+
+def test_no_line_twice_after_a_kill(tmp_path):
+    folder = RunFolder(tmp_path)
+    for number in range(3):
+        folder.append_round({"round": number})
+    with (tmp_path / "rounds.jsonl").open("a") as file:
+        file.write('{"round": 3, "lo')  # left incomplete by a kill
+    folder.close()
+    again = RunFolder(tmp_path, resume=True)
+    again.truncate_rounds(2)
+    again.append_round({"round": 2})
+    lines = (tmp_path / "rounds.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in lines] == [0, 1, 2]
+    with pytest.raises(ConfigError, match="has 3 complete lines, 4 were expected"):
+        again.truncate_rounds(4)
+
+
+@pytest.mark.parametrize("name", ["rounds.jsonl", "metrics.json"])
+def test_a_folder_with_a_run_is_refused(tmp_path, name):
+    (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match="already holds a run; use --resume or another --output"):
+        RunFolder(tmp_path)
+    assert RunFolder(tmp_path, resume=True).checkpoints.is_dir()
+
+
+def test_an_error_names_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()  # not permissions, which root ignores
+    with pytest.raises(ConfigError, match="file/run' cannot be written .*another --output"):
+        RunFolder(tmp_path / "file" / "run")
+
+
+def test_a_round_that_cannot_be_written_names_the_file(tmp_path):
+    folder = RunFolder(tmp_path)
+    (tmp_path / "rounds.jsonl").mkdir()
+    with pytest.raises(ConfigError, match=r"rounds\.jsonl' cannot be written .*another --output"):
+        folder.append_round({"round": 0})
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path)
+    folder.write_metrics({"acc": 0.5})
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ConfigError, match=r"metrics\.json' cannot be written \(No space left on device\)"):
+        folder.write_metrics({"acc": 1.0})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "checkpoints", "metrics.json"]
+    assert json.loads((tmp_path / "metrics.json").read_text()) == {"acc": 0.5}
