@@ -2,7 +2,7 @@
 
 import sys
 
-from cfl import contract
+from cfl import contract as types
 from cfl.assembly.resolve import resolve
 from cfl.config.schema import RunConfig
 from cfl.contract import (
@@ -20,7 +20,6 @@ from cfl.contract import (
 )
 from cfl.core import CflError, errors, option, options, plugins, rng, tree
 from cfl.core.version import __version__
-from cfl.methods import strategies
 from cfl.models import Model
 from cfl.runtime import sinks, tensorboard
 from cfl.runtime.runner import run
@@ -30,7 +29,7 @@ from cfl.streams import Stream, from_tensors
 # Documented modules keep their addresses wherever their files stand: `from cfl.losses import masked_mean`.
 _ADDRESSES = {
     "errors": errors, "losses": losses, "options": options, "plugins": plugins, "rng": rng, "sinks": sinks,
-    "strategies": strategies, "strategies.base": strategy, "tensorboard": tensorboard, "tree": tree, "types": contract,
+    "strategies": strategy, "strategies.base": strategy, "tensorboard": tensorboard, "tree": tree, "types": types,
 }  # fmt: skip
 sys.modules.update({f"{__name__}.{name}": module for name, module in _ADDRESSES.items()})
 

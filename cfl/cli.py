@@ -118,12 +118,8 @@ def compare(
     seeds: Seeds = "0",
     scale: Scale[str | None] = None,
     overrides: Set = [],
-    vary: Annotated[
-        list[str], typer.Option(metavar="KEY=A,B", help="Run with each value. Repeatable, for all combinations.")
-    ] = [],
-    against: Annotated[
-        str | None, typer.Option(help="Reference method of the paired differences (default: the first).")
-    ] = None,
+    vary: Annotated[list[str], typer.Option(metavar="KEY=A,B", help="Run with each value. Repeatable.")] = [],
+    against: Annotated[str | None, typer.Option(help="Reference method of paired tests (default: the first).")] = None,
     engine: Engine[str | None] = None,
     jobs: Jobs = None,
     data_root: DataRoot = None,
@@ -146,8 +142,8 @@ def compare(
     found = Comparison(benchmark, scale, groups, other)
     if not found.results:
         raise _failed(failed, runs)
-    given = {"--methods": [methods], "--seeds": [seeds], "--set": overrides, "--vary": vary}
-    given |= {"--scale": [scale], "--against": [against], "--engine": [engine]}
+    given: dict[str, Sequence[str | None]] = {"--methods": [methods], "--seeds": [seeds], "--set": overrides}
+    given |= {"--vary": vary, "--scale": [scale], "--against": [against], "--engine": [engine]}
     words = [word for flag, values in given.items() for value in values if value for word in (flag, value)]
     found.write(folder / "compare.json", shlex.join(["cfl-run", "compare", benchmark, *words]))
     if plot:
@@ -160,9 +156,7 @@ def compare(
 @app.command()
 def reproduce(
     table: Annotated[str | None, typer.Argument()] = None,
-    only: Annotated[
-        list[str], typer.Option(metavar="NAME", help="A column, row or part of the table. Repeatable.")
-    ] = [],
+    only: Annotated[list[str], typer.Option(metavar="NAME", help="Column, row or part of the table. Repeatable.")] = [],
     seeds: Seeds = "0..2",
     scale: Scale[str] = "paper",
     overrides: Set = [],

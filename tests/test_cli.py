@@ -18,7 +18,7 @@ SMALL = ("--set", "tasks=2", "--set", "rounds=1", "--set", "model.hidden=[8]", "
 
 
 def invoke(*args):
-    """The exit status of `cfl-run` with these arguments."""
+    """Return the exit status of `cfl-run` with these arguments."""
     with pytest.raises(SystemExit) as stop:
         cli.main(list(args))
     return stop.value.code
@@ -49,7 +49,7 @@ def invoke(*args):
         ),
     ],
 )
-def test_wrong_use_exits_2_with_one_line_that_suggests(args, hint, capsys):
+def test_wrong_usage_exits_2_with_one_line_and_a_suggestion(args, hint, capsys):
     assert invoke(*args) == 2
     streams = capsys.readouterr()
     assert len(streams.err.splitlines()) == 1 and hint in streams.err
@@ -67,12 +67,12 @@ def test_wrong_use_exits_2_with_one_line_that_suggests(args, hint, capsys):
         ("report", "RUNS: folders of runs, or folders that contain runs."),
     ],
 )
-def test_the_help_says_what_the_argument_is(command, text, capsys):
+def test_the_help_describes_the_argument(command, text, capsys):
     assert invoke(command, "--help") == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.count(text) == 1
     assert invoke("--help") == 0
-    assert text.partition(":")[0] not in capsys.readouterr().out  # a line each there
+    assert text.partition(":")[0] not in capsys.readouterr().out  # only the first line of each docstring
 
 
 def test_the_version_is_that_of_the_package(capsys):
@@ -103,7 +103,7 @@ def test_train_writes_the_folder_and_its_config_repeats_it(tmp_path, capsys):
     assert invoke("train", "--config", config, "--output", str(again), "--quiet") == 2  # already holds a run
 
 
-def test_compare_tabulates_and_skips_what_is_finished(tmp_path, capsys):
+def test_compare_tabulates_and_skips_finished_runs(tmp_path, capsys):
     args = ("compare", "permuted-digits", "--methods", "fedavg,fot", "--seeds", "0..1", *SMALL, "--quiet", "--matrix")
     args += ("--set", "strategy.threshold=0.8")  # fedavg has no such option
     assert invoke(*args, "--output", str(tmp_path)) == 0
@@ -117,13 +117,13 @@ def test_compare_tabulates_and_skips_what_is_finished(tmp_path, capsys):
     assert (tmp_path / "compare.png").exists()
 
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/metrics.json")}
-    assert invoke(*args, "--output", str(tmp_path), "--vary", "strategy.threshold=0.8,0.85") == 0  # two runs more
+    assert invoke(*args, "--output", str(tmp_path), "--vary", "strategy.threshold=0.8,0.85") == 0  # two more runs
     after = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/metrics.json")}
     assert len(after) == 6 and before.items() < after.items()
 
 
 def run_of(folder, method, seed=0):
-    """The folder of the run, whose name ends in a hash."""
+    """Return the folder of the run; its name ends in a hash."""
     (found,) = folder.glob(f"{method}-seed{seed}-*")
     return found
 
@@ -135,7 +135,7 @@ def test_compare_takes_an_engine_as_train_does(tmp_path):
     assert json.loads((tmp_path / "compare.json").read_text())["command"].endswith("--engine vmapped")
 
 
-def test_compare_shows_what_methods_spent(tmp_path, capsys):
+def test_compare_shows_the_epsilon_of_methods(tmp_path, capsys):
     private = ("dp.noise_multiplier=1", "agg.weights=uniform", "cohort=4", "dp.accountant=rdp")
     settings = [text for one in private for text in ("--set", one)]
     args = ("compare", "permuted-digits", "--methods", "fedavg,single_task", "--seeds", "0", *SMALL, *settings)
@@ -143,7 +143,7 @@ def test_compare_shows_what_methods_spent(tmp_path, capsys):
     title, *rows = cells(capsys.readouterr().out)
     spent = title.index("epsilon")
     assert spent == title.index("FGT %") + 1
-    # 2 tasks of a round in which all 4 clients take part: two releases in full
+    # 2 tasks of one round with all 4 clients: two releases without amplification
     epsilon = accounting.epsilon([accounting.Releases(1.0, 2)], 1.0, 1e-5, "rdp")
     written = json.loads((tmp_path / "compare.json").read_text())["methods"]
     assert [row[0] for row in rows] == list(written) == ["fedavg", "single_task"]
@@ -153,21 +153,21 @@ def test_compare_shows_what_methods_spent(tmp_path, capsys):
 
 
 def cells(shown):
-    """The text in the cells of a table, by row, its titles first."""
+    """Return the text in the cells of a table, by row, with the titles first."""
     lines = [line.replace("┃", "│") for line in shown.splitlines() if line.startswith(("┃", "│"))]
     return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
 
 
-def test_compare_goes_on_after_a_run_that_fails(tmp_path, capsys):
+def test_compare_continues_after_a_failed_run(tmp_path, capsys):
     args = ("compare", "permuted-digits", "--methods", "fedavg,ewc", "--seeds", "0", *SMALL, "--quiet", "--no-plot")
-    # lambda x lr x Fisher far above 2: steps on the penalty grow without end
+    # lambda x lr x Fisher is far above 2, so steps on the penalty diverge
     assert invoke(*args, "--set", "strategy.strength=1e9", "--output", str(tmp_path)) == 1
     shown = capsys.readouterr()
     assert "ewc, seed 0 failed: client" in shown.err and "1 of 2 runs failed" in shown.err
     assert list(json.loads((tmp_path / "compare.json").read_text())["methods"]) == ["fedavg"]
 
 
-def test_an_interrupted_run_says_how_to_go_on(tmp_path, capsys, monkeypatch):
+def test_an_interrupted_run_prints_the_command_that_continues_it(tmp_path, capsys, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
@@ -184,7 +184,7 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path, capsys, monkeypatch):
     assert again == ["cfl-run", "train", *wanted, "--download"]
 
 
-def test_resume_names_the_option_that_is_another(tmp_path, capsys):
+def test_resume_names_the_first_option_that_differs(tmp_path, capsys):
     args = ("train", "permuted-digits", *SMALL, "--output", str(tmp_path), "--quiet", "--no-plot")
     assert invoke(*args) == 0
     capsys.readouterr()
@@ -196,7 +196,7 @@ def test_resume_names_the_option_that_is_another(tmp_path, capsys):
         assert invoke(*args, "--resume", *(word for text in more for word in ("--set", text))) == 1
         hint = "choose another --output, or repeat the options of that run"
         assert capsys.readouterr().err.endswith(f"another configuration; {hint}: {there} there, {here} here\n")
-    assert invoke(*args, "--resume", "--set", "workers=7") == 0  # which does not count
+    assert invoke(*args, "--resume", "--set", "workers=7") == 0  # not part of the comparison
 
 
 def test_resume_without_a_folder_and_with_other_options_is_an_error(tmp_path, capsys, monkeypatch):
@@ -275,11 +275,11 @@ NAMES = [
 
 
 @pytest.mark.parametrize(("name", "item"), NAMES, ids=[name for name, _ in NAMES])
-def test_describe_says_what_is_sent_what_the_server_learns_and_what_can_protect_it(name, item, capsys):
+def test_describe_prints_uploads_what_the_server_learns_and_protections(name, item, capsys):
     assert invoke("describe", name) == 0
     shown = capsys.readouterr().out.partition("\nprivacy ")[2]
     rows, title = {}, None
-    for line in shown.splitlines():  # answers go on in further lines, whose first cell is empty
+    for line in shown.splitlines():  # long answers continue in lines with an empty first cell
         cells = [cell.strip() for cell in line.split("│")[1:-1]]
         if len(cells) == 2:
             title = cells[0] or title
@@ -293,7 +293,7 @@ def test_describe_says_what_is_sent_what_the_server_learns_and_what_can_protect_
         assert rows[option] == (f"not supported: {reason}" if reason else "supported")
 
 
-def test_describe_names_the_sketches_and_the_counts(capsys):
+def test_describe_names_sketches_and_counts(capsys):
     for name, parts in {
         "fot": ("a sketch and two energies", "strategy.freeze_first=true", "not supported: 'fot' cannot run"),
         "fednova": ("the number of its local steps", "not supported: 'fednova' cannot run like this"),
@@ -314,7 +314,7 @@ def test_describe_names_the_sketches_and_the_counts(capsys):
         (["secagg=full", "cohort=1"], "a secure sum of one client is its upload"),
     ],
 )
-def test_protection_that_cannot_hold_exits_2_before_anything_runs(more, hint, tmp_path, capsys):
+def test_impossible_protection_exits_2_before_any_run(more, hint, tmp_path, capsys):
     settings = [text for one in more for text in ("--set", one)]
     folder = tmp_path / "run"
     assert invoke("train", "permuted-digits", *SMALL, *settings, "--output", str(folder), "--quiet") == 2
@@ -323,7 +323,7 @@ def test_protection_that_cannot_hold_exits_2_before_anything_runs(more, hint, tm
     assert not folder.exists()
 
 
-def test_train_tells_what_it_spent(tmp_path, capsys):
+def test_train_prints_the_epsilon(tmp_path, capsys):
     private = ("dp.noise_multiplier=1", "agg.weights=uniform", "cohort=4", "dp.accountant=rdp")
     settings = [text for one in private for text in ("--set", one)]
     folder = tmp_path / "run"

@@ -1,7 +1,5 @@
 """Gaussian mechanism: bound the contribution of one unit to a sum, and add noise in proportion to the bound."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Sum of a round's uploads without protection; `cfl.aggregation.protected` adds secure aggregation and privacy."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

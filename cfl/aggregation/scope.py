@@ -1,7 +1,5 @@
 """Scope of differential privacy: the phases that release protected uploads, and the privacy of a round."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from cfl.config.schema import RunConfig

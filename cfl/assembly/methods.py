@@ -1,7 +1,5 @@
 """The methods of a run, its strategy and local regularizers: build them, and check that they fit together."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,6 +1,4 @@
-"""Rules of secure aggregation and differential privacy: refuse what they exclude before anything runs."""
-
-from __future__ import annotations
+"""Rules of secure aggregation and differential privacy, checked before a run starts."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -60,7 +58,7 @@ def _check_quorum(cohorts: Iterable[str], owners: Iterable[int], config: RunConf
 
 
 def _secure_sums(methods: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
-    """Yield what secure aggregation excludes."""
+    """Yield methods and options that secure aggregation excludes."""
     if config.secagg == "none":
         return
     for owner, method in methods.items():
@@ -98,7 +96,7 @@ def _accounting(methods: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
 
 
 def _sampling(released: Iterable[Phase], config: RunConfig) -> Iterator[str]:
-    """Yield what excludes amplification by sampling in phases with protected uploads."""
+    """Yield why sampling does not amplify privacy in the phases with protected uploads, if dp.amplify is set."""
     drawn = [phase for phase in released if phase.cohort == "sampled" and config.cohort < config.partition.clients]
     if config.dp.level != "client" or not drawn or not config.dp.amplify:
         return

@@ -93,7 +93,7 @@ class PrivacyConfig(Section):
     """Differential privacy of uploads: (epsilon, delta) over all rounds, phases and tasks."""
 
     level: Literal["none", "client", "example"] = Field(
-        "none", description="what is protected: all data of a client, or one sample; client if only a budget is given"
+        "none", description="protected unit: all data of a client, or one sample; client if only a budget is given"
     )
     clip: float = Field(1.0, gt=0, description="largest L2 norm of a client's upload, or of a sample's gradient")
     noise_multiplier: float | None = Field(None, gt=0, description="standard deviation of the noise over dp.clip")

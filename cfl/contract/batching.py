@@ -1,7 +1,5 @@
 """Minibatches of a client's data: in order, shuffled, by Poisson sampling, or from its memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -16,7 +14,7 @@ class Batching:
 
     shares: task to the client's share of it; task: the round's task; now: the tasks to train on.
     Positions count the samples to train on from 0: the shares of the tasks in `now`, one after another.
-    key, where a method takes one: of the random augmentation of training images; None for the original images.
+    Argument `key`: seeds the random augmentation of training images; None for the original images.
     """
 
     shares: Mapping[int, Share]

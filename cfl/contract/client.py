@@ -1,7 +1,5 @@
 """A client's data and memory."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The strategy and the regularizers of a run as one method."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -195,5 +193,5 @@ def _server_name(owner: str) -> str:
 
 
 def _ctx_of(ctx: Ctx, owner: str) -> Ctx:
-    """The context with the state of one owner, and with what the server sent for it."""
+    """The context with one owner's state and its part of the broadcast."""
     return ctx._replace(state=own_state(ctx.state, owner), sent=ctx.shared.get(_server_name(owner), {}))

@@ -1,7 +1,5 @@
 """The context of a local step, as client hooks see it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 

@@ -2,11 +2,11 @@
 
 Most methods need only some of these five hooks:
 
-    init_client   the client's state at the start of a task
-    penalty       a term of the local loss
-    adjust        the gradient before the optimiser's step
-    finish        the client's upload and new state after local training
-    server_step   the server's step, from the aggregated uploads
+    penalty                 a term of the local loss
+    adjust                  the gradient before the optimiser's step
+    finish                  the client's upload and new state after local training
+    plan, work              a strategy's further phases, and a client's part in them
+    server_step or absorb   the server's step from the aggregated uploads: a regularizer's, a strategy's
 
 The hooks of `LocalRegularizer` stand in the order in which a round calls them:
 
@@ -25,8 +25,6 @@ from generators made from ctx.key or info.key. They do not branch on the values 
 
 The trees of a regularizer, on clients and server, last for one task: the next task starts with initial ones.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -53,7 +51,7 @@ class LocalRegularizer:
     source: ClassVar[str] = ""
     """Paper and equation, as `cfl-run list` shows it."""
     sends: ClassVar[str] = ""
-    """What a client sends for it, and when; empty if it adds nothing to the strategy's uploads."""
+    """A client's uploads for it, and when it sends them; empty if it adds nothing to the strategy's uploads."""
     per_sample: ClassVar[bool] = False
     """True if samples affect uploads and client states only through gradients of the losses of single samples (in
     `work`: only as `Privacy` says). dp.level=example requires it. Not inherited: each class sets it for itself."""
@@ -70,8 +68,7 @@ class LocalRegularizer:
     """Turn of its `server_step`: 0 for rules that combine updates, 1 for rules that start from their result, such as
     distillation, 2 for momentum of the whole step. Within a turn the user's order holds."""
     decides: ClassVar[str] = ""
-    """What at most one regularizer of a run may decide, such as "the length of the server's step"; empty for nothing.
-    """
+    """A decision that only one regularizer of a run may take, such as "the length of the server's step"; or empty."""
 
     def refuses(self, run: Mapping[str, Any]) -> str | None:
         """Return why the method cannot run with these options, or None.

@@ -1,7 +1,5 @@
 """Rounds: the phase of a round, the privacy of its uploads, and the description that hooks get."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
@@ -71,7 +69,7 @@ class RoundInfo:
     heads: tasks whose heads are broadcast; population: number of clients in the run; lr: local learning rate.
     key: integer for the draws of this round, the same for all clients; public: inputs that everybody may see, or None.
     owners: number of clients with data to train on.
-    fraction: share of these owners that `clients` are, or with agg.weights=samples, share of their samples.
+    fraction: `clients` as a share of these owners; with agg.weights=samples, their share of the owners' samples.
     trained: number of earlier training rounds of this task.
     expected: number of clients that sums are divided by. It is the average size of a cohort if the size is protected;
     otherwise, in `absorb`, it is the number of `clients`.

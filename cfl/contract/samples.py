@@ -1,7 +1,5 @@
 """Samples of a task, a client's share of them, and minibatches."""
 
-from __future__ import annotations
-
 from typing import NamedTuple, Protocol
 
 import torch

@@ -1,13 +1,7 @@
 """The hooks of a strategy. The base class is FedAvg (McMahan et al., 2017, Algorithm 1).
 
-To write a strategy, subclass `Strategy` as a frozen dataclass and override the hooks that the method changes. Most
-strategies need only some of these five hooks:
-
-    plan          the phases of a task
-    init_server   the server's trees beside the global model
-    loss          the loss of a minibatch
-    work          a client's computation after training, such as storing a memory
-    absorb        the server's step, from the aggregated uploads
+To write a strategy, subclass `Strategy` as a frozen dataclass and override the hooks that the method changes;
+`cfl.contract.regularizer` names the five that most methods need.
 
 The hooks of `Strategy` stand in the order in which a run calls them:
 
@@ -19,8 +13,6 @@ The hooks of `Strategy` stand in the order in which a run calls them:
 
 A strategy also has the client hooks of `LocalRegularizer`. Its state on a client lasts until the end of the run.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -65,9 +65,10 @@ def wanted(schema: Mapping[str, Any]) -> str:
         "string": "a name",
         "object": "a group",
         "null": "none",
+        "array": "a list",
     }
     text = words.get(schema["type"], schema["type"])
-    if schema["type"] == "array":
+    if schema.get("items"):
         return f"a list (each {wanted(schema['items'])})"
     if schema["type"] not in ("integer", "number"):
         return text

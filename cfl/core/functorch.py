@@ -1,4 +1,4 @@
-"""The one private torch function that `cfl` uses, with what happens where it is missing."""
+"""The one private torch function that `cfl` uses, and a fallback for torch versions without it."""
 
 try:
     from torch._C._functorch import peek_interpreter_stack
@@ -7,7 +7,7 @@ except ImportError:  # a later torch may rename it: setup.cfg bounds torch for t
 
 
 def transforming() -> bool:
-    """Whether the caller runs inside a `torch.func` transform; True where torch cannot tell.
+    """True inside a `torch.func` transform, and if torch cannot tell.
 
     Callers take a faster way outside transforms, so a wrong True costs time and changes no result.
     """

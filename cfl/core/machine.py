@@ -1,7 +1,5 @@
 """The process and the machine of a run: Ctrl-C, threads, memory, devices."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

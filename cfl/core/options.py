@@ -6,8 +6,10 @@ and the configuration read the hyper-parameters from these fields alone.
 
 import dataclasses
 from collections.abc import Sequence
-from functools import cache
-from typing import Annotated, Any, TypeVar, get_type_hints
+from functools import cache, reduce
+from operator import or_
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -74,11 +76,11 @@ def describe(cls: type) -> list[dict[str, Any]]:
 
 
 def _checked(name: str, value: Any, hint: Any, meta: Any) -> Any:
-    """The value, converted from int to float where the hint asks for a float."""
+    """Return a valid value, converted from int to float if the hint asks for a float. Raises ConfigError."""
     adapter = _adapter(hint, *(meta.get(bound) for bound in ("above", "at_least", "at_most")))
     choices = meta.get("choices") or adapter.json_schema().get("enum")
-    if choices and isinstance(value, str) and value not in choices:
-        raise unknown(f"value of {name}", value, choices)
+    if choices and value not in choices:
+        raise unknown(f"value of {name}", str(value), choices)
     try:
         return adapter.validate_python(value)
     except ValidationError:
@@ -87,8 +89,10 @@ def _checked(name: str, value: Any, hint: Any, meta: Any) -> Any:
 
 @cache
 def _adapter(hint: Any, above: float | None, at_least: float | None, at_most: float | None) -> TypeAdapter:
-    limits = Field(gt=above, ge=at_least, le=at_most)
-    return TypeAdapter(Annotated[hint, limits], config=ConfigDict(strict=True, allow_inf_nan=False))
+    limits = Field(gt=above, ge=at_least, le=at_most)  # for numbers only, not for the "auto" of `float | str`
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    bounded: Any = reduce(or_, [Annotated[kind, limits] if kind in (int, float) else kind for kind in kinds])
+    return TypeAdapter(bounded, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
 def _range(meta: Any) -> str:

@@ -1,7 +1,5 @@
 """The engine interface, and how the results of a round's clients become its outcome."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """`engine=auto`: choose the fastest engine, block and number of threads by timing the first steps of a run."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import statistics
@@ -25,10 +23,11 @@ HOPELESS = 1.5  # a trial stops at a timed round that takes longer than this tim
 BETTER = 0.95  # a later, more involved choice must take less than this fraction of the best time so far
 CLOSE, AGAIN = 1.3, 2  # choices within CLOSE times the best time are timed AGAIN more times
 MEMORY = 0.8  # fraction of the free memory that a block may take
-# Errors of one engine that another engine may avoid. Memory is short: RuntimeError (torch.OutOfMemoryError is one),
-# MemoryError, or OSError from mmap and fork. vmap does not support a hook or the model: RuntimeError
-# (NotImplementedError is one), ValueError or TypeError; engines wrap the first two in UpdateError.
-FAILURES = (RuntimeError, MemoryError, OSError, ValueError, TypeError, UpdateError)
+# Errors of one engine that another engine may avoid: memory is short (the first three), or vmap does not support a hook
+# or the model, and code that meets its tensors raises any of the others.
+FAILURES = (
+    RuntimeError, MemoryError, OSError, ValueError, TypeError, AttributeError, LookupError, AssertionError, UpdateError,
+)  # fmt: skip
 
 
 class Choice(NamedTuple):

@@ -1,7 +1,5 @@
 """Accuracy of models on test samples, and measurements on the clients' models before they are averaged."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping

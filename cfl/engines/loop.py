@@ -1,7 +1,5 @@
 """The `loop` engine: the clients of a round one after another, in the order given."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence

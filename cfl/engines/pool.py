@@ -168,6 +168,7 @@ class PoolEngine(Engine):
                     observe(id, tree.clone(params))
 
     def known_key(self, value: object) -> Any:
+        """Return the key by which workers find an object that they inherit, None for other objects."""
         return self._known_keys.get(id(value))
 
     def compute(self, round: Any, before: int, clients: list[Client], states: dict[int, Tree]) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Memory shared by processes: one process writes an object, the others read its tensors without a copy."""
 
-from __future__ import annotations
-
 import io
 import mmap
 import pickle

@@ -1,7 +1,5 @@
 """The local step. Every engine runs it, for one client or under `torch.func.vmap` for several."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -51,8 +49,8 @@ class StepInputs(NamedTuple):
 class LocalStep:
     """A local step of a task: the gradient of the mean loss and all penalties, then an update by the optimiser.
 
-    frozen: names that do not train; heads: tasks whose heads train besides the task's own; public: the public data,
-    if any; noise: clipping and noise of DP-SGD, None without example-level differential privacy.
+    frozen: names that do not train; heads: tasks whose heads are broadcast besides the task's own, and train unless
+    frozen; public: the public data, if any; noise: clipping and noise of DP-SGD, None without example-level privacy.
     """
 
     model: Model

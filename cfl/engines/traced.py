@@ -6,8 +6,6 @@ whenever it was recorded. This holds for hooks and modules whose results depend 
 and Python's random numbers would keep the values that they had at the recording.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any

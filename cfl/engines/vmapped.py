@@ -6,8 +6,6 @@ size take a step together. Random draws inside a step, above all of dropout, are
 differ from those of the `loop` engine, their distribution does not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial

@@ -25,7 +25,7 @@ from cfl.experiments.compare import HOW, Run
 from cfl.runtime.run_folder import RunFolder
 from cfl.runtime.sinks import NullSink, task_line
 
-_LOOK = 1.0  # seconds between checks of runs that another process works on
+_POLL = 1.0  # seconds between checks of runs that another process works on
 
 
 def run_all(
@@ -47,9 +47,9 @@ def run_all(
         greedy = any(run.config.engine not in ("loop", "vmapped") or run.config.device != "cpu" for run in missing)
         jobs = 1 if greedy else machine.cores()
     board = Board(len(runs), len(runs) - len(missing), quiet)
-    crew = _Crew(missing, board, data_root, download)
+    queue = _Queue(missing, board, data_root, download)
     with board, ThreadPoolExecutor(jobs) as pool:
-        workers = [pool.submit(crew.work) for _ in range(min(jobs, len(missing)))]
+        workers = [pool.submit(queue.work) for _ in range(min(jobs, len(missing)))]
         try:
             for worker in workers:
                 worker.result()
@@ -57,8 +57,8 @@ def run_all(
             board.warn("interrupted: each run is saved after its round; repeat the command to continue")
             raise
         finally:
-            crew.stop()
-    return crew.failed
+            queue.stop()
+    return queue.failed
 
 
 class Board:
@@ -105,7 +105,7 @@ class Board:
         print(text, file=sys.stderr, flush=True)
 
 
-class _Crew:
+class _Queue:
     """Queue of runs for several threads, each with a process of its own. failed: name of a run to reason."""
 
     def __init__(self, runs: Sequence[Run], board: Board, data_root: Path | None, download: bool) -> None:
@@ -173,7 +173,7 @@ class _Crew:
                         return run
                 if self._stopped or not self._waiting:
                     return None
-            time.sleep(_LOOK)
+            time.sleep(_POLL)
 
     def _follow(self, run: Run, channel: Connection) -> None:
         """Handle the messages of the run's process until the run ends."""
@@ -195,11 +195,11 @@ class _Crew:
         self._board.warn(f"cfl-run: {run.name} failed: {reason}")
 
 
-class _Channel(NullSink):
+class _PipeSink(NullSink):
     """Sink of a run in a process: sends all events to the parent process, and stops the run if the parent is gone."""
 
     def __init__(self, channel: Connection) -> None:
-        self._channel, self._alone = channel, False
+        self._channel, self._orphaned = channel, False
 
     def round(self, row: dict[str, Any]) -> None:
         self.send("round", (row["rounds_done"], row["rounds_total"]))
@@ -215,8 +215,8 @@ class _Channel(NullSink):
         try:
             self._channel.send((kind, value))
         except OSError:
-            if not self._alone:
-                self._alone = True
+            if not self._orphaned:
+                self._orphaned = True
                 signal.raise_signal(signal.SIGINT)  # as Ctrl-C: saves after the round; a second one would not wait
 
 
@@ -227,7 +227,7 @@ def _serve(channel: Connection, data_root: Path | None, download: bool) -> None:
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # Ctrl-C at the terminal reaches the parent only, which passes it on
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells make background jobs of scripts ignore it
-    sink = _Channel(channel)
+    sink = _PipeSink(channel)
     with suppress(EOFError, KeyboardInterrupt):
         while True:
             config, folder = channel.recv()

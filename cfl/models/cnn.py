@@ -9,7 +9,7 @@ from torch import nn
 def cnn(input_shape: Sequence[int], outputs: int, width: int = 32, hidden: int = 512) -> nn.Module:
     """Two 5 x 5 convolutions with pooling, one hidden layer (McMahan et al., 2017): 1,663,370 parameters for MNIST.
 
-    FedSOL (CVPR 2024) repeats the grey channel of MNIST for it; here the first convolution takes one channel.
+    FedSOL (CVPR 2024) repeats the grey channel of MNIST for it; here the first convolution has the images' channels.
     width: filters of the first convolution, the second has twice as many; hidden: units of the hidden layer, whose
     outputs are the features. All layers have biases. Raises ValueError for images below 4 x 4 pixels.
     """

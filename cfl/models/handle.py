@@ -4,8 +4,6 @@ Names in the tree are the module's own. A leaf that belongs to one task (the hea
 running statistics of normalisation layers) carries the task after an "@": `head.weight@3`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence

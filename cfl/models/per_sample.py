@@ -6,8 +6,6 @@ sample enters at many positions (convolutions, tokens), each sample's gradient i
 `torch.func.vmap`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any

@@ -1,7 +1,5 @@
 """From a configuration and a stream to a session: the objects of a run, built and checked against each other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -36,8 +34,9 @@ def build_session(
     folder: RunFolder | None = None,
     sink: Sink | None = None,
 ) -> Session:
-    """Build a run that has not begun. members: "strategy" and regularizers by name; module: in place of the configured.
+    """Build a run that has not begun.
 
+    members: "strategy" and regularizers by name; module: a network of your own, None for the configured model.
     Measures which engine is fastest if the configuration leaves that open. Raises ConfigError if the configuration, the
     methods, the model and the stream do not fit together.
     """
@@ -58,11 +57,11 @@ def build_session(
     state = RunState(server, len(stream))
     make = partial(_engine, config, stream, rounds, protection)
     config = _with_measured_engine(config, rounds, state, make)
+    engine = make(config.engine, config.block)
     recorder = Recorder(
         folder, sink, state, rounds, budget, [task.name for task in stream.tasks],
         fingerprint(config, composed, model, stream),
     )  # fmt: skip
-    engine = make(config.engine, config.block)
     return Session(config, label, stream, composed, model, population, rounds, budget, state, engine, recorder)
 
 
@@ -110,7 +109,7 @@ def _engine(
         workers=config.workers or machine.cores(),
         known=[rounds.model, rounds.public or (), *(task.train for task in stream.tasks)],
         model=rounds.model,
-        strategy=rounds.composed.strategy,
+        strategy=rounds.strategy,
         composed=rounds.composed,
         optimizer=optim.build(config.local.optimizer, config.local.momentum, config.local.weight_decay),
         epochs=config.local.epochs,

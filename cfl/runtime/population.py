@@ -1,7 +1,5 @@
 """The clients of a run, and their data of each task."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import numpy as np

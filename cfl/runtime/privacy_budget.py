@@ -1,7 +1,5 @@
 """The privacy budget of a run: epsilon of each client over all rounds, phases and tasks."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,17 +41,13 @@ class Budget:
     def plans(self, rounds: int | None = None) -> dict[int, Plan]:
         """Releases in the first `rounds` rounds (None: in all rounds), for each client that has any."""
         spent: dict[int, Counter[float]] = {}
-        together: dict[
-            tuple[int, ...], Counter[float]
-        ] = {}  # by tasks seen: releases shared by all owners of their data
+        together: dict[tuple[int, ...], Counter[float]] = {}  # by tasks seen: releases of all owners of their data
         for (task, phase, _), key in zip(self.rounds[:rounds], self.keys[:rounds], strict=True):
             if not scope.releases([phase], self.config):
                 continue
             tasks = self.sees(task)
             owners, expected = self.population.owners(tasks), self.population.expected(phase, tasks)
-            if (
-                self.dp.level == "client" and self.dp.amplify
-            ):  # every client that may be drawn spends, at the sampling rate
+            if self.dp.level == "client" and self.dp.amplify:  # all that may be drawn spend, at the sampling rate
                 together.setdefault(tasks, Counter())[expected / len(owners)] += 1
                 continue
             for id in self.population.cohort(phase, tasks, key):

@@ -1,7 +1,5 @@
 """What a run leaves behind: rows of rounds, seconds, bytes, checkpoints and metrics, in its folder and for its sink."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import defaultdict
@@ -9,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
 from cfl.assembly import resolve
 from cfl.config.overrides import change
@@ -56,7 +53,7 @@ class Recorder:
     ) -> None:
         self.folder, self.sink, self.state, self.rounds, self.budget = folder, sink, state, rounds, budget
         self.task_names, self.fingerprint = task_names, fingerprint
-        self._device = next(iter(state.server["params"].values()), torch.empty(0)).device
+        self._device = machine.device(rounds.config.device)
         self.writer = checkpoint.Writer(folder.checkpoints if folder else None, sink.warn)
         self._clock = time.monotonic()
         self._seconds: dict[str, float] = defaultdict(float)  # of the round in progress

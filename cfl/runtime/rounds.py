@@ -1,7 +1,5 @@
 """The rounds of a run before they run: cohort, learning rate, broadcast, and the client states that go in."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from cfl.aggregation import scope
@@ -58,7 +56,7 @@ class Rounds:
         info = self.info(position)
         shared = self.composed.broadcast(state.server, info)
         tasks, ids = self.sees(info.task), info.uploading
-        if not ids and info.privacy and info.privacy.hidden:  # an upload shows the shape of an empty cohort's noise
+        if not ids and info.privacy and info.privacy.hidden:  # noise for an empty cohort takes its shape from an upload
             ids = self.population.owners(tasks)[:1]
         clients = [self.population.client(id, info.task, tasks) for id in ids]
         states = {

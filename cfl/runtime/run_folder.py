@@ -74,7 +74,7 @@ class RunFolder:
         write_json(self._metrics, metrics)
 
     def write_timing(self, seconds: Mapping[str, Mapping[str, float]]) -> None:
-        """Write `timing.json`: seconds by category and phase, kept out of `metrics.json`, which repeats to the byte."""
+        """Write `timing.json`: seconds by category and phase. Only seconds differ if a run is repeated."""
         write_json(self.path / "timing.json", seconds)
 
     def append_round(self, row: Mapping[str, Any]) -> None:

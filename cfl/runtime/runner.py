@@ -4,8 +4,6 @@ All randomness is keyed by (seed, task, phase, round, client, purpose). A resume
 position in the schedule and the trees of the server and the clients.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path

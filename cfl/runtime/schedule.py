@@ -1,7 +1,5 @@
 """The schedule of a run: its rounds in order, with their keys and learning rates."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from cfl.config.schema import LocalConfig

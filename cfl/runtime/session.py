@@ -1,7 +1,5 @@
 """A run in progress: in each round, the server broadcasts, clients train, uploads are summed, and the server steps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The state of a run: all that a checkpoint holds."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Mapping

@@ -6,8 +6,6 @@
 The kit runs the method on toy streams. It raises ConformanceError with a line per fault: hook, fault and remedy.
 """
 
-from __future__ import annotations
-
 from torch import nn
 
 from cfl.config.schema import RunConfig

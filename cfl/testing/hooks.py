@@ -1,7 +1,5 @@
 """Checks of single hooks: a subclass of the method's class checks arguments, result and side effects of each call."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Checks of rounds and runs: dependence between clients, absent clients, other engines, and resuming after a kill."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks of one local step and `finish`: hidden state, padding, and many clients under vmap."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 

@@ -62,6 +62,27 @@ def test_inclusive_bounds_are_valid(values):
     assert {name: getattr(built, name) for name in values} == values
 
 
+def test_numeric_choices_are_checked() -> None:
+    @dataclass(frozen=True)
+    class Grid:
+        bits: int = option(16, "bits", choices=(16, 32))
+
+    assert options.build(Grid, {"bits": 32}, "strategy").bits == 32
+    with pytest.raises(ConfigError, match=r"unknown value of strategy\.bits '24'"):
+        options.build(Grid, {"bits": 24}, "strategy")
+
+
+def test_bounds_hold_for_the_numbers_of_a_union() -> None:
+    @dataclass(frozen=True)
+    class Mixed:
+        lr: float | str = option("auto", "rate, or auto", above=0.0)
+
+    assert options.build(Mixed, {"lr": "auto"}, "strategy").lr == "auto"
+    assert options.build(Mixed, {"lr": 2}, "strategy").lr == 2.0
+    with pytest.raises(ConfigError, match=r"strategy\.lr must be a number in \(0, inf\) or a name, not 0\.0"):
+        options.build(Mixed, {"lr": 0.0}, "strategy")
+
+
 def test_objects_are_checked_as_options_are() -> None:
     options.check(Rule(), "strategy")
     options.check(object(), "strategy")  # nothing to check

@@ -1,4 +1,4 @@
-"""Comparisons: which runs they need, processes side by side, kills, and two of them in one folder."""
+"""Comparisons: planned runs, parallel processes, kills, and two comparisons in one folder."""
 
 import json
 import multiprocessing
@@ -33,7 +33,7 @@ def labels(*args, **also):
     return [group.label for group in plan("permuted-digits", *args, Path("runs"), **also)]
 
 
-def test_a_plan_is_methods_by_settings_and_a_method_is_not_varied_in_what_it_lacks():
+def test_a_plan_is_methods_by_settings_without_options_that_a_method_lacks():
     found = labels("fedavg,fot", "0", vary=["strategy.threshold=0.8,0.9", "partition.name=iid,shards"])
     assert found == [
         "fedavg, partition.name=iid",
@@ -45,12 +45,12 @@ def test_a_plan_is_methods_by_settings_and_a_method_is_not_varied_in_what_it_lac
     ]
 
 
-def test_an_unknown_benchmark_is_said_before_anything_runs():
+def test_an_unknown_benchmark_is_an_error_before_any_run():
     with pytest.raises(ConfigError, match="did you mean 'permuted-digits'"):
         plan("permuted-digit", "fedavg", "0", Path())
 
 
-def test_numbers_are_varied_as_set_reads_them():
+def test_vary_reads_numbers_as_set_does():
     groups = plan("permuted-digits", "fedavg", "0", Path(), vary=["local.lr=1e-3,0.5"])
     assert [run.config.local.lr for group in groups for run in group.runs] == [0.001, 0.5]
     with pytest.raises(ConfigError, match="--vary takes local.lr once"):
@@ -59,7 +59,7 @@ def test_numbers_are_varied_as_set_reads_them():
         plan("permuted-digits", "fedavg", "0", Path(), vary=["model.hidden=[8"])
 
 
-def test_a_group_is_paired_with_all_that_have_the_values_of_what_both_know():
+def test_a_group_is_paired_with_all_groups_that_agree_in_common_options():
     vary = ["strategy.threshold=0.8,0.9", "local.lr=0.1,0.2"]
     groups = plan("permuted-digits", "fedavg,fot", "0", Path(), vary=vary)
 
@@ -71,7 +71,7 @@ def test_a_group_is_paired_with_all_that_have_the_values_of_what_both_know():
     assert pairs("fedavg", "fot") == {f"fedavg, local.lr={lr}": fot[lr] for lr in fot}
 
 
-def test_no_difference_from_a_reference_that_is_varied_is_left_out(tmp_path):
+def test_differences_from_a_varied_reference_are_complete(tmp_path):
     groups = plan("permuted-digits", "fot,fedavg", "0..1", tmp_path, vary=["strategy.threshold=0.8,0.9"])
     for number, group in enumerate(groups):  # thresholds 0.8 and 0.9, fedavg
         for run in group.runs:
@@ -83,13 +83,13 @@ def test_no_difference_from_a_reference_that_is_varied_is_left_out(tmp_path):
     assert found == {f"fedavg less fot, strategy.threshold={t}": gap for t, gap in ((0.8, 0.25), (0.9, 0.125))}
 
 
-def test_runs_have_names_of_their_own_and_folders_that_say_what_they_are():
+def test_names_and_folders_of_runs_are_unique():
     runs = [run for g in plan("permuted-digits", "fot,fot+fedprox", "0..2", Path("x")) for run in g.runs]
     assert len({run.folder for run in runs}) == len({run.name for run in runs}) == 6
     assert runs[4].folder.name.startswith("fot+fedprox-seed1-") and runs[4].name == "fot+fedprox, seed 1"
 
 
-def test_the_hash_is_of_what_decides_the_result():
+def test_the_hash_depends_on_options_that_decide_the_result():
     plain = digest(cfl.resolve("permuted-digits"))
     how = {"engine": "pool", "block": 2, "workers": 3, "threads": 2, "device": "auto", "checkpoint_every": 7}
     assert set(how) == set(HOW)
@@ -99,7 +99,7 @@ def test_the_hash_is_of_what_decides_the_result():
         assert digest(cfl.resolve("permuted-digits", overrides=[text])) != plain
 
 
-def test_a_run_alone_has_the_hash_in_its_name_where_options_are_set():
+def test_the_folder_of_a_single_run_has_a_hash_if_options_are_set():
     def name(*overrides, method="fot", **layers):
         return alone(cfl.resolve("permuted-digits", method=method, overrides=overrides, **layers))
 
@@ -118,7 +118,7 @@ def test_a_run_alone_has_the_hash_in_its_name_where_options_are_set():
         ("strategy.threshold=0.8,2", r"strategy.threshold must be a number in \(0, 1\], not 2"),
     ],
 )
-def test_what_cannot_be_varied_is_said_before_anything_runs(vary, named):
+def test_an_option_that_cannot_vary_is_an_error_before_any_run(vary, named):
     with pytest.raises(ConfigError, match=named):
         plan("permuted-digits", "fot", "0", Path(), vary=[vary])
 
@@ -133,7 +133,7 @@ def test_what_cannot_be_varied_is_said_before_anything_runs(vary, named):
         ("fedavg,fot", "strategy=3", "strategy is a group of options, not 3; set one of strategy.<option>"),
     ],
 )
-def test_an_unknown_option_is_looked_for_in_all_methods(methods, text, message):
+def test_an_unknown_option_is_searched_in_all_methods(methods, text, message):
     for layer in ("vary", "overrides"):
         with pytest.raises(ConfigError) as caught:
             plan("permuted-digits", methods, "0", Path(), **{layer: [text]})
@@ -141,7 +141,7 @@ def test_an_unknown_option_is_looked_for_in_all_methods(methods, text, message):
 
 
 @pytest.mark.parametrize("text", ["", '{"method": "fed', "[]"])
-def test_a_damaged_result_is_named_before_anything_runs(text, tmp_path):
+def test_a_damaged_result_is_an_error_before_any_run(text, tmp_path):
     ((first, second),) = (group.runs for group in plan("permuted-digits", "fedavg", "0..1", tmp_path))
     second.folder.mkdir()
     (second.folder / "metrics.json").write_text(text)
@@ -150,7 +150,7 @@ def test_a_damaged_result_is_named_before_anything_runs(text, tmp_path):
     assert not first.folder.exists()
 
 
-def test_a_stored_run_that_is_not_known_here_is_named(tmp_path):
+def test_a_stored_run_with_unknown_options_is_named(tmp_path):
     for name, text in (("good", "benchmark: permuted-digits"), ("bad", "method: fott"), ("other", None)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.json").write_text("{}")
@@ -161,8 +161,8 @@ def test_a_stored_run_that_is_not_known_here_is_named(tmp_path):
         finished(tmp_path)
 
 
-def test_a_run_that_an_earlier_version_finished_is_found_in_the_folder(tmp_path):
-    """It has fewer options, so another hash in its name; runs that are not known here are left alone."""
+def test_a_finished_run_of_an_earlier_version_is_found(tmp_path):
+    """Such a run has fewer options, so its name has a different hash; runs with unknown options are skipped."""
     old = dump(cfl.resolve("permuted-digits", method="fot", overrides=FEW))
     missing = old["strategy"].pop("sketch"), old.pop("eval_local")
     assert None not in missing
@@ -181,12 +181,12 @@ def test_a_run_that_an_earlier_version_finished_is_found_in_the_folder(tmp_path)
     assert list(finished_in(tmp_path).values()) == [tmp_path / "fot-seed0-0123456789"]
 
 
-def test_the_hash_of_a_run_is_of_its_options_wherever_it_is_stored(tmp_path):
+def test_the_hash_of_a_run_does_not_depend_on_its_folder(tmp_path):
     (run,) = plan("permuted-digits", "fedavg", "0", tmp_path)[0].runs
     assert replace(run, folder=tmp_path / "mine-0").digest == run.digest == digest(run.config)
 
 
-def test_a_run_whose_seconds_were_not_stored_is_finished(tmp_path):
+def test_a_run_without_stored_seconds_is_finished(tmp_path):
     (run,) = plan("permuted-digits", "fedavg", "0", tmp_path)[0].runs
     run.folder.mkdir()
     (run.folder / "metrics.json").write_text('{"acc": 0.5}')
@@ -198,7 +198,7 @@ def test_a_run_whose_seconds_were_not_stored_is_finished(tmp_path):
 def test_paired_differences_are_those_of_a_paired_t_test():
     ours, theirs = np.array([0.8, 0.9, 0.7, 0.85]), np.array([0.7, 0.85, 0.72, 0.7])
     runs = [[{"seed": seed, "acc": one, "fgt": None} for seed, one in enumerate(each)] for each in (ours, theirs)]
-    runs[1].append({"seed": 9, "acc": 0.1, "fgt": None})  # no run of ours has this seed
+    runs[1].append({"seed": 9, "acc": 0.1, "fgt": None})  # a seed that only the other runs have
     found = paired.differences(runs[0], runs[1][::-1])
     reference = stats.ttest_rel(ours, theirs)
     low, high = reference.confidence_interval(0.95)
@@ -210,7 +210,7 @@ def test_paired_differences_are_those_of_a_paired_t_test():
     assert same["mean"] == pytest.approx(-0.25) and same["p"] == pytest.approx(0, abs=1e-12)
 
 
-def test_a_folder_is_one_process_s_at_a_time(tmp_path):
+def test_one_process_at_a_time_owns_a_folder(tmp_path):
     folder = RunFolder(tmp_path / "run")
     assert RunFolder.busy(tmp_path / "run") and not RunFolder.busy(tmp_path)
     with pytest.raises(Busy, match="another process uses"):
@@ -228,7 +228,7 @@ def command(folder):
 
 
 def results(folder):
-    """Run to accuracy matrix, for a folder whose runs are whole: a line of rounds.jsonl for each round."""
+    """Accuracy matrix by run, after a check that rounds.jsonl has one line per round."""
     found = {}
     for path in sorted(folder.glob("*-seed*")):
         lines = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
@@ -239,7 +239,7 @@ def results(folder):
 
 
 @pytest.mark.slow
-def test_killed_or_twice_at_once_a_comparison_ends_as_one_that_was_not(tmp_path):
+def test_a_comparison_that_is_killed_or_started_twice_has_the_same_results(tmp_path):
     groups = plan("permuted-digits", "fedavg,fot", "0..1", tmp_path / "whole", overrides=FEW)
     assert run_all([run for group in groups for run in group.runs], jobs=1, quiet=True) == {}
     whole = results(tmp_path / "whole")
@@ -247,7 +247,7 @@ def test_killed_or_twice_at_once_a_comparison_ends_as_one_that_was_not(tmp_path)
 
     folder = tmp_path / "killed"
     process = subprocess.Popen(command(folder), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    while not list(folder.glob("*/rounds.jsonl")):  # in the middle of its first runs
+    while not list(folder.glob("*/rounds.jsonl")):  # during the first runs
         assert process.poll() is None, process.stderr.read().decode()
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGKILL)
@@ -283,29 +283,29 @@ def test_runs_end_with_the_comparison_that_started_them(tmp_path, ignored):
     assert list((begun[0] / "checkpoints").glob("*.safetensors"))  # saved after its round
 
 
-def test_a_run_whose_starter_is_gone_is_interrupted_once(monkeypatch):
-    """A second interrupt, at the line of the task, would come before the round is saved."""
+def test_a_run_without_parent_process_is_interrupted_once(monkeypatch):
+    """A second interrupt, from the message on the task, would come before the round is saved."""
     ours, theirs = multiprocessing.Pipe()
     ours.close()
     sent = []
     monkeypatch.setattr(signal, "raise_signal", sent.append)
-    sink = parallel._Channel(theirs)
+    sink = parallel._PipeSink(theirs)
     for _ in range(2):
         sink.warn("text")
     assert sent == [signal.SIGINT]
 
 
-def test_ctrl_c_says_that_nothing_is_lost(tmp_path, monkeypatch, capsys):
-    def interrupted(crew):
+def test_ctrl_c_tells_how_to_continue(tmp_path, monkeypatch, capsys):
+    def interrupted(queue):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(parallel._Crew, "work", interrupted)
+    monkeypatch.setattr(parallel._Queue, "work", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_all(plan("permuted-digits", "fedavg", "0", tmp_path)[0].runs, quiet=True)
     assert "each run is saved after its round; repeat the command" in capsys.readouterr().err
 
 
-def test_a_run_that_fails_or_dies_leaves_the_others_alone(tmp_path):
+def test_a_run_that_fails_or_dies_does_not_stop_the_others(tmp_path):
     groups = plan("permuted-digits", "fedavg", "0..2", tmp_path, overrides=[*FEW, "rounds=200"])
     first, second, third = groups[0].runs
     first.folder.mkdir()

@@ -1,4 +1,4 @@
-"""The papers' tables: what they print, what runs for a cell, and ours beside it."""
+"""Tables of the papers: printed numbers, runs of a cell, and our scores."""
 
 import json
 import math
@@ -28,8 +28,8 @@ def test_every_cell_resolves_at_every_scale():
 
 
 @pytest.mark.parametrize("column, size", [("5-Datasets", 32), ("Mini-ImageNet", 84)])
-def test_columns_whose_images_have_to_be_fetched_run_with_every_method(column, size):
-    # Random images in their place: a method that cannot take the preset's network says so when its run begins.
+def test_columns_that_need_a_download_run_with_every_method(column, size):
+    # Random images replace the data: a method that cannot train the preset's network fails at the start of the run.
     images, labels = torch.rand(24, 3, size, size, generator=rng.generator(0)), torch.arange(24) % 5
     stream = streams.from_tensors([(images, labels, images[:10], labels[:10])] * 2, multi_head=True)
     few = ["partition.clients=4", "cohort=2", "local.batch_size=3"]
@@ -38,7 +38,7 @@ def test_columns_whose_images_have_to_be_fetched_run_with_every_method(column, s
             assert cfl.run(run.config, stream=stream).metrics["acc"] >= 0, cell.row
 
 
-def test_methods_that_are_not_here_are_the_two_with_generators():
+def test_only_the_two_methods_with_generators_are_missing():
     absent = {cell.row for _, cell in CELLS if "method" not in cell.spec and any(cell.paper.values())}
     assert absent == {"TARGET", "FedCIL"}
 
@@ -49,7 +49,7 @@ def test_cells_of_a_table_are_different_runs():
         assert len({digest(run.config) for run in runs}) == len(runs), table.name
 
 
-def test_what_the_tables_set_is_what_the_paper_says():
+def test_the_options_of_cells_are_those_of_the_paper():
     (fl,) = (c for c in reproduce.table("fot-table1").only(["FL", "IID", "PMNIST"]))
     paper, small = (fl.runs([0], scale, [], Path())[0].config for scale in ("paper", "small"))
     assert paper.rounds == (200, *[100] * 9) and paper.partition.name == "iid"  # FOT, appendix F.4
@@ -62,7 +62,7 @@ def test_what_the_tables_set_is_what_the_paper_says():
 
 @pytest.mark.parametrize(
     ("column", "sizes"),
-    # FOT, Table 5: model, {A} and {O} in its megabytes; the generator that fits FedCIL's numbers; rounds a task
+    # FOT, Table 5: megabytes of model, {A} and {O}; generator that fits FedCIL's numbers; rounds per task
     [("CIFAR100", (1.42, 0.24, 0.048, 1.60, 1000)), ("Mini-ImageNet", (2.56, 0.64, 0.08, 2.92, 250))],
 )
 def test_table_13_is_the_arithmetic_of_table_5(column, sizes):
@@ -75,13 +75,13 @@ def test_table_13_is_the_arithmetic_of_table_5(column, sizes):
         assert printed == pytest.approx(expected, abs=0.051)  # printed with one decimal
 
 
-def test_the_difference_is_in_deviations_of_both():
+def test_the_gap_is_in_standard_deviations_of_both_scores():
     assert Score(80.0, 3.0).gap(Score(90.0, 4.0)) == pytest.approx(-10 / 5)  # hypot(3, 4) = 5
     assert Score(80.0, 4.0).gap(Score(90.0)) == pytest.approx(-10 / 4)
-    assert Score(80.0).gap(Score(90.0, 4.0)) is None  # one run says nothing of its deviation
+    assert Score(80.0).gap(Score(90.0, 4.0)) is None  # a single run has no standard deviation
 
 
-def test_only_takes_names_of_the_table_and_suggests():
+def test_only_takes_names_of_the_table_and_suggests_the_nearest():
     table = reproduce.table("fot-table1")
     assert {(c.row, c.column, c.part) for c in table.only(["FOT", "FL", "IID", "PMNIST"])} == {
         ("FOT", "PMNIST", "IID"),
@@ -95,7 +95,7 @@ def test_only_takes_names_of_the_table_and_suggests():
         reproduce.table("fot-tabel12")
 
 
-def test_a_method_gets_the_options_that_it_has_and_no_run_another_s_name():
+def test_a_method_gets_its_own_options_and_fixed_options_are_refused():
     table = reproduce.table("fot-table1")
 
     def runs(*overrides, stored=()):
@@ -123,7 +123,7 @@ def test_a_run_of_an_earlier_version_in_the_output_folder_counts(tmp_path):
 
     config, new = folder()
     old = dump(config)
-    del old["strategy"]["sketch"]  # an option that was added since: its default is set in place of it
+    del old["strategy"]["sketch"]  # an option that the earlier version lacked; loading fills in its default
     (tmp_path / "fot-seed5-0123456789").mkdir()
     (tmp_path / "fot-seed5-0123456789" / "config.yaml").write_text(json.dumps(old))  # JSON is YAML
     assert folder() == (config, new)  # not finished
@@ -131,8 +131,8 @@ def test_a_run_of_an_earlier_version_in_the_output_folder_counts(tmp_path):
     assert folder() == (config, tmp_path / "fot-seed5-0123456789") and new.name != "fot-seed5-0123456789"
 
 
-def test_numbers_have_the_digits_of_the_paper():
-    """FOT, Table 4: 0.194 and 0.215; Table 12: 51.9; Table 1: 10.7 beside 0.61, which has two."""
+def test_scores_have_the_decimals_of_the_paper():
+    """FOT, Table 4: 0.194 and 0.215; Table 12: 51.9; Table 1: 10.7 ± 0.61, so two decimals."""
     cells = {
         name: next(c for c in reproduce.table(name).cells if c.row == row and c.column == column)
         for name, row, column in (
@@ -152,8 +152,8 @@ def test_numbers_have_the_digits_of_the_paper():
 
 
 @pytest.mark.parametrize(("cohort", "participants", "epochs"), [(4, "sampled", 1), (2, "all", 3)])
-def test_measures_of_a_run_are_what_it_sent(cohort, participants, epochs, tmp_path):
-    """An MLP 64-8-10 with biases, 3 tasks of a round, 4 clients; sketches of d + 1 rows and s d columns from all 4."""
+def test_measures_of_a_run_match_its_files(cohort, participants, epochs, tmp_path):
+    """A 64-8-10 MLP with biases, 3 tasks of one round; all 4 clients send sketches of d + 1 rows and s d columns."""
     options = ["tasks=3", "rounds=1", "partition.clients=4", "model.hidden=[8]", "strategy.min_rank=1"]
     options += [f"cohort={cohort}", f"strategy.participants={participants}", f"local.epochs={epochs}"]
     options += ["strategy.measure_coverage=false", "strategy.threshold=0.01", "strategy.s_mult=1"]
@@ -174,12 +174,12 @@ def test_measures_of_a_run_are_what_it_sent(cohort, participants, epochs, tmp_pa
     found = {name: score.mean for name, score in reproduce.scores(names, [Run("", config, tmp_path)]).items()}
     assert found["acc"] == pytest.approx(100 * metrics["acc"])
     assert found["task2"] == pytest.approx(100 * metrics["accuracy_matrix"][2][1]) and math.isnan(found["task4"])
-    widths = (65, 9)  # inputs of both layers, and the constant that stands for the bias
+    widths = (65, 9)  # inputs of both layers, plus one for the bias
     numbers = 64 * 8 + 8 + 8 * 10 + 10
     assert found["model_mb"] == pytest.approx(4 * numbers / 1e6)
     energies = 2 * 8 * len(widths)  # |X|^2 and |X*|^2 of each layer, float64
     assert found["sketch_mb"] == pytest.approx((4 * sum(d * d for d in widths) + energies) / 1e6)
-    first = metrics["by_task"][0]["subspace_use"]  # what goes down after the second task; one direction a layer
+    first = metrics["by_task"][0]["subspace_use"]  # the basis sent after the second task; one direction per layer
     columns = [round(share * d) for share, d in zip(first.values(), widths, strict=True)]
     assert found["basis_mb"] == pytest.approx(4 * sum(k * d for k, d in zip(columns, widths, strict=True)) / 1e6)
     once = found["sketch_mb"] + found["basis_mb"]
@@ -189,8 +189,8 @@ def test_measures_of_a_run_are_what_it_sent(cohort, participants, epochs, tmp_pa
     assert found["gpse_seconds"] == pytest.approx(timing["gpse"] / 8)  # 4 clients after 2 of 3 tasks
 
 
-def test_what_a_short_run_cannot_give_has_a_dash(tmp_path):
-    """One task has neither forgetting nor a sketch, two have no basis that went down; seconds may not be stored."""
+def test_measures_that_a_short_run_lacks_print_as_a_dash(tmp_path):
+    """One task has neither forgetting nor a sketch; two tasks have no broadcast basis; seconds may not be stored."""
     names = ("fgt", "model_mb", "sketch_mb", "basis_mb", "cost2", "epoch_seconds", "gpse_seconds")
     few = ["cohort=4", "partition.clients=4", "model.hidden=[8]"]
     gone = {}
@@ -209,7 +209,7 @@ def test_what_a_short_run_cannot_give_has_a_dash(tmp_path):
         assert row == expected
 
 
-def test_the_command_runs_what_is_missing_and_prints_it_beside_the_paper(tmp_path, capsys, monkeypatch):
+def test_the_command_runs_missing_runs_and_prints_them_next_to_the_paper(tmp_path, capsys, monkeypatch):
     few = ["tasks=2", "rounds=1", "model.hidden=[8]", "partition.clients=4"]
     spec = {"benchmark": "permuted-digits", "method": "fedavg", "set": few, "exact": ["local.lr=0.5"], "reduced": []}
     cells = (

@@ -16,7 +16,7 @@ FLAGS = (
 
 
 class Browser:
-    """One page of a browser; events: all that it has reported so far, as (method, parameters)."""
+    """One page of a browser. events: reported events so far, as pairs of method and parameters."""
 
     def __init__(self, program, profile):
         theirs, self._to = os.pipe()
@@ -24,7 +24,7 @@ class Browser:
 
         def descriptors():  # Chromium reads commands at 3 and writes answers at 4
             high = os.dup(theirs), os.dup(answers)
-            spare = [os.dup(end) for end in high]  # beyond 4, however low the first ones are
+            spare = [os.dup(end) for end in high]  # numbers above 4, even if `high` has lower ones
             for end, number in zip(spare, (3, 4), strict=True):
                 os.dup2(end, number)
 
@@ -44,7 +44,7 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def call(self, method, **parameters):
-        """The result of a command."""
+        """Send a command and return its result."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         message |= {"sessionId": self._session} if self._session else {}
@@ -55,7 +55,7 @@ class Browser:
         return answer["result"]
 
     def open(self, url, width, height=800):
-        """Load a page in a window of that many CSS pixels."""
+        """Load a page in a window of this size in CSS pixels."""
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
@@ -65,13 +65,13 @@ class Browser:
             self._next()
 
     def value(self, expression):
-        """What an expression of JavaScript gives on the page."""
+        """Evaluate a JavaScript expression on the page."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def close(self):
-        """End the browser."""
+        """Close the browser."""
         self._process.terminate()
         self._process.wait(timeout=20)
         os.close(self._to)

@@ -9,7 +9,7 @@ SMALL = ("tasks=2", "rounds=1", "model.hidden=[8]", "partition.clients=4")
 
 @pytest.fixture(scope="session")
 def stored(tmp_path_factory):
-    """A folder with runs of two methods and two seeds, at different depths, and one run that was not finished."""
+    """A folder with runs of two methods and two seeds at different depths, and one unfinished run."""
     folder = tmp_path_factory.mktemp("runs")
     for method in ("fedavg", "fot"):
         for seed in (0, 1):

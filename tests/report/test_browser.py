@@ -1,4 +1,4 @@
-"""The page in a real browser; skipped where there is none."""
+"""The page in a real browser; skipped if no browser is installed."""
 
 import base64
 
@@ -61,7 +61,7 @@ def test_a_wide_table_scrolls_in_its_own_box(browser, url):
     assert any(inside > box for box, inside in boxes) and all(box <= 390 for box, _ in boxes)
 
 
-def test_what_is_folded_is_printed(browser, url):
+def test_folded_text_is_printed(browser, url):
     browser.open(url, 800)
     shown = "document.querySelector('details pre').checkVisibility()"
     assert browser.value(shown) is False
@@ -73,8 +73,8 @@ def test_what_is_folded_is_printed(browser, url):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_stands_out_from_the_ground(browser, url, scheme):
-    """A contrast of 4.5 at least (WCAG 2.1, 1.4.3), of figures too, which take the colour of the text around."""
+def test_text_has_enough_contrast(browser, url, scheme):
+    """Contrast of at least 4.5 (WCAG 2.1, 1.4.3), also in figures, which inherit the text colour."""
     browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
     browser.open(url, 1200)
     light = """colour => { const [r, g, b] = colour.match(/[\\d.]+/g).map(v => v / 255)

@@ -14,7 +14,7 @@ VOID = {"meta", "br", "img", "link", "input", "hr"}
 
 
 class Reader(HTMLParser):
-    """What a browser would make of a page: tags that close, attributes, tables and texts."""
+    """Parse a page: open tags, attributes, tables and texts."""
 
     def __init__(self, page):
         super().__init__(convert_charrefs=True)
@@ -56,14 +56,14 @@ def read(page):
 
 
 def changed(stored, folder, **results):
-    """A copy of a stored run with other results."""
+    """Copy a stored run, with other results."""
     shutil.copytree(stored / "a" / "fot-seed0", folder)
     path = folder / "metrics.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **results}))
     return folder
 
 
-def test_the_page_is_well_formed_and_asks_for_nothing(page, read):
+def test_the_page_is_well_formed_and_makes_no_requests(page, read):
     assert read.open == []
     policy = next(own["content"] for _, own in read.attributes if own.get("http-equiv") == "Content-Security-Policy")
     assert policy.startswith("default-src 'none'")
@@ -72,10 +72,10 @@ def test_the_page_is_well_formed_and_asks_for_nothing(page, read):
         for name in ("src", "href", "xlink:href", "srcset", "action"):
             assert own.get(name, "#").startswith(("#", "data:image/png;base64,"))
     assert not re.search(r"@import|url\((?!#)", page)
-    assert len(page) < 200_000  # bytes of four small runs: 2 MB would hold forty
+    assert len(page) < 200_000  # bytes for four small runs
 
 
-def test_what_refers_to_something_finds_it_and_nothing_is_there_twice(page, read):
+def test_references_resolve_and_ids_are_unique(page, read):
     ids = [own["id"] for _, own in read.attributes if "id" in own]
     used = set(re.findall(r'(?:url\(|href=")#([^")]+)', page))
     assert used and used == set(ids) and len(ids) == len(set(ids))
@@ -97,17 +97,17 @@ def test_the_summary_has_the_stored_figures(read, stored):
         assert row[titles.index("seeds")] == "2"
 
 
-def test_bytes_and_seconds_are_means_of_what_is_stored(read, stored):
+def test_bytes_and_seconds_are_means_of_the_stored_values(read, stored):
     tables = {rows[0][1]: rows for rows in read.tables}
     megabytes, seconds = tables["gpse down, MB"], tables["clients: gpse, s"]
     stored_runs = [stored / "a" / f"fot-seed{seed}" for seed in (0, 1)]
     sent = [json.loads((path / "metrics.json").read_text())["bytes_by_phase"]["gpse"]["down"] for path in stored_runs]
     spent = [json.loads((path / "timing.json").read_text())["clients"]["gpse"] for path in stored_runs]
     assert [megabytes[2][1], seconds[2][1]] == [f"{np.mean(sent) / 1e6:.2f}", f"{np.mean(spent):.2f}"]
-    assert megabytes[1][:2] == ["fedavg", "0.00"]  # it has no such phase
+    assert megabytes[1][:2] == ["fedavg", "0.00"]  # fedavg has no phase gpse
 
 
-def test_every_figure_says_what_it_shows(read, stored):
+def test_every_figure_has_a_description(read, stored):
     drawn = [own["aria-label"] for tag, own in read.attributes if tag == "svg"]
     assert sum(tag == "figure" for tag, _ in read.attributes) == len(drawn) and all(drawn)
     found = [json.loads((stored / f"a/fot-seed{seed}" / "metrics.json").read_text()) for seed in (0, 1)]
@@ -126,7 +126,7 @@ def test_every_figure_says_what_it_shows(read, stored):
         assert any(text.endswith(f"3 {use[-1]:.3g}") and f"1 {use[0]:.3g}" in text for text in drawn)
 
 
-def test_the_sentence_names_the_best_with_its_spread(page, stored):
+def test_the_sentence_names_the_best_method_with_its_deviation(page, stored):
     accs = {}
     for name, paths in {"fedavg": "seed{}", "fot": "a/fot-seed{}"}.items():
         found = [json.loads((stored / paths.format(seed) / "metrics.json").read_text()) for seed in (0, 1)]
@@ -146,7 +146,7 @@ def test_groups_on_different_seeds_have_no_best(stored):
     _, rows, _ = runs.overview(runs.scenes(found.runs))
     assert len(rows) == 2 and not any(cell.best for row in rows for cell in row)
     _, rows, _ = runs.overview(runs.scenes(runs.read([stored / "seed0", stored / "a" / "fot-seed0"]).runs))
-    assert any(cell.best for row in rows for cell in row)  # on one seed each, the same
+    assert any(cell.best for row in rows for cell in row)  # one seed each, the same seed
 
 
 def test_the_page_names_what_it_leaves_out(page, stored, tmp_path):
@@ -163,15 +163,15 @@ def test_the_page_names_what_it_leaves_out(page, stored, tmp_path):
     assert "fedavg reaches an ACC of" in bare
 
 
-def test_names_are_text_whatever_they_hold(stored, tmp_path):
+def test_names_are_escaped(stored, tmp_path):
     name = "<script>alert('&\"$x_y$')</script>"
     run = changed(stored, tmp_path / name.replace("/", ""), method=name, bytes_by_phase={name: {"up": 1e6, "down": 0}})
     other = Reader(html.page(runs.read([run]), date=name))
     assert other.open == [] and "script" not in [tag for tag, _ in other.attributes]
-    assert sum(name in text for text in other.texts) > 3  # whole, as it was
+    assert sum(name in text for text in other.texts) > 3  # unchanged
 
 
-def test_privacy_is_shown_where_there_is_any(stored, tmp_path, page):
+def test_privacy_is_shown_if_a_run_has_it(stored, tmp_path, page):
     spent = {"epsilon": 2.0, "epsilon_by_client": {"0": 1.0, "1": 2.0}, "delta": 1e-5}
     run = changed(stored, tmp_path / "run", **spent, epsilon_of="all uploads", noise_multiplier=1.25)
     tables = Reader(html.page(runs.read([run]), date="")).tables
@@ -179,14 +179,14 @@ def test_privacy_is_shown_where_there_is_any(stored, tmp_path, page):
     assert "epsilon" in tables[0][0] and "Privacy" not in page
 
 
-def test_the_configuration_and_its_differences_are_there(read, stored):
+def test_the_page_shows_the_configuration_and_its_differences(read, stored):
     options = {row[0]: row[1:] for table in read.tables for row in table if table[0][0] == "option"}
     threshold = read_yaml(stored / "a/fot-seed0/config.yaml")["strategy"]["threshold"]
     assert options["strategy.threshold"] == ["–", str(threshold)]
     assert (stored / "seed0" / "config.yaml").read_text() in read.texts
 
 
-def test_the_line_that_repeats_a_group_is_a_command(read):
+def test_the_page_has_a_command_that_repeats_a_group(read):
     words = next(text for text in read.texts if text.startswith("# fedavg"))
     options = "--set tasks=2 --set rounds=1 --set partition.clients=4 --set 'model.hidden=[8]'"
     line = f"cfl-run train permuted-digits --method fedavg --seed $seed {options} --output runs/again/fedavg-seed$seed"
@@ -210,7 +210,7 @@ def test_a_command_writes_each_kind_of_report(stored, tmp_path, capsys):
         (("nowhere",), "'--output'"),
     ],
 )
-def test_wrong_use_is_one_line(args, hint, capsys):
+def test_wrong_usage_is_one_line(args, hint, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["report", *args])
     error = capsys.readouterr().err
@@ -218,7 +218,7 @@ def test_wrong_use_is_one_line(args, hint, capsys):
 
 
 def test_a_long_stream_has_lines_for_bars_and_few_points_of_loss(stored, tmp_path):
-    """20 tasks of 3 groups are 60 bars, more than can be told apart; 1000 rounds are more points than a screen has."""
+    """20 tasks of 3 groups would be 60 bars, which are too many; 1000 rounds are too many points for a screen."""
     matrix = [[0.5 if task <= after else None for task in range(20)] for after in range(20)]
     folder = changed(stored, tmp_path / "run", accuracy_matrix=matrix)
     rows = [{"task": n // 50, "phase": "train", "loss": n % 2} for n in range(1000)]
@@ -228,7 +228,7 @@ def test_a_long_stream_has_lines_for_bars_and_few_points_of_loss(stored, tmp_pat
     drawn = {figure.title: figure.svg for figure in figures.accuracy(groups, {g.label: plots.Style(0) for g in groups})}
     assert len(drawn) == 5 and max(map(len, drawn.values())) < 60_000
     loss = drawn["Training loss (dotted lines: start of a task)"]
-    assert "a 0.5, b 0.5, c 0.5" in loss.partition(">")[0]  # of the last four rounds: 0, 1, 0, 1
+    assert "a 0.5, b 0.5, c 0.5" in loss.partition(">")[0]  # mean of the last four rounds: 0, 1, 0, 1
 
 
 def test_groups_are_told_apart_by_colour_and_marker_together():

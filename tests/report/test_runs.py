@@ -14,7 +14,7 @@ from cfl.report.runs import FinishedRun, command, flat, read, scenes
 
 
 def made(method="fot", seed=0, benchmark="permuted-digits", **results):
-    """A run that was never made: its configuration, and the results given."""
+    """Return a run with this configuration and these results, without running it."""
     overrides = results.pop("overrides", ())
     config = cfl.resolve(benchmark, method=method, seed=seed, overrides=overrides)
     metrics = {"method": config.label, "benchmark": benchmark, "seed": seed, "acc": 0.5, "fgt": 0.1, **results}
@@ -43,7 +43,7 @@ def test_a_folder_counts_once_and_so_does_a_repeated_run(stored, tmp_path):
     assert len(found.runs) == 4 and found.twice == {tmp_path / "again": stored / "seed0"}
 
 
-def test_what_is_no_run_is_named(stored, tmp_path):
+def test_a_folder_without_runs_is_named(stored, tmp_path):
     (tmp_path / "config.yaml").write_text("name: of something else\n")
     with pytest.raises(ConfigError, match=f"'{tmp_path}' contains no run"):
         read([stored, tmp_path])
@@ -51,7 +51,7 @@ def test_what_is_no_run_is_named(stored, tmp_path):
         read([Path("nowhere")])
 
 
-def test_the_command_for_a_killed_run_finishes_it_where_it_is(stored, tmp_path):
+def test_the_printed_command_finishes_a_killed_run_in_its_folder(stored, tmp_path):
     folder = tmp_path / "my runs" / "killed"
     shutil.copytree(stored / "killed", folder)
     with pytest.raises(ConfigError, match="no run is finished in '.*killed'") as caught:
@@ -92,7 +92,7 @@ def test_results_alone_are_enough(stored, tmp_path):
     assert (run.rounds, run.timing, run.machine) == ([], {}, {"date": "2026-11-21"})
 
 
-def test_a_method_of_another_package_needs_not_be_installed(stored, tmp_path):
+def test_a_method_of_another_package_need_not_be_installed(stored, tmp_path):
     shutil.copytree(stored / "seed0", tmp_path / "run")
     path = tmp_path / "run" / "config.yaml"
     path.write_text(path.read_text().replace("method: fedavg", "method: theirs"))
@@ -100,20 +100,20 @@ def test_a_method_of_another_package_needs_not_be_installed(stored, tmp_path):
     assert run.config is None and run.options["method"] == "theirs" and run.options["model.hidden"] == [8]
 
 
-def test_groups_differ_in_more_than_the_seed_and_how_they_are_computed():
+def test_groups_ignore_the_seed_and_options_of_computation():
     fast = ("engine=pool", "workers=2", "checkpoint_every=5", "device=auto")
     found = [made(seed=1), made(seed=0, overrides=fast), made("fedavg")]
     assert shown(found) == [("", [("fedavg", 1), ("fot", 2)])]
     assert [run.metrics["seed"] for run in scenes(found)[0].groups[1].runs] == [0, 1]
 
 
-def test_a_label_has_the_options_in_which_runs_of_a_method_differ_in_the_order_of_numbers():
+def test_a_label_has_the_options_that_differ_sorted_by_number():
     found = [made(overrides=[f"strategy.threshold={value}"]) for value in (0.99, 1.0, 0.5)] + [made("gpm")]
     labels = [f"fot (strategy.threshold={value})" for value in (0.5, 0.99, 1.0)]
     assert shown(found) == [("", [(label, 1) for label in [*labels, "gpm"]])]
 
 
-def test_settings_are_apart_where_methods_are_compared_within_them():
+def test_settings_with_several_methods_are_separate_scenes():
     found = [made(m, overrides=[f"partition.name={p}"]) for p in ("shards", "iid") for m in ("fot", "fedavg")]
     groups = [("fedavg", 1), ("fot", 1)]
     assert shown(found) == [("partition.name=iid", groups), ("partition.name=shards", groups)]
@@ -131,7 +131,7 @@ def test_an_option_of_the_method_that_follows_from_the_setting_is_no_label():
 
 
 def test_an_option_that_the_preset_chooses_by_method_is_no_setting():
-    """EWC has statistics per task there, since its gradients are of single samples; the others have the batch's."""
+    """The preset sets per-task statistics for EWC, which needs per-sample gradients, and batch statistics otherwise."""
     ewc, fot, fedavg = (made(method, benchmark="split-tiny-imagenet100") for method in ("ewc", "fot", "fedavg"))
     assert [run.options["model.norm_stats"] for run in (ewc, fot, fedavg)] == ["per_task", "batch", "batch"]
     usual = [("ewc", 1), ("fedavg", 1), ("fot", 1)]
@@ -142,14 +142,14 @@ def test_an_option_that_the_preset_chooses_by_method_is_no_setting():
     assert found == {"": usual, "model.norm_stats=per_task": [("fedavg", 1), ("fot", 1)]}
 
 
-def test_what_most_settings_share_goes_without_saying():
+def test_a_value_shared_by_most_settings_is_omitted():
     options = [("local.lr=0.1",), ("local.lr=0.2",), ("local.lr=0.2", "cohort=5")]
     found = [made(method, overrides=own) for own in options for method in ("fot", "fedavg")]
     # cohort is 10 in two of three, local.lr 0.2 in two of three
     assert [setting for setting, _ in shown(found)] == ["cohort=5", "local.lr=0.1", ""]
 
 
-def test_benchmarks_are_apart():
+def test_benchmarks_are_separate_scenes():
     found = [made(benchmark=name) for name in ("split-digits", "permuted-digits")]
     assert [(scene.benchmark, len(scene.groups)) for scene in scenes(found)] == [
         ("permuted-digits", 1),
@@ -164,7 +164,7 @@ def test_benchmarks_are_apart():
         ("permuted-digits", {"method": "fedsol", "seed": 7}, ["--method", "fedsol", "--seed", "7"]),
         ("permuted-digits", {"scale": "smoke"}, ["--method", "fedavg", "--seed", "0", "--scale", "smoke"]),
         (
-            "permuted-mnist",  # shards bring a threshold of their own
+            "permuted-mnist",  # the preset has another threshold for shards
             {"method": "fot", "overrides": ["partition.name=shards"]},
             ["--method", "fot", "--seed", "0", "--set", "partition.name=shards"],
         ),
@@ -195,13 +195,13 @@ def test_the_command_is_the_shortest_that_gives_the_configuration(benchmark, lay
     assert command(config) == ["cfl-run", "train", benchmark, *words]
 
 
-def test_an_option_that_cannot_be_taken_back_leaves_no_command():
+def test_an_option_that_cannot_be_removed_leaves_no_command():
     config = cfl.resolve("permuted-digits")
     bare = config.model_copy(update={"model": config.model.model_copy(update={"options": {}})})
     assert command(bare) is None  # the preset has model.hidden, and --set removes nothing
 
 
-def test_texts_of_options_are_read_as_the_same_values():
+def test_assignments_are_read_back_as_the_same_values():
     for value in ("shards", "1e-5", "null", "", None, True, 1e-05, [1, 2], ["crop"], "a b"):
         assert parse([assignment("a.b", value)]) == {"a": {"b": value}}
 

@@ -1,4 +1,4 @@
-"""The summary as text: which cells are the best, and tables of Markdown and LaTeX."""
+"""The summary as text: best cells, and Markdown and LaTeX tables."""
 
 import pytest
 
@@ -18,18 +18,18 @@ def test_the_best_have_the_highest_accuracy_and_the_lowest_forgetting_as_printed
     assert [[cell.best for cell in line] for line in cells] == [[True, False], [True, True], [False, False]]
 
 
-def test_nothing_is_less_than_nothing():
+def test_zero_prints_without_a_sign():
     ((cell,),) = tables.cells([row(0.8, fgt=-0.0004)], ["fgt"])
     assert cell.text == "0.0"
     assert [tables.percent(value) for value in (-0.0006, 0.0004)] == ["-0.1", "0.0"]
 
 
-def test_nothing_is_best_alone():
+def test_a_single_row_has_no_best_score():
     ((cell,),) = tables.cells([row(0.8)], ["acc"])
     assert cell == Cell("80.0", False)
 
 
-def test_costs_are_in_the_units_of_their_titles_and_what_is_not_stored_is_a_dash():
+def test_costs_have_the_units_of_their_titles_and_missing_costs_are_a_dash():
     (line,) = tables.cells(
         [row(0.5, bytes_up=2.5e6, seconds=3, seeds=2)], ["acc", "bytes_up", "seconds", "server_seconds", "seeds"]
     )

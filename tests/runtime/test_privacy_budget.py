@@ -325,7 +325,7 @@ def test_report_and_notes_say_what_is_spent_and_of_what(protect):
     assert "the noise follows from the seed" in notes[1] and "keep the seed secret" in notes[1]
     assert "losses, accuracies and other figures of the simulation are not protected" in notes[1]
     if protect == "all":
-        assert "secrecy of who took part" in notes[2] and "dp.amplify=false" in notes[2]
+        assert "cohorts stay secret" in notes[2] and "dp.amplify=false" in notes[2]
     assert len(notes) == (3 if protect == "all" else 2)  # all clients sketch: there is no draw to keep secret
     full = session(*CLIENT, NOISE, "dp.amplify=false", method="fot")
     assert len(full.budget.notes()) == 2  # no secret, no note on it

@@ -1,4 +1,4 @@
-"""The conformance kit: it passes what keeps the rules, and names the hook and the fault of what breaks one."""
+"""Conformance kit: valid methods pass; for broken methods, it names the hook and the fault."""
 
 import itertools
 import os
@@ -144,7 +144,7 @@ class CountsPadding(cfl.LocalRegularizer):
 
 
 class DependsOnTheOthers(cfl.Strategy):
-    """Remembers, where no snapshot sees it, which client came before."""
+    """Remember the previous client in a module variable, which no snapshot of the object contains."""
 
     def plan(self, task, tasks, rounds):
         return [cfl.Phase("train", rounds), cfl.Phase("gather", train=False, work=True)]
@@ -156,7 +156,7 @@ class DependsOnTheOthers(cfl.Strategy):
 
 
 class PullsWithPadding(cfl.LocalRegularizer):
-    """Has no gradient in the first step, where the client is still at the global model."""
+    """The penalty has no gradient in the first step, at the weights of the global model."""
 
     def penalty(self, params, logits, ctx):
         return (logits - ctx.forward(ctx.shared["params"], ctx.batch)).square().mean()
@@ -175,7 +175,7 @@ class BranchesInFinish(cfl.LocalRegularizer):
 
 
 class ReadsWhatIsHidden(cfl.LocalRegularizer):
-    """Says that steps do not see its state, and does otherwise where they do."""
+    """Declares that steps do not see its state, but uses the state if it is there."""
 
     steps_see_state = False
 
@@ -187,7 +187,7 @@ class ReadsWhatIsHidden(cfl.LocalRegularizer):
 
 
 class ModuleState(cfl.Strategy):
-    """Momentum at the server, in a dictionary of the module: a process that resumes does not have it."""
+    """Server momentum in a dictionary of the module, which is lost when a run resumes."""
 
     def absorb(self, server, mean, info, lr):
         place = (info.task, info.round)
@@ -206,7 +206,7 @@ class WritesStatistics(cfl.Strategy):
 
 
 class LooksBack(cfl.Strategy):
-    """Stores every sample of the first task when the second one ends."""
+    """Store every sample of the first task at the end of the second task."""
 
     def plan(self, task, tasks, rounds):
         return [cfl.Phase("train", rounds), cfl.Phase("store", train=False, work=True)]
@@ -220,7 +220,7 @@ class LooksBack(cfl.Strategy):
 
 
 class OneHead(Replay):
-    """Replays samples of old tasks, and forgets to send their heads."""
+    """Replay samples of earlier tasks without sending their heads."""
 
     def heads(self, task, tasks):
         return (task,)
@@ -272,10 +272,10 @@ BROKEN = [
 def test_a_broken_rule_is_named_with_its_hook(method, hook, text):
     found = faults(method)
     assert any(where == hook and text in what for where, what in found), found
-    assert {where for where, _ in found} == {hook}  # and nothing is blamed on another hook
+    assert {where for where, _ in found} == {hook}  # no other hook is blamed
 
 
-def test_a_client_that_depends_on_who_was_there_before_is_found():
+def test_a_client_that_depends_on_earlier_clients_is_found():
     found = faults(DependsOnTheOthers())
     assert any(hook == "work" and "depends on the other clients in the round" in text for hook, text in found), found
 
@@ -294,10 +294,10 @@ class KnowsItsProcess(cfl.LocalRegularizer):
         (KnowsItsProcess(), True, False, ("engine 'pool' gives weights that differ by", "keep nothing outside client")),
         (BranchesLater(), True, False, ("engine 'vmapped' fails: local training failed at", "use torch.where")),
         (KnowsItsProcess(), False, False, ()),
-        (BranchesLater(), False, True, ()),  # where hooks draw, blocks are not compared
+        (BranchesLater(), False, True, ()),  # blocks are not compared if hooks draw
     ],
 )
-def test_an_engine_that_gives_something_else_is_named_with_what_to_do(method, pool, draws, texts):
+def test_an_engine_with_different_results_is_named_with_a_remedy(method, pool, draws, texts):
     found = Faults()
     check_engines(toy_config("tasks=1", "rounds=1", "local.lr=0.1"), toy_stream(1), method, pool, draws, found)
     assert len(found.found) == bool(texts)
@@ -305,12 +305,12 @@ def test_an_engine_that_gives_something_else_is_named_with_what_to_do(method, po
         assert hook == "run" and all(part in text for part in texts), text
 
 
-def test_a_class_in_place_of_an_object_is_an_error_that_says_so():
+def test_a_class_in_place_of_an_object_is_an_error():
     with pytest.raises(TypeError, match=r"check_strategy\(Strategy\(\)\)"):
         check_strategy(cfl.Strategy)
 
 
-def test_all_faults_come_in_one_message():
+def test_one_message_contains_all_faults():
     class Both(WritesGradients, AddsToState):
         pass
 

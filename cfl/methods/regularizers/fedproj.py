@@ -37,7 +37,7 @@ class FedProj(FedDF):
     memory: int | None = option(None, "public samples in a round's memory; none: all", source="ours", at_least=2)
     memory_batch: int = option(256, "memory samples per local step", source="official code", at_least=1)
     start: int = option(1, "index of the task's first round that projects", source="code: 10 of 100", at_least=1)
-    stop: int | None = option(None, "index of the first that no longer does", source="code: 90 of 100", at_least=1)
+    stop: int | None = option(None, "index of the first later round without it", source="code: 90 of 100", at_least=1)
     drop: float = option(
         0.0, "probability that a client does not project in a round", source="Figure 3a", at_least=0.0, at_most=1.0
     )

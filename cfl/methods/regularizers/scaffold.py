@@ -49,7 +49,7 @@ class Scaffold(LocalRegularizer):
         length = effective_steps(steps, ctx.momentum) * ctx.lr
         state = dict(ctx.state)
         for name, param in params.items():
-            if name in state:  # line 12, option II; without the correction, if lent, the mean gradient alone moved it
+            if name in state:  # line 12, option II; lent terms stay out of the steps
                 correction = 0.0 if ctx.lent else state[name] - ctx.sent[name]
                 state[name] = correction + (ctx.shared["params"][name] - param) / length
         return tree.sub(state, ctx.state), state

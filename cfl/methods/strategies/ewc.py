@@ -12,8 +12,6 @@ plain SGD diverges if lr lambda F > 2; a limit of 1 / (lr lambda) on F prevents 
 later tasks, so it has no Fisher.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar

@@ -11,8 +11,6 @@ the first task; "norm_ratio" is the authors' code). Biases are projected with th
 input. Norm weights and biases freeze after the first task. Clients sketch the global model, in a separate round.
 """
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -11,8 +11,6 @@ projection.
 Paper and code differ in the first task, where the code takes one direction too few (`first_rank_bug`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -38,7 +36,7 @@ class GPM(Strategy):
 
     threshold: float = option(0.95, "share of input energy to protect", source="GPM, eq. 9", above=0.0, at_most=1.0)
     threshold_step: float = option(0.0, "added to the threshold after each task", source="GPM's code", at_least=0.0)
-    apply: str = option("update", "what is projected", source="FOT, F.2; GPM: gradient", choices=("update", "gradient"))
+    apply: str = option("update", "tensor to project", source="FOT, F.2; GPM: gradient", choices=("update", "gradient"))
     samples: int = option(0, "samples per client and task for the bases (0: all)", source="GPM's code", at_least=0)
     bias: str = option("augment", "biases; GPM's networks have none", choices=("augment", "free", "freeze"))
     norm_affine: str = option(

@@ -9,8 +9,6 @@ have no running statistics yet. Clients store nothing; the server broadcasts the
 The paper trains the old heads, too. Here they do not train unless `train_old_heads` is set.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

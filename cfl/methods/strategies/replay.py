@@ -4,8 +4,6 @@ The memory is a list of places in the client's own data (`cfl.MEMORY`). The engi
 each step. A replayed sample goes through the head of its own task, so the server broadcasts earlier heads, too.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -17,8 +17,6 @@ Differences: alpha is 1 in the paper and 0.01 in the code. By a re-used variable
 updates per task; here it is one epoch. Weight decay and Adam act after the multiplication by P.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -97,7 +97,7 @@ def _rounding_error(a: Tensor, whole: Tensor, largest: Tensor, gram: bool, terms
     """Largest eigenvalue () of a residual that may be a rounding error of `a`; larger ones make up the numerical rank.
 
     whole: A A^T, or the Gram matrix itself; largest: its largest eigenvalue. The bound is relative to the whole of `a`,
-    because the residual of what the basis covers consists of rounding errors of the whole.
+    because inputs that the basis covers leave a residual of rounding errors of the whole.
     """
     rounding = torch.finfo(a.dtype).eps
     # Rounding a Gram matrix once moves its eigenvalues by half of eps times its norm at most; errors of a sum are of

@@ -5,8 +5,6 @@ server takes the leading directions that the rank rule asks for. To measure the 
 energies only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -135,7 +133,7 @@ class GPSE:
         return torch.float32 if coarse else torch.float64
 
     def _empty_sum(self, layer: Layer, basis: Tensor, client: Client, info: RoundInfo) -> Gram | Direct:
-        """Running sum of the layer's inputs, still empty, that releases what the options ask for."""
+        """Empty running sum for the layer's inputs, of the kind and size that the options select."""
         mult = self.s_mult if isinstance(layer.module, nn.Linear) else self.s_mult_conv
         columns = self.columns or max(1, round(mult * basis.shape[0]))
         by_sample = self.draw == "sample"

@@ -1,7 +1,5 @@
 """One pass of a client's samples through the model that adds each layer's inputs to the layer's running sum."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -55,7 +53,7 @@ class _Pass:
         self.calls: Counter[str] = Counter()
 
     def add(self, layer: Layer, x: Tensor, batch: Batch) -> None:
-        """Add x, what enters a layer's module, to the layer's sum: as whole images if possible, else as vectors."""
+        """Add x, the input of a layer's module, to the layer's sum: as whole images if possible, else as vectors."""
         self.calls[layer.name] += 1
         into = self.sums[layer.name]
         augment = len(into.basis) > layer.size

@@ -1,7 +1,5 @@
 """Policy for a model's layers after the first task: project, freeze or fine-tune each one (FOT, Tables 6 and 14)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

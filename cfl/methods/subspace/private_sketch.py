@@ -6,8 +6,6 @@ For Gram matrices and energies the bound is exact. For a Gaussian sketch A / sqr
 of the whole upload enforces it.
 """
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor

@@ -141,8 +141,8 @@ def test_serve_gives_the_model_of_each_task_as_its_last_round_left_it(norm_stats
 
 @pytest.mark.parametrize("multi_head", [False, True])
 def test_a_task_whose_rounds_were_all_aborted_is_served_by_the_initial_weights(multi_head, monkeypatch):
-    def aborting(self, info, *args):
-        return Outcome(aborted="too few") if info.task == 1 else original(self, info, *args)
+    def aborting(self, inputs, *args):
+        return Outcome(aborted="too few") if inputs.info.task == 1 else original(self, inputs, *args)
 
     original = LoopEngine.round
     monkeypatch.setattr(LoopEngine, "round", aborting)
@@ -153,10 +153,9 @@ def test_a_task_whose_rounds_were_all_aborted_is_served_by_the_initial_weights(m
         assert not equal(rule.serve(server, task), result.model.params)
     test = toy.stream(multi_head=multi_head).tasks[1].test
     untrained = accuracy(result.model, result.model.params, test, 1, 1024)
-    assert (
-        result.accuracy_matrix[1, 1] == result.accuracy_matrix[2, 1] == untrained
-    )  # not those of the task before or after
-    assert result.accuracy_matrix[2, 0] == result.accuracy_matrix[0, 0]
+    matrix = result.accuracy_matrix
+    assert matrix[1, 1] == matrix[2, 1] == untrained  # not the accuracy of the task before or after
+    assert matrix[2, 0] == matrix[0, 0]
 
 
 def test_every_task_starts_from_the_initial_weights_and_goes_on_from_its_own():
