@@ -47,7 +47,7 @@ def accuracy(groups: Sequence[RunGroup], styles: Styles) -> Iterator[Figure]:
     if series := _series(groups, styles, _losses):
         rows = next(rows for group in groups if (rows := _training(group.runs[0])))
         starts = [place for place in range(1, len(rows)) if rows[place]["task"] != rows[place - 1]["task"]]
-        look = {"marks": False, "breaks": starts, "xlabel": "round of training", "ylabel": "loss"}
+        look = {"marks": False, "breaks": starts, "xlabel": "training round", "ylabel": "loss"}
         yield _lines("Training loss (dotted lines: start of a task)", [_thinned(one) for one in series], **look)
 
 
