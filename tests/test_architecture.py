@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import textwrap
 from functools import cache
 from pathlib import Path
 
@@ -203,6 +204,29 @@ def test_nothing_is_pickled():
 
 def test_only_rng_seeds():
     assert uses(r"\bmanual_seed(_all)?\b|\brandom\.seed\b|\bset_rng_state\b") <= {"cfl.core.rng"}
+
+
+def test_documented_modules_keep_their_addresses():
+    """Programs written for the addresses of version 0.1.0 import the very objects that the package uses."""
+    code = """
+    from cfl.errors import ConfigError
+    from cfl.losses import masked_mean
+    from cfl.options import option
+    from cfl.sinks import PlainSink
+    from cfl.strategies.base import Strategy, with_consolidation
+    from cfl.tensorboard import TensorBoardSink
+    from cfl.types import MEMORY, Batch, Phase
+    from cfl import plugins, rng, tree
+    import cfl.tree
+    import cfl
+    assert (Strategy, Phase, option, cfl.tree) == (cfl.Strategy, cfl.Phase, cfl.option, tree)
+    try:
+        cfl.resolve("no-such-benchmark", method="no-such-method")
+    except ConfigError:
+        print("ok")
+    """
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, cwd=ROOT)
+    assert (result.returncode, result.stdout.strip()) == (0, "ok"), result.stderr
 
 
 def test_import_is_light():
