@@ -62,7 +62,8 @@ def nodes(source: str, for_types: bool):
         waiting += node.orelse if skip else ast.iter_child_nodes(node)
 
 
-def imports(module: str, source: str, for_types: bool = True) -> set[str]:
+@cache
+def imports(module: str, source: str, for_types: bool = True) -> frozenset[str]:
     """Every module that the text imports, at any depth; `from a import b` counts as a and as a.b."""
     is_package = (ROOT / module.replace(".", "/")).is_dir()
     found = set()
@@ -81,7 +82,7 @@ def imports(module: str, source: str, for_types: bool = True) -> set[str]:
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             if ast.unparse(node.func).endswith(("import_module", "__import__")):
                 found.add(str(node.args[0].value))
-    return found
+    return frozenset(found)
 
 
 def floor(module: str) -> str:
