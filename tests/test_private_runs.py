@@ -580,6 +580,22 @@ def test_metrics_tell_what_was_spent(tmp_path):
     assert "epsilon assumes that the cohorts stay secret" in log.notes[-1]
 
 
+@pytest.mark.parametrize("protection", [(*CLIENT, "secagg=full", "dp.amplify=false"), CLIENT, EXAMPLE])
+def test_noise_of_the_systems_entropy_never_repeats_and_costs_the_same(protection):
+    seeded, _ = run(*protection)
+    (first, log), (again, _) = (run(*protection, "dp.noise_seed=system") for _ in range(2))
+    assert farthest(seeded.params, first.params) > 0.01 and farthest(first.params, again.params) > 0.01
+    assert first.metrics["epsilon"] == seeded.metrics["epsilon"]
+    assert any("system's entropy: the run cannot be repeated" in note for note in log.notes)
+
+
+def test_poisson_batches_come_from_the_source_of_the_noise():
+    """With next to no noise only the batches differ: 12 samples, 4 in a batch on average."""
+    quiet = (*(option for option in EXAMPLE if "noise" not in option), "dp.noise_multiplier=1e-6", "dp.clip=1e3")
+    first, again = (run(*quiet, "dp.noise_seed=system")[0] for _ in range(2))
+    assert farthest(first.params, again.params) > 1e-4 > 10 * farthest(*(run(*quiet)[0].params for _ in range(2)))
+
+
 def test_metrics_of_samples_tell_each_clients_steps():
     """Every client takes part in all 4 rounds: 12 samples in 3 batches of 4, rate 1/3, make 4 x 3 releases."""
     result, _ = run(*EXAMPLE, "cohort=4", "local.batch_size=4")

@@ -14,10 +14,13 @@ def clipped(vector: Tensor, bound: float) -> Tensor:
     return vector * (bound / norm) if norm > bound else vector
 
 
-def noise(like: Tensor, std: float, key: int) -> Tensor:
-    """Draw independent normal noise of standard deviation `std`, with the shape, dtype and device of `like`."""
-    draws = torch.randn(like.shape, dtype=torch.float64, generator=rng.generator(key))
-    return (std * draws).to(like)
+def noise(like: Tensor, std: float, seed: int | None, *path: int | str) -> Tensor:
+    """Draw independent normal noise of standard deviation `std`, with the shape, dtype and device of `like`.
+
+    seed, path: decide the draws, see `rng.private_generator`.
+    """
+    draws = rng.private_generator(seed, *path).standard_normal(tuple(like.shape))
+    return (std * torch.as_tensor(draws)).to(like)
 
 
 @dataclass(frozen=True)
@@ -26,18 +29,31 @@ class SampleNoise:
 
     clip: bound on the L2 norm of a sample's gradient over all leaves; multiplier: standard deviation of the noise over
     `clip`; expected: mean number of samples in a Poisson batch, the divisor of the sum for batches of any size.
+    seed: of the noise and the Poisson batches, see `rng.private_generator`.
     """
 
     clip: float
     multiplier: float
     expected: int
+    seed: int | None
 
-    def __call__(self, grads: Tree, mask: Tensor, key: int) -> Tree:
-        """Return the noisy mean gradient. grads: leaves (batch, ...), one per sample; mask: (batch,), 0 for padding."""
-        norms = torch.stack([leaf.flatten(1).norm(dim=1) for leaf in grads.values()]).norm(dim=0)
-        factors = mask * (self.clip / norms.clamp(min=self.clip))
-        sums = tree.map(lambda leaf: torch.tensordot(factors.to(leaf), leaf, dims=1), grads)
+    def draw(self, like: Tree, key: int) -> Tree:
+        """Draw the noise of one step, with the shapes of `like`. key: of the client's step."""
         std = self.clip * self.multiplier
-        return {
-            name: (leaf + noise(leaf, std, rng.key(key, "noise", name))) / self.expected for name, leaf in sums.items()
-        }
+        return {name: noise(leaf, std, self.seed, "sample noise", key, name) for name, leaf in like.items()}
+
+    def __call__(self, grads: Tree, mask: Tensor, drawn: Tree) -> Tree:
+        """Return the noisy mean gradient. A gradient that is not finite counts as zero.
+
+        grads: leaves (batch, ...), one per sample; mask: (batch,), 0 for padding; drawn: noise of the step.
+        """
+        norms = torch.stack([leaf.flatten(1).norm(dim=1) for leaf in grads.values()]).norm(dim=0)
+        finite = norms.isfinite()
+        factors = mask * (self.clip / norms.clamp(min=self.clip))
+
+        def mean(leaf: Tensor, own: Tensor) -> Tensor:
+            bounded = torch.where(finite.view(-1, *[1] * (leaf.dim() - 1)), leaf, 0.0)  # 0 x inf would be NaN
+            weights = torch.where(finite, factors, 0.0).to(leaf)
+            return (torch.tensordot(weights, bounded, dims=1) + own) / self.expected
+
+        return tree.map(mean, grads, drawn)

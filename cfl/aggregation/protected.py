@@ -64,7 +64,8 @@ class UploadProtection:
         """DP-SGD for local training, or None if local training does not protect single samples."""
         dp = self.config.dp
         protected = (dp.level, dp.protect) == ("example", "all")
-        return SampleNoise(dp.clip, self.multiplier, self.config.local.batch_size) if protected else None
+        size = self.config.local.batch_size
+        return SampleNoise(dp.clip, self.multiplier, size, self.config.noise_seed) if protected else None
 
     def sum(self, info: RoundInfo, gathers: Mapping[str, Gathers]) -> UploadSum:
         """Return an empty sum for a round; diagnostic phases and phases that only store need no protection."""
@@ -84,6 +85,7 @@ class ProtectedSum(UploadSum):
     def __init__(self, protection: UploadProtection, info: RoundInfo, gathers: Mapping[str, Gathers]) -> None:
         super().__init__(info, gathers)
         config, self._dp = protection.config, protection.config.dp
+        self._noise_seed = config.noise_seed
         self._weighted, self._std = config.agg.weights == "samples", self._dp.clip * protection.multiplier
         self._count, self._vector = 0, torch.zeros(0, dtype=torch.float64)
         self._secure: SecureSum | None = None
@@ -149,7 +151,7 @@ class ProtectedSum(UploadSum):
         if self._dp.level == "client":
             if self._secure is None:
                 protected = total[self._protected_from :]
-                protected += noise(protected, self._std, rng.key(self.info.key, "noise"))
+                protected += noise(protected, self._std, self._noise_seed, "noise", self.info.key)
             self.noise = self._std * (1 if self._secure is None else (self._count / self._secure.honest) ** 0.5)
         elif self._dp.level == "example":
             self.noise = self._std * self._count**0.5
@@ -181,7 +183,7 @@ class ProtectedSum(UploadSum):
 
     def _add_noise(self, protected: Tensor, client: int, shares: int) -> None:
         """Add a client's noise, one of `shares` shares, to the protected part of its vector in place."""
-        protected += noise(protected, self._std / shares**0.5, rng.key(self.info.key, "noise", client))
+        protected += noise(protected, self._std / shares**0.5, self._noise_seed, "noise", self.info.key, client)
 
     def _add_vector(self, vector: Tensor) -> None:
         self._vector = self._vector + vector if len(self._vector) else vector.clone()

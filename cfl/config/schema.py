@@ -104,6 +104,9 @@ class PrivacyConfig(Section):
     )
     amplify: bool = Field(True, description="whether cohorts are secret, so that sampling amplifies privacy")
     accountant: Literal["prv", "rdp"] = Field("prv", description="accountant: prv is tight, rdp a looser bound")
+    noise_seed: Literal["run", "system"] = Field(
+        "run", description="source of noise and Poisson batches: `seed`, or the system's entropy, which never repeats"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -122,7 +125,7 @@ class RunConfig(Section):
     )
     method: str = Field(DEFAULT_METHOD, description="strategy of the run; see `cfl-run list methods`")
     regularizers: Annotated[tuple[str, ...], Tuple] = Field((), description="local regularizers, in order")
-    seed: int = Field(0, ge=0, le=2**32 - 1, description="seed of every random draw")  # largest of NumPy
+    seed: int = Field(0, ge=0, le=2**128 - 1, description="seed of every random draw")
     tasks: Annotated[Positive | tuple[str, ...] | None, Tuple] = Field(
         None, description="number of tasks, or names of tasks that have names; null for all of the benchmark"
     )
@@ -181,6 +184,11 @@ class RunConfig(Section):
             if name not in self.regularizers:
                 raise ConfigError(f"regularizer.{name} is set, but '{name}' is not used; add --local {name}")
         return self
+
+    @property
+    def noise_seed(self) -> int | None:
+        """Seed of the draws that privacy depends on; None for the system's entropy."""
+        return None if self.dp.noise_seed == "system" else self.seed
 
     @property
     def label(self) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,13 +38,13 @@ class Batching:
         """Draw the positions (b,) of an epoch's batches: every sample once, in random order."""
         return list(torch.randperm(len(self), generator=source).to(self.device).split(size))
 
-    def draws(self, size: int, steps: int, source: torch.Generator) -> list[Tensor]:
+    def draws(self, size: int, steps: int, source: np.random.Generator) -> list[Tensor]:
         """Draw the positions (b,) of `steps` Poisson batches.
 
         Each batch includes each sample independently with probability min(1, size / n), n being the number of samples.
         """
-        drawn = (torch.rand(steps, len(self), generator=source) < size / len(self)).to(self.device)
-        return [row.nonzero().flatten() for row in drawn]
+        drawn = source.random((steps, len(self))) < size / len(self)
+        return [torch.as_tensor(row.nonzero()[0], device=self.device) for row in drawn]
 
     def batches(self, size: int, order: Tensor | None = None, key: int | None = None) -> Iterator[Batch]:
         """Yield every sample once, at most `size` at a time. order: (n,) positions; None for the stored order."""

@@ -45,7 +45,7 @@ class Ctx(NamedTuple):
     task, step: the round's task and the local step, both counted from 0.
     lr, momentum: of the local optimiser; momentum is 0 for an optimiser without it.
     key: integer to derive generators from, see `cfl.rng.generator`; it differs from step to step and from client to
-        client, except that clients that train as one block share it.
+        client. Clients whose hooks read it train one at a time under every engine.
     sent: the regularizer's own part of the broadcast, as its `provide` returned it.
     client: () int64, the client's id, to index per-client entries of the broadcast; public: the public data, or None.
     lent: in `finish`, True if another regularizer borrows this one's terms.

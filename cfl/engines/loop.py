@@ -159,10 +159,11 @@ class LoopEngine(Engine):
 
     def plan(self, info: RoundInfo, client: Client, epoch: int) -> tuple[list[Tensor], int]:
         """Return the positions of each batch of an epoch in the client's data, and the key of random augmentation."""
-        source = rng.generator(rng.key(info.key, "order", client.id, epoch))
+        place = info.key, "order", client.id, epoch
         changes = rng.key(info.key, "augment", client.id, epoch)
         if self.noise is None:
-            return client.shuffled(self.batch_size, source), changes
+            return client.shuffled(self.batch_size, rng.generator(rng.key(*place))), changes
+        source = rng.private_generator(self.noise.seed, *place)
         return client.draws(self.batch_size, client.steps(self.batch_size), source), changes
 
     def memories(self, info: RoundInfo, state: Tree, client: Client) -> Iterator[Batch]:

@@ -108,12 +108,15 @@ class LocalStep:
     def __call__(self, local: Local, inputs: StepInputs) -> tuple[Local, Tensor]:
         """Return the carry after a step, whose weights and optimiser are updated in place, and `gradient`'s loss."""
         ctx = self.context(inputs, local.buffers)
-        grads, buffers, loss = self.gradient(local.params, local.buffers, ctx)
+        noise = {} if self.noise is None else self.noise.draw(local.params, inputs.key)
+        grads, buffers, loss = self.gradient(local.params, local.buffers, ctx, noise)
         self.optimizer.update(grads, local.optimizer, local.params, inputs.lr, inputs.step)
         return local._replace(buffers=buffers), loss
 
-    def gradient(self, params: Tree, buffers: Tree, ctx: Ctx) -> tuple[Tree, Tree, Tensor]:
+    def gradient(self, params: Tree, buffers: Tree, ctx: Ctx, noise: Tree) -> tuple[Tree, Tree, Tensor]:
         """Return the gradient for the optimiser, the buffers after the step, and the mean loss () without penalties.
+
+        noise: as drawn for the step, see `SampleNoise.draw`; empty without DP-SGD.
 
         The loss is that at `params`, or that at the first other point if `around` asks for no gradient at `params`.
         """
@@ -121,7 +124,10 @@ class LocalStep:
         elsewhere: list[tuple[Tensor, Tree]] = []
 
         def grad_fn(at: Tree, seen: Ctx) -> Tree:
-            grads, aux = (self._gradient if self.noise is None else self._private_gradient)(at, buffers, seen)
+            if self.noise is None:
+                grads, aux = self._gradient(at, buffers, seen)
+            else:
+                grads, aux = self._private_gradient(at, buffers, seen, self.noise, noise)
             (here if at is params else elsewhere).append(aux)
             return grads
 
@@ -155,9 +161,10 @@ class LocalStep:
         grads = torch.autograd.grad(total, tuple(leaves.values()), allow_unused=True, materialize_grads=True)
         return dict(zip(params, grads, strict=True)), aux
 
-    def _private_gradient(self, params: Tree, buffers: Tree, ctx: Ctx) -> tuple[Tree, tuple[Tensor, Tree]]:
+    def _private_gradient(
+        self, params: Tree, buffers: Tree, ctx: Ctx, mechanism: SampleNoise, noise: Tree
+    ) -> tuple[Tree, tuple[Tensor, Tree]]:
         """Return the noisy mean of the clipped per-sample gradients. Models under DP-SGD have no buffers."""
-        assert self.noise is not None
 
         def of_one(*leaves: Tensor) -> tuple[Tree, Tensor]:
             single = ctx._replace(batch=Batch(*(leaf[None] for leaf in leaves)))
@@ -166,7 +173,7 @@ class LocalStep:
 
         leaves = [leaf for leaf in ctx.batch if leaf is not None]
         grads, losses = torch.func.vmap(of_one, randomness="different")(*leaves)
-        return self.noise(grads, ctx.batch.mask, ctx.key), (masked_mean(losses, ctx.batch.mask), buffers)
+        return mechanism(grads, ctx.batch.mask, noise), (masked_mean(losses, ctx.batch.mask), buffers)
 
     def _pass(self, params: Tree, buffers: Tree, ctx: Ctx) -> tuple[Tensor, Tensor | None, Tensor, Tree]:
         """Return logits, features, mean loss () and new buffers of a forward pass at `params`."""

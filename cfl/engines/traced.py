@@ -31,11 +31,11 @@ class Traces:
         self._known: dict[Hashable, Callable[[Trees], Trees] | None] = {}
         self._of_one_task: set[Hashable] = set()
 
-    def __call__(self, work: Work, inputs: Trees, task: int, alike: bool) -> Trees:
-        """Return work(inputs, Ctx), by a trace if possible. alike: the model runs the same operations for every task.
+    def __call__(self, work: Work, inputs: Trees, task: int, alike: bool, kind: type[Ctx] = Ctx) -> Trees:
+        """Return work(inputs, kind), by a trace if possible. alike: the model runs the same operations for every task.
 
         work: its operations depend on nothing but the shapes of its inputs, the task, and the contexts that it creates
-        with the class given as its second argument.
+        with the class `kind`.
         """
         shapes = tuple(
             (owner, *((name, leaf.shape, leaf.stride(), leaf.dtype) for name, leaf in tree.items()))
@@ -45,14 +45,14 @@ class Traces:
         if place not in self._known:
             self._times[place] += 1
             if self._times[place] < AFTER or len(self._known) == MOST:
-                return work(inputs, Ctx)
+                return work(inputs, kind)
             trace, read = record(work, inputs)
             if place == shapes and "task" in read:
                 self._of_one_task.add(shapes)
                 place = task, shapes
             self._known[place] = None if read & _FROZEN else trace
         known = self._known[place]
-        return work(inputs, Ctx) if known is None else known(inputs)
+        return work(inputs, kind) if known is None else known(inputs)
 
 
 def record(work: Work, inputs: Trees) -> tuple[Callable[[Trees], Trees] | None, set[str]]:

@@ -27,6 +27,18 @@ from cfl.engines.traced import Traces, Trees
 _ALL = slice(None)
 
 
+class _NeedsKeys(Exception):
+    """A hook reads `ctx.key`, which differs between clients, so they cannot take their steps as a block."""
+
+
+class _OfBlock(Ctx):
+    """The context of several clients at once."""
+
+    @property
+    def key(self) -> int:  # type: ignore[override]
+        raise _NeedsKeys
+
+
 class Group(NamedTuple):
     """Clients of a block that take a step together.
 
@@ -132,10 +144,11 @@ class VmappedEngine(LoopEngine):
     def trained(self, step: LocalStep, inputs: RoundInputs) -> Iterator[Trained]:
         for block in self.blocks(inputs.clients, inputs.states):
             with named("local training", block, inputs.info):
-                if len(block) == 1:
-                    yield self._train(step, inputs, block[0])
-                else:
-                    yield from self._train_block(step, inputs, block)
+                try:
+                    trained = self._train_block(step, inputs, block) if len(block) > 1 else None
+                except _NeedsKeys:
+                    trained = None
+                yield from trained or (self._train(step, inputs, client) for client in block)
 
     def blocks(self, clients: Sequence[Client], states: Mapping[int, Tree]) -> list[list[Client]]:
         """Group clients by the shapes of the states that a step sees, sort by steps, and cut into blocks."""
@@ -150,8 +163,8 @@ class VmappedEngine(LoopEngine):
             found += [ordered[begin : begin + self.block] for begin in range(0, len(ordered), self.block)]
         return found
 
-    def _train_block(self, step: LocalStep, inputs: RoundInputs, clients: list[Client]) -> Iterator[Trained]:
-        """Train the clients of a block for their local epochs."""
+    def _train_block(self, step: LocalStep, inputs: RoundInputs, clients: list[Client]) -> list[Trained]:
+        """Train the clients of a block for their local epochs. Raises _NeedsKeys if a hook reads `ctx.key`."""
         info, block, device = inputs.info, self._block(step, inputs, clients), clients[0].device
         dtype = next((leaf.dtype for leaf in block.local.params.values()), torch.float32)
         losses = torch.zeros(len(clients), block.steps[0], device=device, dtype=dtype)
@@ -161,14 +174,17 @@ class VmappedEngine(LoopEngine):
                 for group in self._groups(block, index):
                     local = block.weights(group.places)
                     own = {"params": local.params, "buffers": local.buffers, **block.inputs(group, index)}
+                    own["noise"] = self._noise(info, [clients[i].id for i in group.at], local.params, index)
                     found = self._gradients(step, info, inputs.shared, own, index)
                     step.optimizer.update(found["grads"], local.optimizer, local.params, info.lr, index)
                     block.write(group.places, local._replace(buffers=found["buffers"]))
                     losses[group.places, index] = found["losses"][""].to(losses)
         losses = _last(losses, torch.tensor(block.steps, device=device), self.epochs)
         leaves = block.local.params | block.local.buffers
-        for client, count, loss, *parts in zip(clients, block.steps, losses, *leaves.values(), strict=True):
-            yield Trained(client, dict(zip(leaves, parts, strict=True)), count, loss)
+        return [
+            Trained(client, dict(zip(leaves, parts, strict=True)), count, loss)
+            for client, count, loss, *parts in zip(clients, block.steps, losses, *leaves.values(), strict=True)
+        ]
 
     def _block(self, step: LocalStep, inputs: RoundInputs, clients: list[Client]) -> Block:
         """Return a block before its first step: every client starts from the broadcast."""
@@ -196,6 +212,13 @@ class VmappedEngine(LoopEngine):
                     empty[samples] = repeat(next(self.memories(inputs.info, state, client)))
                 yield empty[samples]
 
+    def _noise(self, info: RoundInfo, ids: list[int], params: Tree, index: int) -> Tree:
+        """Draw the noise of step `index` for clients of a block: leaves (clients, ...); none without DP-SGD."""
+        if self.noise is None:
+            return {}
+        like = tree.map(itemgetter(0), params)
+        return tree.stack([self.noise.draw(like, rng.key(info.key, "step", id, index)) for id in ids])
+
     def _groups(self, block: Block, index: int) -> list[Group]:
         """Return who takes step `index` together: all clients, or with batch statistics those that need no padding."""
         live = sum(index < count for count in block.steps)
@@ -213,23 +236,24 @@ class VmappedEngine(LoopEngine):
     ) -> Trees:
         """Compute the gradients, the buffers after step `index`, and the losses (clients,) of a group, without updates.
 
-        own: what differs between clients: "params", "buffers", "batch", "memory", "state" and "client".
+        own: what differs between clients: "params", "buffers", "batch", "memory", "state", "client" and "noise".
         """
-        key = rng.key(info.key, "step", int(own["client"]["id"][0]), index)
 
         def gradients(inputs: Trees, kind: type[Ctx]) -> Trees:
             sent = {owner.removeprefix("shared/"): leaves for owner, leaves in inputs.items() if owner not in own}
 
-            def gradient(params: Tree, buffers: Tree, batch: Tree, memory: Tree, state: Tree, client: Tree) -> tuple:
-                given = StepInputs(sent, Batch(**batch), Batch(**memory), state, info.lr, index, key, client["id"])
-                return step.gradient(params, buffers, kind(*step.context(given, buffers)))
+            def gradient(
+                params: Tree, buffers: Tree, batch: Tree, memory: Tree, state: Tree, client: Tree, noise: Tree
+            ) -> tuple:
+                given = StepInputs(sent, Batch(**batch), Batch(**memory), state, info.lr, index, client=client["id"])
+                return step.gradient(params, buffers, kind(*step.context(given, buffers)), noise)
 
             grads, buffers, losses = torch.func.vmap(gradient, randomness="different")(*(inputs[name] for name in own))
             return {"grads": grads, "buffers": buffers, "losses": {"": losses}}
 
         inputs = own | {f"shared/{owner}": leaves for owner, leaves in shared.items()}
         alike = not self.model.multi_head and not self.model.buffers_per_task
-        return self.traces(gradients, inputs, info.task, alike)
+        return self.traces(gradients, inputs, info.task, alike, _OfBlock)
 
     @cached_property
     def _batch_statistics(self) -> bool:

@@ -11,6 +11,12 @@ from cfl.runtime import schedule
 from cfl.runtime.population import Population
 from cfl.runtime.schedule import Schedule
 
+_SOURCES = {
+    "run": "the noise follows from the seed, so that runs repeat: keep the seed secret, and publish one run of a seed "
+    "only, or set dp.noise_seed=system",
+    "system": "the noise comes from the system's entropy: the run cannot be repeated",
+}
+
 Plan = tuple[Releases, ...]
 
 
@@ -121,8 +127,7 @@ class Budget:
         notes = [
             f"differential privacy of a {unit}: epsilon {span} at delta {self.dp.delta:g} per client over the whole "
             f"run (noise {self.multiplier:.3g} x clip {self.dp.clip:g}), for {what}",
-            "the noise follows from the seed, so that runs repeat: keep the seed secret, and publish one run of a seed "
-            "only; losses, accuracies and other figures of the simulation are not protected",
+            f"{_SOURCES[self.dp.noise_seed]}; losses, accuracies and other figures of the simulation are not protected",
         ]
         if level == "client" and any(rate < 1 for plan in self.plans().values() for rate, _ in plan):
             notes.append(

@@ -51,9 +51,9 @@ def check_strategy(method: LocalRegularizer, *, config: RunConfig | None = None)
             run = planned(settings, stream, watched(method, faults), module, faults)
             check_rounds(run, faults)
             if not faults and module is None:  # batch normalisation depends on padding
-                draws = check_steps(session(settings, stream, method), faults)
+                check_steps(session(settings, stream, method), faults)
                 if not faults:
-                    check_engines(settings, stream, method, every_round, draws, faults)
+                    check_engines(settings, stream, method, every_round, faults)
             if not faults:  # comparisons of whole runs would only repeat the faults of single hooks
                 check_resume(settings, stream, method, module, every_round, faults)
         except HookFailed:

@@ -85,13 +85,11 @@ ADVICE = {
 }
 
 
-def check_engines(
-    config: RunConfig, stream: Stream, method: LocalRegularizer, pool: bool, draws: bool, faults: Faults
-) -> None:
-    """Compare the weights of the run between engines. draws: local steps draw from ctx.key, which vmap may change."""
+def check_engines(config: RunConfig, stream: Stream, method: LocalRegularizer, pool: bool, faults: Faults) -> None:
+    """Compare the weights of the run between engines."""
     expected = run(config, stream=stream, **_roles(method)).params
     for engine, options in ENGINES.items():
-        if engine == "pool" and not pool or engine == "vmapped" and draws:
+        if engine == "pool" and not pool:
             continue
         settings = config.model_copy(update={"engine": engine, **options})
         try:

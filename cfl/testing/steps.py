@@ -19,30 +19,23 @@ Result = dict[str, Tree]
 WARM_UP = 2  # steps before the checked step: in the first step, the client still has the weights of the global model
 
 
-def check_steps(session: Session, faults: Faults) -> bool:
-    """Check the cohort's steps in the first round of each task; return True if a step draws from ctx.key."""
-    draws = False
+def check_steps(session: Session, faults: Faults) -> None:
+    """Check the cohort's steps in the first round of each task."""
     for position, (_, phase, number) in enumerate(session.schedule):
         if phase.train and number == 0:
             steps = _Steps(session, session.prepare(position))
             for fails in (steps.hidden, steps.padding, steps.vmap):
                 if text := fails(session.composed.members):
                     faults.add(steps.culprit(fails), text)
-            draws |= steps.draws
         session.round(position)
-    return draws
 
 
 class _Steps:
-    """Local steps of a round's clients. Each check returns the fault of the hooks, or an empty text.
-
-    draws: True if a step was found to depend on ctx.key.
-    """
+    """Local steps of a round's clients. Each check returns the fault of the hooks, or an empty text."""
 
     def __init__(self, session: Session, prepared: RoundInputs) -> None:
         self.session, self.info, self.shared = session, prepared.info, prepared.shared
         self.clients: list[tuple[Batch, Batch, Tree]] = []
-        self.draws = False
         for client in prepared.clients:
             state, size = prepared.states[client.id], session.config.local.batch_size
             places = own_state(state, STRATEGY).get(MEMORY, torch.empty(0, 2, dtype=torch.int64))
@@ -103,8 +96,7 @@ class _Steps:
         alone = [self.step(hooks, *member, last=member[0]) for member in members]
         redrawn = [self.step(hooks, *member, last=member[0], key=1) for member in members]
         if not all(map(_near, alone, redrawn)):
-            self.draws = True
-            return ""  # draws from ctx.key may differ between engines
+            return ""  # engines train clients whose hooks read ctx.key one at a time
         batches, memories, states = zip(*members, strict=True)
         parts = [_stacked(batches), _stacked(memories), tree.stack(states)]
 

@@ -292,7 +292,7 @@ def test_clients_that_work_with_the_server_leave_the_noise_that_is_claimed(count
         left = sharing * only(parts)
         for id in range(colluding):
             share = 1.5 / math.sqrt(quorum - colluding)
-            left -= noise(torch.zeros(SIZE, dtype=torch.float64), share, rng.key(info.key, "noise", id))
+            left -= noise(torch.zeros(SIZE, dtype=torch.float64), share, 0, "noise", info.key, id)
         assert_deviation(left, 1.5 * math.sqrt((sharing - colluding) / (quorum - colluding)))
 
 

@@ -166,7 +166,7 @@ def drawn(owner, size, steps, seed=0):
     """How often each sample is in each batch: (steps, samples)."""
     places = {int(id): place for place, id in enumerate(next(owner.batches(len(owner))).ids)}
     inside = torch.zeros(steps, len(owner))
-    for step, batch in enumerate(owner.gathered(owner.draws(size, steps, rng.generator(seed)))):
+    for step, batch in enumerate(owner.gathered(owner.draws(size, steps, rng.private_generator(seed)))):
         for id, there in zip(batch.ids.tolist(), batch.mask.tolist(), strict=True):
             inside[step, places[id]] += there
     return inside
@@ -193,7 +193,7 @@ def test_poisson_batches_depend_on_their_generator_alone():
 
 
 def test_an_empty_draw_gives_one_padding_sample():
-    batches = list(client().gathered(client().draws(1, 200, rng.generator(0))))  # four samples, each at 1/4
+    batches = list(client().gathered(client().draws(1, 200, rng.private_generator(0))))  # four samples, each at 1/4
     empty = [batch for batch in batches if not batch.mask.any()]
     # (3/4)^4 = 0.316 of 200 draws, with a standard deviation of 6.6
     assert abs(len(empty) - 200 * 0.75**4) < 4 * math.sqrt(200 * 0.75**4 * (1 - 0.75**4))
@@ -207,7 +207,7 @@ def test_a_batch_size_of_at_least_the_data_takes_every_sample():
     for size in (4, 9):
         assert all(
             len(batch.y) == 4 and batch.mask.all()
-            for batch in client().gathered(client().draws(size, 5, rng.generator(0)))
+            for batch in client().gathered(client().draws(size, 5, rng.private_generator(0)))
         )
 
 
@@ -218,7 +218,7 @@ def test_poisson_batches_over_several_tasks_draw_from_all():
     assert inside.shape == (1000, 100)
     for half in (inside[:, :50], inside[:, 50:]):
         assert half.mean() == pytest.approx(rate, abs=4 * math.sqrt(rate * (1 - rate) / half.numel()))
-    for batch in owner.gathered(owner.draws(10, 50, rng.generator(0))):
+    for batch in owner.gathered(owner.draws(10, 50, rng.private_generator(0))):
         assert torch.equal(batch.task, (batch.x[:, 0] >= 100).long())  # see `sample`
         assert batch.x[:, 1].tolist() == [-(int(x) % 100) for x in batch.x[:, 0]]
 

@@ -1,5 +1,7 @@
 """Keys and generators: every draw is decided by its path alone, and the global state is never left changed."""
 
+import functools
+import operator
 import random
 
 import numpy as np
@@ -52,6 +54,26 @@ def test_generators_start_from_the_key_alone():
 def test_generators_take_the_largest_key():
     assert torch.rand(1, generator=rng.generator(2**63 - 1)).shape == (1,)
     assert 0 <= rng.numpy_generator(2**63 - 1).random() < 1
+
+
+@pytest.mark.parametrize("bit", [0, 31, 32, 63, 64, 127])
+def test_private_draws_take_every_bit_of_the_seed_and_of_the_path(bit):
+    def draw(*path):
+        return rng.private_generator(*path).random(4).tolist()
+
+    assert draw(1 << 127, "a", 5) == draw(1 << 127, "a", 5)
+    assert draw(2**128 - 1, "a") != draw((2**128 - 1) ^ 1 << bit, "a")
+    assert draw(0, "a", 2**128 - 1) != draw(0, "a", (2**128 - 1) ^ 1 << bit)
+
+
+def test_private_draws_of_the_systems_entropy_never_repeat():
+    assert rng.private_generator(None, "a").random() != rng.private_generator(None, "a").random()
+
+
+def test_the_key_of_private_draws_has_128_bits():
+    keys = [rng.long_key(seed, "a") for seed in range(1000)]
+    union = functools.reduce(operator.or_, keys)
+    assert max(keys) < 2**128 and union == 2**128 - 1  # a bit is 0 in all of 1,000 keys with probability 2^-1000
 
 
 def test_draws_leave_the_global_states_alone():

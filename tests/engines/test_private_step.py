@@ -22,7 +22,7 @@ from cfl.runtime.builder import build_session
 from tests import toy
 
 SIZE, LR, CLIP = 6, 0.1, 0.5
-EXACT = SampleNoise(1e6, 0.0, SIZE)  # clips no gradient and adds no noise
+EXACT = SampleNoise(1e6, 0.0, SIZE, seed=0)  # clips no gradient and adds no noise
 
 
 def mlp():
@@ -45,8 +45,8 @@ class Seen(SampleNoise):
 
     calls: list = field(default_factory=list)
 
-    def __call__(self, grads, mask, key):
-        mean = super().__call__(grads, mask, key)
+    def __call__(self, grads, mask, drawn):
+        mean = super().__call__(grads, mask, drawn)
         self.calls.append((grads, mean))
         return mean
 
@@ -85,7 +85,7 @@ def length(a):
 def test_per_sample_gradients_equal_those_of_opacus_and_autograd(net):
     from opacus import GradSampleModule
 
-    mechanism = Seen(CLIP, 0.0, SIZE)
+    mechanism = Seen(CLIP, 0.0, SIZE, seed=0)
     model, step = make(net, mechanism)
     data = batch(net)
     step(step.start(model.params), StepInputs({"params": model.params}, data, lr=LR))
@@ -184,7 +184,7 @@ def test_this_comparison_detects_a_loss_across_samples():
 @pytest.mark.parametrize("scale", [1e-2, 1.0, 1e3])
 @pytest.mark.parametrize("net", NETS)
 def test_a_sample_moves_the_sum_by_no_more_than_the_clip(net, scale):
-    mechanism = SampleNoise(CLIP, 0.0, 1)  # no division: the sum
+    mechanism = SampleNoise(CLIP, 0.0, 1, seed=0)  # no division: the sum
     data = batch(net, scale=scale)
     whole = gradient(net, mechanism, data)
     moved = []
@@ -200,7 +200,8 @@ def test_a_sample_moves_the_sum_by_no_more_than_the_clip(net, scale):
 
 def test_penalties_are_clipped_with_the_samples_gradient():
     """A strong proximal term far from the global model is clipped together with the sample's own gradient."""
-    model, step = make("mlp", SampleNoise(CLIP, 0.0, 1), composed={"strategy": Strategy(), "fedprox": FedProx(mu=1e4)})
+    composed = {"strategy": Strategy(), "fedprox": FedProx(mu=1e4)}
+    model, step = make("mlp", SampleNoise(CLIP, 0.0, 1, seed=0), composed=composed)
     far = tree.map(lambda leaf: leaf + 10.0, model.params)
     after, _ = step(step.start(far), StepInputs({"params": model.params}, batch("mlp"), lr=1.0))
     assert 0 < length(tree.sub(far, after.params)) <= SIZE * CLIP * (1 + 1e-5)
@@ -212,7 +213,7 @@ def test_padding_does_not_change_the_gradient(net):
     padded = Batch(data.x * torch.tensor([1.0, 1, 1, 1, 1e3, 1e3]).reshape(-1, *[1] * (data.x.dim() - 1)), *data[1:])
     padded = padded._replace(mask=torch.tensor([1.0, 1, 1, 1, 0, 0]))
     cut = Batch(*(leaf[:4] for leaf in data[:4]))
-    mechanism = SampleNoise(CLIP, 1.0, SIZE)
+    mechanism = SampleNoise(CLIP, 1.0, SIZE, seed=0)
     composed = {"strategy": Strategy(), "fedprox": FedProx(mu=1.0)}
     # same key, same noise
     a, b = (gradient(net, mechanism, part, composed=composed, away=0.5) for part in (padded, cut))
@@ -225,20 +226,20 @@ def test_padding_does_not_change_the_gradient(net):
 
 @pytest.mark.parametrize("composed", [{}, {"fedprox": FedProx(mu=1.0)}], ids=["fedavg", "fedprox"])
 def test_an_empty_draw_gives_noise_alone(composed):
-    mechanism, key = SampleNoise(CLIP, 2.0, SIZE), 13
+    mechanism, key = SampleNoise(CLIP, 2.0, SIZE, seed=5), 13
     empty = batch("mlp", samples=1)._replace(mask=torch.zeros(1))  # as `Client.draws` returns it
     # far from the global model a proximal term has a gradient even for an empty batch
     found = gradient("mlp", mechanism, empty, key, {"strategy": Strategy(), **composed}, away=0.5)
     for name, leaf in found.items():
-        alone = noise(leaf, CLIP * 2.0, rng.key(key, "noise", name)) / SIZE
+        alone = noise(leaf, CLIP * 2.0, 5, "sample noise", key, name) / SIZE
         torch.testing.assert_close(leaf, alone, rtol=1e-5, atol=1e-6)
 
 
 def test_the_noise_of_the_mean_gradient_has_the_stated_standard_deviation():
     multiplier, keys = 1.7, 200
     data, expected = batch("mlp", samples=4), 9  # the divisor is the expected number, not the drawn one
-    clean = gradient("mlp", SampleNoise(CLIP, 0.0, expected), data)
-    mechanism = SampleNoise(CLIP, multiplier, expected)
+    clean = gradient("mlp", SampleNoise(CLIP, 0.0, expected, seed=0), data)
+    mechanism = SampleNoise(CLIP, multiplier, expected, seed=0)
     draws = torch.stack([toy.flat(tree.sub(gradient("mlp", mechanism, data, key), clean)) for key in range(keys)])
     std = CLIP * multiplier / expected
     numbers = draws.numel()  # 67 weights x 200 keys: relative error 1 / sqrt(2 x 13400) = 0.6 %
@@ -253,9 +254,9 @@ def test_the_engine_draws_poisson_batches_and_protects_every_step(monkeypatch):
     """12 samples a client and 4 a step make 3 steps an epoch; 2 epochs, 3 clients, 2 rounds, 3 tasks."""
     seen = []
 
-    def kept(self, grads, mask, key):
-        seen.append((int(mask.sum()), key, self))
-        return original(self, grads, mask, key)
+    def kept(self, grads, mask, drawn):
+        seen.append((int(mask.sum()), float(toy.flat(drawn).norm()), self))
+        return original(self, grads, mask, drawn)
 
     original = SampleNoise.__call__
     monkeypatch.setattr(SampleNoise, "__call__", kept)
@@ -264,8 +265,8 @@ def test_the_engine_draws_poisson_batches_and_protects_every_step(monkeypatch):
     result = cfl.run(config, stream=toy.stream())
     sizes = [size for size, _, _ in seen]
     assert len(sizes) == 3 * 2 * 3 * 2 * 3
-    assert len({key for _, key, _ in seen}) == len(seen)  # no key is used twice
-    assert {mechanism for *_, mechanism in seen} == {SampleNoise(0.3, 1.5, 4)}
+    assert len({norm for _, norm, _ in seen}) == len(seen)  # no noise is used twice
+    assert {mechanism for *_, mechanism in seen} == {SampleNoise(0.3, 1.5, 4, seed=0)}
     # each of the 12 samples is in a batch with probability 1/3: mean 4, variance 12 x 1/3 x 2/3
     assert sum(sizes) / len(sizes) == pytest.approx(4, abs=4 * math.sqrt(12 * 2 / 9 / len(sizes)))
     assert len(set(sizes)) > 3

@@ -94,7 +94,7 @@ def test_vmap_over_clients_equals_the_loop(net, optimizer):
 
         def one(params, buffers, parts, index=index):
             return step.gradient(
-                params, buffers, step.context(StepInputs(shared, Batch(*parts), step=index, key=7), buffers)
+                params, buffers, step.context(StepInputs(shared, Batch(*parts), step=index, key=7), buffers), {}
             )
 
         grads, buffers, loss = torch.func.vmap(one, randomness="different")(
@@ -121,7 +121,7 @@ def test_the_gradient_by_plain_autograd_is_that_of_torch_func(net):
     local, shared, data = step.start(model.params), {"params": model.params}, batch(net, 0, 0, live=5)
     local = local._replace(params=tree.map(lambda leaf: leaf + 0.1, local.params))  # FedProx is then not 0
     ctx = step.context(StepInputs(shared, data, key=7), local.buffers)
-    grads, buffers, loss = step.gradient(local.params, local.buffers, ctx)
+    grads, buffers, loss = step.gradient(local.params, local.buffers, ctx, {})
     expected, (mean, after) = torch.func.grad(step.loss, has_aux=True)(local.params, local.buffers, ctx)
     assert_same((grads, buffers, {"loss": loss}), (expected, after, {"loss": mean}))
     assert not any(leaf.requires_grad for leaf in (*grads.values(), *buffers.values(), loss))
@@ -132,7 +132,7 @@ def test_weights_outside_of_the_loss_have_a_gradient_of_zero():
     step = LocalStep(model, 0, frozenset(), step.composed, step.optimizer, heads=(0, 1))
     local = step.start(model.params)
     ctx = step.context(StepInputs({"params": model.params}, batch("mlp", 0, 0), key=7))
-    grads, *_ = step.gradient(local.params, local.buffers, ctx)
+    grads, *_ = step.gradient(local.params, local.buffers, ctx, {})
     assert set(grads) == set(local.params) >= {*model.head(0), *model.head(1)}
     assert not any(grads[name].any() for name in model.head(1)) and all(grads[name].any() for name in model.head(0))
 
@@ -144,7 +144,7 @@ def test_the_gradient_changes_no_input_and_is_zero_for_a_batch_of_padding():
         before = [tree.clone(part) for part in (model.params, *local)]
         for live in (SIZE, 0):
             ctx = step.context(StepInputs(shared, batch(net, 0, 0, live), key=7), local.buffers)
-            grads, _, loss = step.gradient(local.params, local.buffers, ctx)
+            grads, _, loss = step.gradient(local.params, local.buffers, ctx, {})
             assert_same(before, [model.params, *local])
             assert any(leaf.any() for leaf in grads.values()) == (loss.item() != 0) == (live > 0)
 

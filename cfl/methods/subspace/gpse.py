@@ -137,7 +137,7 @@ class GPSE:
         mult = self.s_mult if isinstance(layer.module, nn.Linear) else self.s_mult_conv
         columns = self.columns or max(1, round(mult * basis.shape[0]))
         by_sample = self.draw == "sample"
-        key = rng.key(info.key, "sketch", layer.name, *(() if by_sample else (client.id,)))
+        key = rng.long_key(info.model.seed, "sketch", info.key, layer.name, *(() if by_sample else (client.id,)))
         if self.sketch == "gram" or not by_sample and self.distribution == "normal":
             products = self.products(basis.dtype, info.task)
             return Gram(basis, None if self.sketch == "gram" else columns, key, products)

@@ -5,7 +5,9 @@ basis O (d, k).
 """
 
 from collections import Counter
+from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -102,8 +104,8 @@ class Gram(Energies):
         root, lower = (self.few.T, False) if self.few is not None else self._root()
         if self.basis.shape[1]:
             root, lower = bases.remove(root.T, self.basis).T, False
-        source = rng.generator(self.key)
-        draws = torch.randn(root.shape[1], self.columns, dtype=self.basis.dtype, generator=source).to(root.device)
+        source = rng.private_generator(self.key)
+        draws = _draw(source.standard_normal, root.shape[1], self.columns, self.basis)
         root = root.to(draws.dtype)
         if not lower:
             return root @ draws
@@ -139,15 +141,16 @@ class Gram(Energies):
 class Direct(Energies):
     """Running A = X* G (d, s) with explicit draws of all rows of G (eq. 9).
 
-    by_sample: draw rows by (key, sample), so that the sum over clients is the same for every partition of the samples;
-    else from one generator for the client. distribution: "normal" (0, 1), or "uniform" on (-1, 1) (FOT's code).
+    key: of 128 bits. by_sample: draw rows by (key, sample), so that the sum over clients is the same for every
+    partition of the samples; else from one generator for the client. distribution: "normal" (0, 1), or "uniform" on
+    (-1, 1) (FOT's code).
     """
 
     def __init__(self, basis: Tensor, columns: int, key: int, *, by_sample: bool, distribution: str = "normal") -> None:
         super().__init__(basis)
         self.matrix = torch.zeros(basis.shape[0], columns, dtype=torch.float64, device=basis.device)
         self.key, self.by_sample, self.uniform = key, by_sample, distribution == "uniform"
-        self.source = rng.generator(key)
+        self.source = rng.private_generator(key)
         self._calls: Counter[int] = Counter()  # calls by sample: a layer may run several times per pass
         self._waiting: list[Tensor] = []  # multiplied when they are d vectors: one large product is faster
 
@@ -155,7 +158,7 @@ class Direct(Energies):
         if self.by_sample:
             for sample, rows in zip(ids.tolist(), inputs, strict=True):
                 calls = (self._calls[sample],) if sample in self._calls else ()
-                self._multiply(rows, rng.generator(rng.key(self.key, sample, *calls)))
+                self._multiply(rows, rng.private_generator(self.key, sample, *calls))
                 self._calls[sample] += 1
             return
         self._waiting.append(inputs.flatten(0, 1))
@@ -177,10 +180,16 @@ class Direct(Energies):
             self._multiply(torch.cat(self._waiting), self.source)
             self._waiting.clear()
 
-    def _multiply(self, rows: Tensor, source: torch.Generator) -> None:
-        draw = torch.rand if self.uniform else torch.randn
-        g = draw(len(rows), self.matrix.shape[1], dtype=self.basis.dtype, generator=source).to(rows.device)
+    def _multiply(self, rows: Tensor, source: np.random.Generator) -> None:
+        draw = source.random if self.uniform else source.standard_normal
+        g = _draw(draw, len(rows), self.matrix.shape[1], self.basis)
         self.matrix += self._residual(rows).T @ (g.mul_(2).sub_(1) if self.uniform else g)
+
+
+def _draw(draw: Callable[..., np.ndarray], rows: int, columns: int, basis: Tensor) -> Tensor:
+    """Draws (rows, columns) of a method of NumPy's generators, with the precision and device of a basis."""
+    dtype = np.float64 if basis.dtype == torch.float64 else np.float32
+    return torch.from_numpy(draw((rows, columns), dtype=dtype)).to(basis)
 
 
 def pack(gram: Tensor) -> Tensor:
