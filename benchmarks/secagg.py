@@ -76,10 +76,18 @@ def measure(clients: int, parameters: int, neighbours: int | None) -> dict[str, 
     """A row of the table; neighbours: None for the sparse graph."""
     TimedClient.seconds, TimedClient.expected = defaultdict(list), clients
     vector = np.random.default_rng(0).integers(0, 2**64, parameters, dtype=np.uint64)
-    mask_graph.degree(clients, threshold=0.5, dropped=0.1)  # kept for all rounds of a run
+    mask_graph.degree(clients, clients, threshold=0.5, dropped=0.1)  # kept for all rounds of a run
     began = time.perf_counter()
     secure = secagg.SecureSum(
-        range(clients), bits=64, threshold=0.5, neighbours=neighbours, dropped={}, drop_rate=0.1, key=0, masked=True
+        range(clients),
+        population=clients,
+        bits=64,
+        threshold=0.5,
+        neighbours=neighbours,
+        dropped={},
+        drop_rate=0.1,
+        key=0,
+        masked=True,
     )
     secure.setup()
     for client in secure.uploading:

@@ -16,16 +16,19 @@ class UploadSum:
     closed.
 
     gathers: how the uploads of each regularizer are combined; the strategy's are averaged, those of `work` summed.
-    clipped: entries beyond the range of integers; shortened: clients whose upload was scaled down to dp.clip; noise:
-    standard deviation of the noise in each entry of the sum.
+    clipped: entries beyond the range of integers; shortened: clients whose upload was scaled down to dp.clip; zeroed:
+    ids of the clients among them whose upload was not finite and counts as zero; noise: standard deviation of the noise
+    in each entry of the sum.
     """
 
     # _outlines describes the uploads of client _lowest, the lowest id added; -1 before the first client.
-    _exported: ClassVar = ["clipped", "shortened", "_outlines", "_lowest", "_sums", "_stacks", "_weight", "_bytes_up"]
+    _added: ClassVar = ["clipped", "shortened", "zeroed", "_weight", "_bytes_up"]
+    _exported: ClassVar = [*_added, "_outlines", "_lowest", "_sums", "_stacks"]
 
     def __init__(self, info: RoundInfo, gathers: Mapping[str, Gathers]) -> None:
         self.info, self.gathers = info, {"strategy": "mean", **gathers, "work": "sum"}
         self.clipped = self.shortened = 0
+        self.zeroed: list[int] = []
         self.noise = 0.0
         self._outlines: TreesByOwner = {}
         self._lowest = -1
@@ -60,7 +63,7 @@ class UploadSum:
 
     def merge(self, part: Mapping[str, Any]) -> None:
         """Add another sum of this round, and copy its tensors. Raises UpdateError as `add` does."""
-        for name in ("clipped", "shortened", "_weight", "_bytes_up"):
+        for name in self._added:
             setattr(self, name, getattr(self, name) + part[name])
         if part["_lowest"] >= 0:
             self._match(part["_lowest"], part["_outlines"])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cfl.aggregation.gaussian import SampleNoise, clipped, noise
-from cfl.aggregation.mask_graph import honest
+from cfl.aggregation.mask_graph import honest, unsafe
 from cfl.aggregation.plain import UploadSum
 from cfl.aggregation.quantize import FixedPoint
 from cfl.config.schema import RunConfig
@@ -49,15 +49,33 @@ class UploadProtection:
         least = dp.clip * self.multiplier / math.sqrt(clients if shared else 1)
         if least < 4 * 2.0**-bits:
             raise ConfigError(f"secure.fraction_bits={bits} rounds away noise as small as {least:.2g}; raise it")
-        # The largest cohort is the worst case: the range of an entry falls faster with its size than a client's noise.
-        largest = FixedPoint(secure.bits, bits, clients).largest
-        std = dp.clip * self.multiplier / (honest(secure.quorum, clients) if shared else 1) ** 0.5
-        if dp.clip + DEVIATIONS * std > largest:
-            raise ConfigError(
-                f"secure.bits={secure.bits} with secure.fraction_bits={bits} limit entries to {largest:.3g} in sums of "
-                f"{clients} clients and cut off noise: dp.clip={dp.clip:g} plus {DEVIATIONS} standard deviations of a "
-                f"client's noise is {dp.clip + DEVIATIONS * std:.3g}; raise secure.bits or lower secure.fraction_bits"
-            )
+        for cohort in (clients, min(self.config.cohort, clients)):
+            if fault := self._cut_off(cohort, clients):
+                raise ConfigError(fault)
+
+    def fault(self, info: RoundInfo) -> str | None:
+        """Return why a secure sum over the cohort of a round protects less than promised, None if it does not.
+
+        Only cohorts of Poisson sampling can be at fault: other sizes are known, and checked, before the run.
+        """
+        clients = len(info.clients)
+        cut_off = self._cut_off(clients, info.owners) if clients and self.multiplier else None
+        return cut_off or unsafe(clients, info.owners, self.config)
+
+    def _cut_off(self, clients: int, population: int) -> str | None:
+        """Return why the integers of a sum over `clients` are too small for a client's noise, or None."""
+        secure, dp = self.config.secure, self.config.dp
+        largest = FixedPoint(secure.bits, secure.fraction_bits, clients).largest
+        shares = honest(secure.quorum, clients, population) if dp.level == "client" else 1
+        most = dp.clip + DEVIATIONS * dp.clip * self.multiplier / shares**0.5
+        if most <= largest:
+            return None
+        return (
+            f"secure.bits={secure.bits} with secure.fraction_bits={secure.fraction_bits} limit entries to "
+            f"{largest:.3g} in sums of {clients} clients and cut off noise: dp.clip={dp.clip:g} plus {DEVIATIONS} "
+            f"standard deviations of a client's noise is {most:.3g}; raise secure.bits or lower "
+            "secure.fraction_bits"
+        )
 
     @property
     def samples(self) -> SampleNoise | None:
@@ -84,6 +102,7 @@ class ProtectedSum(UploadSum):
 
     def __init__(self, protection: UploadProtection, info: RoundInfo, gathers: Mapping[str, Gathers]) -> None:
         super().__init__(info, gathers)
+        self._protection = protection
         config, self._dp = protection.config, protection.config.dp
         self._noise_seed = config.noise_seed
         self._weighted, self._std = config.agg.weights == "samples", self._dp.clip * protection.multiplier
@@ -97,6 +116,7 @@ class ProtectedSum(UploadSum):
             self._fixed = FixedPoint(config.secure.bits, config.secure.fraction_bits, max(1, len(info.clients)))
             self._secure = SecureSum(
                 info.clients,
+                population=info.owners,
                 bits=config.secure.bits,
                 threshold=config.secure.quorum,
                 neighbours=config.secure.neighbours,
@@ -109,22 +129,37 @@ class ProtectedSum(UploadSum):
     def open(self) -> None:
         self._opened = True
         if self._secure is not None:
+            if fault := self._protection.fault(self.info):
+                raise RoundAborted(fault)
             self._secure.setup()
 
     def traffic(self) -> tuple[int, int]:
         return super().traffic() if self._secure is None else (self._secure.bytes_up, self._secure.bytes_down)
 
     def add(self, client: int, uploads: TreesByOwner, weight: float) -> bool:
+        """Add a client's uploads as `UploadSum` does, but a client-level protected part that is not finite as zero.
+
+        To exclude such a client, or to stop, would depend on its data, so it stays in the sum, the count and the noise.
+        An unprotected part that is not finite excludes the client, since nothing protects that part. So it does at
+        example level, where uploads are already noisy.
+        """
         uploading = client in self.info.uploading  # False: the cohort is empty, and the client only shows the shapes
         if self._secure is None and uploading:
             self._bytes_up += sum(map(tree.nbytes, uploads.values()))
-        if uploading and not all(map(tree.all_finite, uploads.values())):
+        broken = {owner for owner, upload in uploads.items() if uploading and not tree.all_finite(upload)}
+        whole = (self._dp.level, self._dp.protect) == ("client", "all")
+        protected = broken if whole else {"work"} if self._dp.level != "none" else set()
+        if broken - protected:
             return False
         self._match(client, uploads)
         vector = self._to_vector(uploads, weight)
         if not uploading:
             self._vector = torch.zeros_like(vector)
             return True
+        if broken:
+            vector[0 if whole else self._work_from :] = 0.0
+            self.zeroed.append(client)
+            self.shortened += 1
         self._count += 1
         self._protect(client, vector)
         if self._secure is None:

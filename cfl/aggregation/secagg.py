@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from cfl.aggregation.mask_graph import degree, graph, honest, needed
+from cfl.aggregation.mask_graph import connected, degree, graph, honest, needed
 from cfl.contract import STAGES
 from cfl.core import RoundAborted
 
@@ -139,8 +139,9 @@ class Client:
 class SecureSum:
     """One round: the server, and its messages with the clients. Call `setup`, `add` for each client, then `close`.
 
-    threshold: fraction of the clients, and of each client's share holders, that must stay to the end.
-    neighbours: of each client in the graph; None takes `degree`, with `drop_rate` as the fraction that drops out.
+    population: number of clients of which `ids` are all or a uniform sample; a tenth of them may collude with the
+    server. threshold: fraction of the clients, and of each client's share holders, that must stay to the end.
+    neighbours: of each client in the graph; None takes `degree`; drop_rate: probability that a client drops out.
     dropped: client to the stage from which on it is silent; key: of the graph's random draw.
     masked: False leaves out all cryptography; sums, byte counts and aborts are the same.
     Attributes: uploading: clients that have to upload, ascending; needed: number of clients that must stay; honest:
@@ -152,6 +153,7 @@ class SecureSum:
         self,
         ids: Sequence[int],
         *,
+        population: int,
         bits: int,
         threshold: float,
         neighbours: int | None,
@@ -160,12 +162,13 @@ class SecureSum:
         key: int,
         masked: bool,
     ) -> None:
-        links = degree(len(ids), threshold=threshold, dropped=drop_rate) if neighbours is None else neighbours
-        self.graph = graph(ids, links, key)
+        if neighbours is None:
+            neighbours = degree(len(ids), population, threshold=threshold, dropped=drop_rate)
+        self.graph = graph(ids, neighbours, key)
         self.ids = tuple(sorted(self.graph))
         self.dtype, self.masked = np.dtype(f"<u{bits // 8}"), masked
         self.needed = needed(threshold, len(self.ids))
-        self.honest = honest(threshold, len(self.ids))
+        self.honest = honest(threshold, len(self.ids), population)
         self.holders_needed = needed(threshold, 1 + max(map(len, self.graph.values()), default=0))
         self.uploading: tuple[int, ...] = ()
         self.bytes_up = self.bytes_down = 0
@@ -209,15 +212,21 @@ class SecureSum:
         self._total += self.clients[id].mask(vector) if self.masked else vector
 
     def close(self) -> np.ndarray:
-        """Stage "unmask": return the sum (n,) of the added vectors modulo 2^bits. Raises RoundAborted as `setup` does.
+        """Stage "unmask": return the sum (n,) of the added vectors modulo 2^bits.
 
-        A client of `uploading` that was not added counts as dropped at "upload".
+        A client of `uploading` that was not added counts as dropped at "upload". Raises RoundAborted as `setup` does,
+        and if drop-outs cut the graph: no mask joins the parts, so the server would learn the sum of each.
         """
         uploaded = tuple(i for i in self.uploading if i not in self._awaited)
         wanted = dict.fromkeys(uploaded, SELF)
         for i in uploaded:
             wanted |= {j: MASK for j in self._near[i] if j not in wanted}
         self._check_quorum("upload", uploaded, wanted)
+        if not connected({i: self._near[i] for i in uploaded}):
+            raise RoundAborted(
+                f"the {len(uploaded)} clients left after stage upload share masks in separate groups only, so the "
+                "server would learn the sum of each group; raise secure.neighbours"
+            )
         asked = {i: {owner: wanted[owner] for owner in (*self._near[i], i)} for i in uploaded}
         self.bytes_down += sum(map(len, asked.values())) * (ID + KIND)
         answering = self._remaining("unmask", uploaded)

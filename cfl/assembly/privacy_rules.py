@@ -4,10 +4,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from cfl.aggregation.mask_graph import accomplices, needed
+from cfl.aggregation.mask_graph import unsafe
 from cfl.aggregation.scope import releases
 from cfl.config.schema import RunConfig
 from cfl.contract import Phase
+from cfl.contract.checked import Checked
 from cfl.core import ConfigError
 
 
@@ -24,7 +25,7 @@ def check(methods: Mapping[str, Any], config: RunConfig) -> None:
 
 
 def check_schedule(phases: Iterable[Phase], owners: Mapping[int, int], config: RunConfig) -> None:
-    """Raise ConfigError for rounds that the accountants do not cover, and for secure sums of too few clients.
+    """Raise ConfigError for rounds that the accountants do not cover, and for secure sums that are not safe.
 
     phases: of the whole run; owners: task to the number of clients that hold data of it.
     """
@@ -40,21 +41,18 @@ def check_schedule(phases: Iterable[Phase], owners: Mapping[int, int], config: R
                 "partition.task_share or set secagg=none"
             )
     cohorts = {phase.cohort for phase in phases if not (phase.diagnostic or phase.stores)}
-    _check_quorum(cohorts, owners.values(), config)
+    _check_cohorts(cohorts, owners.values(), config)
 
 
-def _check_quorum(cohorts: Iterable[str], owners: Iterable[int], config: RunConfig) -> None:
-    """Raise ConfigError if the accomplices in a cohort of a possible size suffice to rebuild a secret."""
-    sizes = set[int]()
-    for count in owners:
-        drawn = range(2, count + 1) if config.sampling == "poisson" else [min(config.cohort, count)]
-        sizes.update(drawn, [count] if "available" in cohorts else [])
-    for size in sorted(sizes):
-        if needed(config.secure.quorum, size) <= accomplices(size):
-            raise ConfigError(
-                f"secure.quorum={config.secure.quorum:g} lets {needed(config.secure.quorum, size)} of {size} clients "
-                f"open a sum, and {accomplices(size)} may collude with the server; raise it"
-            )
+def _check_cohorts(cohorts: Iterable[str], owners: Iterable[int], config: RunConfig) -> None:
+    """Raise ConfigError if accomplices of the server could open a secure sum, or a client has too few neighbours.
+
+    For Poisson cohorts this checks the mean size. A round whose cohort is not safe is aborted.
+    """
+    sizes = {(min(config.cohort, count) if kind == "sampled" else count, count) for kind in cohorts for count in owners}
+    for size, count in sorted(sizes):
+        if fault := unsafe(size, count, config):
+            raise ConfigError(fault)
 
 
 def _secure_sums(methods: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
@@ -75,10 +73,11 @@ def _secure_sums(methods: Mapping[str, Any], config: RunConfig) -> Iterator[str]
 
 
 def _budget(config: RunConfig) -> Iterator[str]:
-    """Yield faults of the privacy budget: dp.target_epsilon or dp.noise_multiplier."""
+    """Yield faults of the privacy budget, dp.target_epsilon or dp.noise_multiplier, and of the noise's source."""
     given = [name for name in ("target_epsilon", "noise_multiplier") if getattr(config.dp, name) is not None]
     if config.dp.level == "none":
-        yield from (f"dp.{name} is set, but dp.level is none; set dp.level to client or example" for name in given)
+        useless = [*given, *(["noise_seed"] if config.dp.noise_seed != "run" else [])]
+        yield from (f"dp.{name} is set, but dp.level is none; set dp.level to client or example" for name in useless)
     elif len(given) != 1:
         what = "takes only one of dp.target_epsilon and" if given else "needs dp.target_epsilon or"
         yield f"dp.level={config.dp.level} {what} dp.noise_multiplier"
@@ -87,7 +86,8 @@ def _budget(config: RunConfig) -> Iterator[str]:
 def _accounting(methods: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
     """Yield options against the accountants' assumptions on sampling and weights."""
     dp, strategy = config.dp, methods["strategy"]
-    released = releases(strategy.plan(0, 2, 2), config)  # of the first task; `check_schedule` sees later tasks
+    plan = Checked(strategy).plan(0, 2, 2)  # of the first task; `check_schedule` sees later tasks
+    released = releases(plan, config)
     if not released:
         yield f"dp.protect=work protects nothing: '{config.method}' sends updates only; set dp.protect=all"
     if dp.protect == "all" and config.agg.weights != "uniform":

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from numbers import Integral
+from typing import Any, Literal, NamedTuple, get_args
 
 from cfl.contract.client import Client
 from cfl.contract.samples import Samples
@@ -23,8 +24,10 @@ class Phase:
     train: clients train locally; work: clients run the strategy's `work`, after training if both are set.
     stores: the results of `work` stay with the client, and nothing is uploaded.
     diagnostic: the phase is a measurement of the simulator, and its bytes are not counted.
-    Raises ConfigError for an unknown cohort, a negative number of rounds, a phase with neither `train` nor `work`, and
-    a phase named "train" that does not train.
+    Uploads of phases with `stores` or `diagnostic` get no mask, clipping, noise or accounting, so these may not train.
+    Raises ConfigError for a missing name, an unknown cohort, rounds other than a whole number of at least 0, a
+    phase with neither `train` nor `work`, a phase named "train" without `train`, and `train` with `stores` or
+    `diagnostic`.
     """
 
     name: str
@@ -38,10 +41,20 @@ class Phase:
     def __post_init__(self) -> None:
         if self.cohort not in get_args(_COHORTS):
             raise unknown(f"cohort of phase '{self.name}'", str(self.cohort), get_args(_COHORTS))
+        name: Any = self.name
+        rounds: Any = self.rounds
+        if not isinstance(name, str) or not name or not isinstance(rounds, Integral):
+            raise ConfigError(f"a phase has a name and a whole number of rounds, not {name!r} and {rounds!r}")
         if self.rounds < 0 or not (self.train or self.work):
             raise ConfigError(f"phase '{self.name}' has {self.rounds} rounds, train={self.train} and work={self.work}")
         if self.name == "train" and not self.train:  # its rounds would draw with the keys of training rounds
             raise ConfigError("a phase called 'train' has to train; give this phase another name")
+        if self.train and (self.stores or self.diagnostic):
+            kind = "stores" if self.stores else "diagnostic"
+            raise ConfigError(
+                f"phase '{self.name}' has train=True and {kind}=True, so its updates would be sent without protection; "
+                f"set train=False, or {kind}=False"
+            )
 
 
 class Privacy(NamedTuple):

@@ -14,7 +14,8 @@ from cfl.runtime.schedule import Schedule
 _SOURCES = {
     "run": "the noise follows from the seed, so that runs repeat: keep the seed secret, and publish one run of a seed "
     "only, or set dp.noise_seed=system",
-    "system": "the noise comes from the system's entropy: the run cannot be repeated",
+    "system": "the noise comes from the system's entropy: the run cannot be repeated; cohorts follow from the seed: "
+    "keep it secret",
 }
 
 Plan = tuple[Releases, ...]

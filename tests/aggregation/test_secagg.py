@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cfl.aggregation import secagg
-from cfl.aggregation.mask_graph import degree, graph, needed
+from cfl.aggregation.mask_graph import ABORT, BREACH, CORRUPT, accomplices, connected, degree, graph, needed
 from cfl.aggregation.secagg import MASK, SELF, Client, SecureSum
 from cfl.contract import STAGES
 from cfl.core import RoundAborted
@@ -30,9 +30,10 @@ def _vectors(ids, size=7, bits=64, seed=0):
     return {i: draw.integers(0, 2**bits, size, dtype=f"u{bits // 8}") for i in ids}
 
 
-def _round(ids, dropped=None, *, bits=64, threshold=0.5, neighbours=10**6, masked=True, key=1):
+def _round(ids, dropped=None, *, bits=64, threshold=0.5, neighbours=10**6, masked=True, key=1, population=None):
     return SecureSum(
         ids,
+        population=population or len(ids),
         bits=bits,
         threshold=threshold,
         neighbours=neighbours,
@@ -75,6 +76,8 @@ def _survivors(links, dropped, threshold):
         if stage in ("upload", "unmask"):  # clients that uploaded, or that share a mask with one
             owners = {i for i in owners if {i, *links[i]} & stays["upload"]}
         if any(len({i, *links[i]} & here) < t for i in owners):
+            return None
+        if stage == "upload" and not _connected(links, here):
             return None
     return sorted(stays["upload"])
 
@@ -139,7 +142,9 @@ def test_a_vector_longer_than_a_chunk_of_the_mask():
 
 def test_the_number_of_neighbours_comes_from_the_bounds():
     secure = _round(range(64), {3: "upload"}, neighbours=None, masked=False)
-    assert {len(near) for near in secure.graph.values()} == {degree(64, threshold=0.5, dropped=0.1)}
+    assert {len(near) for near in secure.graph.values()} == {degree(64, 64, threshold=0.5, dropped=0.1)}
+    secure = _round(range(64), neighbours=None, masked=False, population=6400)
+    assert {len(near) for near in secure.graph.values()} == {degree(64, 6400, threshold=0.5, dropped=0.1)}
 
 
 # --- secrecy ---------------------------------------------------------------------------------------------------------
@@ -360,6 +365,34 @@ def test_a_client_without_its_share_holders_ends_the_round(masked):
     assert why.startswith("client 5 has 1 of 3 share holders left after stage unmask, 2 are needed")
 
 
+@pytest.mark.parametrize("masked", [True, False])
+def test_survivors_that_no_mask_joins_end_the_round(masked):
+    """On a ring of 24, drop-outs at two places leave two arcs. Each has its own masks, which would cancel: the server
+    would learn the sums of both arcs. Every client but the lost ones keeps two of its three share holders."""
+    vectors, ring = _vectors(range(24)), [0]
+    links = _round(range(24), neighbours=2).graph
+    while len(ring) < 24:
+        ring.append(next(j for j in links[ring[-1]] if j not in ring))
+    for lost, parts in ([0], 1), ([0, 12], 2):
+        gone = {ring[place]: "keys" for place in lost}
+        secure = _round(range(24), gone, neighbours=2, masked=masked)
+        total, why = _sum(secure, vectors)
+        if parts == 1:
+            assert total == _plain([i for i in range(24) if i not in gone], vectors)
+        else:
+            assert why.startswith("the 22 clients left after stage upload share masks in separate groups only, so ")
+            assert why.endswith("raise secure.neighbours")
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_connected_is_what_walking_along_the_links_says(data):
+    count = data.draw(st.integers(1, 30))
+    links = graph(range(count), data.draw(st.integers(2, 4)), 3)
+    kept = data.draw(st.sets(st.integers(0, count - 1), min_size=1))
+    assert connected({i: links[i] for i in kept}) == _connected(links, kept)
+
+
 @pytest.mark.parametrize("count", [0, 1])
 def test_a_sum_of_one_is_refused(count):
     _, why = _sum(_round(range(count)), _vectors(range(count)))
@@ -379,6 +412,25 @@ def test_of_the_quorum_all_but_a_tenth_of_the_clients_are_honest(threshold):
         colluding = math.ceil(Fraction(n, 10))
         secure = _round(range(n), threshold=threshold, neighbours=4, masked=False)
         assert secure.honest == max(1, _fewest(threshold, n) - colluding), n
+
+
+@pytest.mark.parametrize(("n", "population"), [(2, 20), (10, 20), (10, 64), (12, 400), (64, 640), (140, 1400)])
+def test_of_a_sampled_cohort_as_many_collude_as_a_tenth_of_all_clients_can_put_there(n, population):
+    """Given an honest client, the n - 1 others are drawn without replacement: more accomplices than the bound have a
+    probability of 2^-40 at most, in exact fractions, and one fewer would not do."""
+    bad, bound, rare = math.ceil(Fraction(population, 10)), accomplices(n, population), Fraction(1, 2**40)
+    assert _above(bound, population - 1, bad, n - 1) <= rare < _above(bound - 1, population - 1, bad, n - 1)
+    secure = _round(range(n), threshold=0.8, neighbours=n, masked=False, population=population)
+    assert secure.honest == max(1, _fewest(0.8, n) - bound)
+
+
+def test_a_tenth_of_1400_puts_more_than_a_tenth_into_a_cohort_of_140_often():
+    """More than 14 with a probability of 0.43, so a tenth of the cohort is no bound; 42 are. In a cohort of 10, all 9
+    others are accomplices with a probability of about 1e-9, which is more than 2^-40."""
+    assert float(_above(14, 1400, 140, 140)) == pytest.approx(0.43, abs=0.005)
+    assert (accomplices(140, 1400), accomplices(10, 1400)) == (42, 9)
+    draws = np.random.default_rng(0).hypergeometric(140, 1260, 140, 10**6)
+    assert abs((draws > 14).mean() - 0.43) < 0.01 and draws.max() <= 42
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -476,45 +528,86 @@ def _above(most, population, marked, draws):
     return Fraction(ways, math.comb(population, draws))
 
 
-def _fits(n, k, threshold, dropped, corrupt):
-    """Whether k neighbours satisfy both conditions of `degree`, in exact fractions, for each kind of client."""
+def _binomial(most, draws, chance):
+    """P(more than `most` of the draws hit), exactly."""
+    p = Fraction(str(chance))
+    return sum(math.comb(draws, x) * p**x * (1 - p) ** (draws - x) for x in range(most + 1, draws + 1))
+
+
+def _fits(n, k, threshold, dropped, population):
+    """Whether k neighbours satisfy both conditions of `degree`, in exact fractions."""
     t = _fewest(threshold, k + 1)
-    lost, bad = (math.ceil(Fraction(str(share)) * n) for share in (dropped, corrupt))
-    corrupted = _above(t - 1, n - 1, bad, k)  # t or more corrupt neighbours of an honest client
-    cut = (Fraction(str(dropped)) + Fraction(str(corrupt))) ** (k // 2)
-    stayed = _above(k + 1 - t, n - 1, lost, k)  # the client stayed, and fewer than t of it and its neighbours
-    left = _above(k - t, n - 1, max(0, lost - 1), k)  # the client left, and fewer than t of its neighbours stayed
-    return n * (corrupted + cut) <= Fraction(1, 2**40) and n * max(stayed, left) <= Fraction(1, 2**20)
+    corrupted = _above(
+        t - 1, population - 1, math.ceil(Fraction(population, 10)), k
+    )  # of an honest client's neighbours
+    cut = (Fraction(str(dropped)) + Fraction(1, 10)) ** (k // 2)
+    starved = _binomial(k + 1 - t, k + 1, dropped)  # fewer than t of the k + 1 holders are left
+    return n * (corrupted + cut) <= Fraction(1, 2**40) and n * starved <= Fraction(1, 2**20)
 
 
 @pytest.mark.parametrize(
-    ("n", "threshold", "dropped", "corrupt"),
+    ("n", "population", "threshold", "dropped"),
     [
-        (64, 0.5, 0.1, 0.1),  # the cut decides
-        (101, 0.6, 0.0, 0.1),  # no odd number of neighbours
-        (300, 0.4, 0.0, 0.15),  # the corrupt decide
-        (1000, 0.5, 0.2, 0.05),  # the drop-outs decide
-        (200, 0.3, 0.3, 0.05),
+        (64, 64, 0.5, 0.1),  # the cut decides
+        (101, 101, 0.6, 0.0),  # no odd number of neighbours
+        (300, 300, 0.4, 0.0),  # the corrupt decide
+        (300, 3000, 0.4, 0.0),
+        (1000, 1000, 0.5, 0.2),  # the drop-outs decide
+        (256, 256, 0.5, 0.3),
     ],
 )
-def test_degree_is_the_fewest_that_fits(n, threshold, dropped, corrupt):
-    k = degree(n, threshold=threshold, dropped=dropped, corrupt=corrupt)
+def test_degree_is_the_fewest_that_fits(n, population, threshold, dropped):
+    k = degree(n, population, threshold=threshold, dropped=dropped)
     regular = [fewer for fewer in range(2, k) if fewer * n % 2 == 0]
-    assert k < n - 1 and _fits(n, k, threshold, dropped, corrupt)
-    assert not any(_fits(n, fewer, threshold, dropped, corrupt) for fewer in regular)
+    assert k < n - 1 and _fits(n, k, threshold, dropped, population)
+    assert not any(_fits(n, fewer, threshold, dropped, population) for fewer in regular)
+
+
+@pytest.mark.parametrize("dropped", [0.0, 0.1, 0.3, 0.6])
+def test_the_bound_of_the_cut_holds_for_the_accomplices_that_there_are(dropped):
+    """All k / 2 clients in a row are gone: each is an accomplice, drawn without replacement, or has dropped out."""
+    for n in [*range(28, 120), 1000, 4091]:
+        bad = math.ceil(CORRUPT * n - 1e-9)
+        for k in range(2, n - 1):
+            run = k // 2
+            bound = (dropped + CORRUPT) ** run
+            if n * bound > BREACH:  # then the number of neighbours is refused
+                continue
+            among = np.arange(run + 1)
+            gone = (scipy.stats.hypergeom.pmf(among, n - 1, bad, run) * dropped ** (run - among)).sum()
+            assert gone <= bound, (n, k)
+            break  # the smallest k is the one that is taken
+
+
+def _starved(n, k, dropped, trials):
+    """Share of rounds in which a client has fewer holders left than half of them; each client drops out by chance."""
+    stays = np.random.default_rng(4).random((trials, n)) >= dropped
+    turned = np.concatenate([stays[:, n - k // 2 :], stays, stays[:, : k // 2]], 1).cumsum(1)
+    held = turned[:, k:] - np.pad(turned, ((0, 0), (1, 0)))[:, :n]  # of places i - k / 2 to i + k / 2
+    return float((held < needed(0.5, k + 1)).any(1).mean())
+
+
+def test_drop_outs_leave_clients_without_holders_as_rarely_as_promised():
+    """With a fixed number of drop-outs, 103 neighbours would do for 256 clients and a rate of 0.3. Each client drops
+    out by itself, however, and then a round is aborted for want of holders with a probability of up to 1.6e-3."""
+    assert 256 * float(_binomial(104 - 52, 104, 0.3)) == pytest.approx(1.6e-3, rel=0.01)
+    assert 2e-4 < _starved(256, 102, 0.3, 40_000) < 256 * float(_binomial(103 - 52, 103, 0.3))
+    k = degree(256, 256, threshold=0.5, dropped=0.3)
+    assert 256 * float(_binomial(k + 1 - needed(0.5, k + 1), k + 1, 0.3)) <= ABORT
+    assert _starved(256, k - k % 2, 0.3, 40_000) == 0.0  # expected: 0.04 of 40,000 rounds
 
 
 def test_degree_grows_as_the_logarithm():
-    degrees = [degree(4**power, threshold=0.5) for power in range(4, 8)]
+    degrees = [degree(4**power, 4**power, threshold=0.5, dropped=0.1) for power in range(4, 8)]
     assert degrees == sorted(degrees) and degrees[2] < 2 * degrees[0]
     assert degrees[3] < 2 * degrees[0]  # 64 times as many clients
 
 
 @pytest.mark.parametrize("n", [2, 3, 8, 30])
 def test_few_clients_get_the_complete_graph(n):
-    assert degree(n, threshold=0.5) == n - 1
-    assert not any(_fits(n, k, 0.5, 0.1, 0.1) for k in range(2, n - 1))
+    assert degree(n, n, threshold=0.5, dropped=0.1) == n - 1
+    assert not any(_fits(n, k, 0.5, 0.1, n) for k in range(2, n - 1))
 
 
 def test_a_threshold_that_drop_outs_break_gets_the_complete_graph():
-    assert degree(100, threshold=0.95, dropped=0.1) == 99
+    assert degree(100, 100, threshold=0.95, dropped=0.1) == 99

@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 import cfl
+from cfl.aggregation.mask_graph import unsafe
 from cfl.aggregation.quantize import FixedPoint
 from cfl.aggregation.scope import releases
 from cfl.assembly.methods import check_model
@@ -194,6 +195,7 @@ def test_sketches_that_a_sample_of_the_clients_sends_need_its_sampling_to_be_poi
 # --- the schedule ---------------------------------------------------------------------------------------------------
 
 DRAWN, ALL = Phase("train"), Phase("all", cohort="available")
+STORES = Phase("store", cohort="available", train=False, work=True, stores=True)
 SKETCHES = Phase("sketches", cohort="available", train=False, work=True)
 SOME = replace(SKETCHES, cohort="sampled")  # of the clients
 PRIVATE = ["dp.level=client", NOISE, "dp.protect=work"]  # valid for FOT, which sketches all clients
@@ -229,17 +231,24 @@ def test_a_draw_that_the_accountants_do_not_cover_is_refused_in_any_task(overrid
     [
         (["cohort=64", "secure.quorum=0.1"], [DRAWN], 64, "0.1 lets 7 of 64 clients"),  # 6.4 rounded up, twice
         (["cohort=64", "secure.quorum=0.11"], [DRAWN], 64, None),  # 7.04 rounded up is one more than 7
-        (["cohort=10", "secure.quorum=0.1"], [DRAWN], 64, None),  # at least two are needed, and one may collude
-        (["cohort=10", "secure.quorum=0.1"], [DRAWN, ALL], 64, "0.1 lets 7 of 64 clients"),
-        (["cohort=10", "secure.quorum=0.1"], [DRAWN, replace(ALL, stores=True)], 64, None),
+        (["cohort=10", "secure.quorum=0.1"], [DRAWN], 10, None),  # at least two are needed, and one may collude
+        (["cohort=10", "secure.quorum=0.1"], [DRAWN, ALL], 64, "0.1 lets 2 of 10 clients"),
+        (["cohort=10"], [DRAWN], 64, "0.5 lets 5 of 10 clients"),  # all 7 of 64 may be in the cohort, see below
+        (["cohort=10", "secure.quorum=0.7"], [DRAWN], 64, "0.7 lets 7 of 10 clients"),
+        (["cohort=10", "secure.quorum=0.8"], [DRAWN], 64, None),
+        (["cohort=10", "secure.quorum=0.8", "sampling=poisson"], [DRAWN], 64, None),  # the mean size
+        (["cohort=10", "secure.quorum=0.1"], [STORES], 64, None),
+        (["cohort=10", "secure.quorum=0.11"], [replace(STORES, stores=False)], 64, None),  # no sampled cohort
         (["cohort=64", "secure.quorum=0.1"], [DRAWN], 10, None),  # only 10 hold data
         (["cohort=64", "secure.quorum=0.15"], [DRAWN], 64, None),  # 9.6 rounded up
-        (["cohort=64", "secure.quorum=0.15", "sampling=poisson"], [DRAWN], 64, "0.15 lets 2 of 11 clients"),
+        (["cohort=64", "secure.quorum=0.15", "sampling=poisson"], [DRAWN], 64, None),  # as all are drawn
         (["cohort=64", "sampling=poisson"], [DRAWN, ALL], 64, None),
     ],
     ids=str,
 )
 def test_a_quorum_that_accomplices_reach_by_themselves_is_refused(overrides, phases, owners, fault):
+    """Of a sampled cohort of 10, the 9 clients beside an honest one hold all 7 accomplices among 64 with a probability
+    of C(56, 2) / C(63, 9) = 6.5e-8, which is above 2^-40."""
     config = toy.config("secagg=sum", "partition.clients=64", *overrides, method="fedavg")
     if fault is None:
         check_schedule(phases, {0: owners}, config)
@@ -248,8 +257,60 @@ def test_a_quorum_that_accomplices_reach_by_themselves_is_refused(overrides, pha
             check_schedule(phases, {0: owners}, config)
 
 
+def test_the_quorum_that_the_message_names_is_the_smallest_that_is_safe():
+    for cohort, clients in ((10, 64), (50, 1400), (140, 1400), (64, 64), (5, 1000)):
+        few = toy.config("secagg=sum", f"partition.clients={clients}", f"cohort={cohort}", "secure.quorum=0.05")
+        with pytest.raises(ConfigError, match="raise it to") as caught:
+            check_schedule([DRAWN], {0: clients}, few)
+        remedy = str(caught.value).partition("raise it to ")[2]
+        assert remedy.endswith(", or raise cohort") == (cohort < clients)
+        quorum = float(remedy.split(",")[0])
+        for value, safe in ((quorum, True), (quorum - 1.2 / cohort, False)):  # it is rounded up to three digits
+            config = toy.config(
+                "secagg=sum", f"partition.clients={clients}", f"cohort={cohort}", f"secure.quorum={value}"
+            )
+            assert (unsafe(cohort, clients, config) is None) == safe, (cohort, clients, value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "owners", "fault"),
+    [
+        (
+            ["cohort=100", "secure.neighbours=2"],
+            100,
+            "2 is not safe in a cohort of 100 clients; the smallest number that is: 30",
+        ),
+        (
+            ["cohort=100", "secure.neighbours=28"],
+            100,
+            "28 is not safe in a cohort of 100 clients; the smallest number that is: 30",
+        ),
+        (["cohort=100", "secure.neighbours=30"], 100, None),
+        (["cohort=100", "secure.neighbours=1000"], 100, None),
+        (["cohort=100", "secure.neighbours=30", "drop_rate=0.1"], 100, "30 .* 100 clients; .*: 42"),
+        (["cohort=100", "secure.neighbours=30"], 20, None),  # only 20 hold data: the complete graph
+        (
+            ["cohort=20", "secure.neighbours=18"],
+            20,
+            "18 is not safe in a cohort of 20 clients; the smallest number that is: 19",
+        ),
+        (["cohort=20", "secure.neighbours=19"], 20, None),
+        (["cohort=20"], 20, None),
+    ],
+    ids=str,
+)
+def test_fewer_neighbours_than_are_safe_are_refused(overrides, owners, fault):
+    """A tenth may collude, so 15 clients in a row on the ring are all needed to bring 100 x 0.1^15 below 2^-40."""
+    config = toy.config("secagg=full", "partition.clients=100", *overrides, method="fedavg")
+    if fault is None:
+        check_schedule([DRAWN], {0: owners}, config)
+    else:
+        with pytest.raises(ConfigError, match=f"^secure.neighbours={fault}; set it to null, which chooses"):
+            check_schedule([DRAWN], {0: owners}, config)
+
+
 def test_updates_are_released_where_all_is_protected():
-    phases = [DRAWN, ALL, SKETCHES, SOME, replace(SOME, diagnostic=True), replace(ALL, stores=True)]
+    phases = [DRAWN, ALL, SKETCHES, SOME, replace(SOME, diagnostic=True), STORES]
     assert releases(phases, read(*CLIENT)) == releases(phases, read(*EXAMPLE)) == phases[:4]
     assert releases(phases, read(*WORK, method="fot")) == [SKETCHES, SOME]
 

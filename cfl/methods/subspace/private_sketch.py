@@ -8,6 +8,7 @@ of the whole upload enforces it.
 
 import math
 
+import torch
 from torch import Tensor
 
 from cfl.contract import Privacy
@@ -15,8 +16,14 @@ from cfl.methods.subspace.sketch import Direct, Gram
 
 
 def unit_energy(inputs: Tensor) -> Tensor:
-    """Scale inputs (batch, positions, d) so that each sample has |x|^2 = 1 summed over its positions."""
-    return inputs / inputs.square().sum((1, 2), keepdim=True).sqrt().clamp(min=1e-30)
+    """Scale inputs (batch, positions, d) so that each sample has |x|^2 = 1 summed over its positions.
+
+    A sample of zeros stays zero, and a sample that is not finite becomes zero.
+    """
+    largest = inputs.abs().amax((1, 2), keepdim=True)  # its square, and so the norm, may underflow or overflow
+    scaled = inputs.double() / torch.where(largest > 0, largest, 1.0)
+    unit = scaled.div_(torch.linalg.vector_norm(scaled, dim=(1, 2), keepdim=True).clamp(min=1.0))
+    return torch.where(largest.isfinite(), unit, 0.0).to(inputs)
 
 
 def share(privacy: Privacy, parts: int) -> float:

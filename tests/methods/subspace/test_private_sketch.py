@@ -90,6 +90,42 @@ def test_a_sample_of_zeros_stays_one():
     assert torch.equal(private.unit_energy(torch.zeros(2, 3, 4)), torch.zeros(2, 3, 4))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-45, 1e-38, 1e-25, 1e-12, 1.0, 1e19, 1e30, 3e38])
+def test_the_size_of_the_inputs_does_not_matter(scale, dtype):
+    """The squares of most of these sizes are beyond the range of float32; 1e-38 and 1e-45 are subnormal. The direction
+    is that of the signs, so each of the 15 entries is +-1 / sqrt(15)."""
+    signs = torch.randn(2, 3, 5, generator=rng.generator(1)).sign()
+    unit = private.unit_energy((scale * signs.double()).to(dtype))
+    assert unit.dtype == dtype
+    torch.testing.assert_close(unit, (signs / math.sqrt(15)).to(dtype))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_sample_that_is_not_finite_counts_as_zero(value):
+    inputs = torch.ones(3, 2, 2)
+    inputs[1, 0, 1] = value
+    unit = private.unit_energy(inputs)
+    assert torch.equal(unit[1], torch.zeros(2, 2)) and torch.equal(unit[::2], torch.full((2, 2, 2), 0.5))
+
+
+@pytest.mark.parametrize("net", MODELS)
+@pytest.mark.parametrize("value", [1e-45, 1e-25, 1e30, 3e38])
+def test_no_sample_raises_a_part_above_its_share(value, net):
+    """The norm of one sample's part in a sum is at most clip / sqrt(parts), up to the rounding of float32. Inputs of
+    3e38 overflow in the first layer, so that the inputs of the second are infinite or NaN."""
+    made, shape = MODELS[net]
+    model, strategy = handle(made(), shape), FOT(sketch="gram", project_at="server", bias="free")
+    others = torch.randn(3, *shape, generator=rng.generator(2))
+    extreme = torch.cat([others, value * torch.ones(1, *shape)])
+    privacy = Privacy("example", 0.8)
+    without, with_it = (released(strategy, model, x, privacy) for x in (others, extreme))
+    share = 0.8 / math.sqrt(len(model.layers))
+    moved = [float((part.double() - without[name].double()).norm()) for name, part in with_it.items()]
+    assert all(0 <= norm <= share * (1 + 1e-6) for norm in moved)
+    assert moved[0] > 0.1 * share  # it counts in the first layer, however small or large it is
+
+
 def test_shares_make_up_the_clip():
     assert private.share(Privacy("client", 3.0), 4) == 1.5
     assert sum(private.share(Privacy("client", 3.0), 7) ** 2 for _ in range(7)) == pytest.approx(9.0)
