@@ -1,51 +1,53 @@
-"""Checkpoints: safetensors files, written atomically and verified by a checksum when loaded. No pickle is involved.
+"""Checkpoints: files of trees, written atomically and verified when loaded. No pickle is involved.
 
-A file holds named trees and JSON metadata. The safetensors header has one metadata entry, `cfl`: JSON of the checksum,
-the metadata and the names of all trees and leaves in order (safetensors itself sorts tensors and drops empty trees).
-Several entries could break the rule that equal input gives equal bytes: safetensors does not promise their order. The
-checksum covers every byte of the file except its own digits.
+A checkpoint is one file with JSON metadata and the trees that are written every time. The clients' states are in packs,
+see `cfl.runtime.packs`. The file names each pack by its checksum, and its own checksum covers these names.
 """
 
-import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from hashlib import blake2b
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from safetensors.torch import load as _parse
-from safetensors.torch import save as _serialise
+from cfl.core import CheckpointError, ConfigError, Tree, files, machine
+from cfl.runtime import tree_file
+from cfl.runtime.packs import NAMES, Packs
 
-from cfl.core import CheckpointError, ConfigError, Tree, files
-
+KEPT = 2  # checkpoints in a folder: if the last one is damaged, the one before is used
 _NAME = re.compile(r"checkpoint-(\d{6,})\.safetensors")
-_TEMPORARY = "checkpoint-*.safetensors.tmp"
-_DIGITS = 64
-# The entry is a string inside the header's JSON, so its quotes are escaped once. Quotes in names and metadata are
-# escaped twice and do not match.
-_MARK = rb"{\"checksum\":\""
+_TEMPORARY = "*.safetensors.tmp"
 
 
-def save(folder: Path, serial: int, trees: Mapping[str, Tree], meta: Mapping[str, Any], *, keep: int = 2) -> Path:
-    """Write `folder`/checkpoint-<serial>.safetensors, then remove all but the newest `keep` checkpoints.
+def save(
+    folder: Path,
+    serial: int,
+    trees: Mapping[str, Tree],
+    meta: Mapping[str, Any],
+    states: Mapping[str, Tree] | None = None,
+    packs: Packs | None = None,
+) -> Path:
+    """Write `folder`/checkpoint-<serial>.safetensors and its packs, then remove all but the newest two checkpoints.
 
     serial: increases from checkpoint to checkpoint; trees: name to tree of tensors of any shape, layout and device;
-    meta: JSON data (tuples are loaded as lists) with a "fingerprint", which `load_latest` compares.
-    A kill at any moment leaves the earlier checkpoints intact. Equal input gives equal bytes.
-    Raises CheckpointError if the folder cannot be written, ConfigError for a serial below 0 or keep below 1.
+    meta: JSON data (tuples are loaded as lists) with a "fingerprint", which `load_latest` compares; states: more trees,
+    by other names, of which few differ from those of the last checkpoint; packs: what was written to this folder
+    before, None to write all states.
+    A kill at any moment leaves the earlier checkpoints intact. Equal input and equal packs give equal bytes.
+    Raises CheckpointError if the folder cannot be written, ConfigError for a serial below 0.
     """
-    if serial < 0 or keep < 1:
-        raise ConfigError(f"a checkpoint needs serial >= 0 and keep >= 1, not serial {serial} and keep {keep}")
-    content = _encode(trees, meta)
+    if serial < 0:
+        raise ConfigError(f"a checkpoint needs serial >= 0, not {serial}")
     target = folder / f"checkpoint-{serial:06d}.safetensors"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _remove(folder.glob(_TEMPORARY))
+        needed = (packs or Packs()).write(folder, states or {})
+        content = tree_file.encode(trees, meta=dict(meta), packs=needed)
         files.replace(target, content, folder / f"{target.name}.tmp")
         files.sync(folder)
-        _remove(old for old in _checkpoints(folder)[keep:] if old != target)
+        _remove_old(folder, target, {name for name, _ in needed})
     except OSError as error:
         raise CheckpointError(
             f"cannot write checkpoints to {folder}: {error.strerror or error}; "
@@ -57,23 +59,33 @@ def save(folder: Path, serial: int, trees: Mapping[str, Tree], meta: Mapping[str
 class Writer:
     """Writes checkpoints to a folder (None: nowhere) in a background thread, one at a time.
 
-    Each checkpoint gets a new thread, which takes no lock, so the process may fork at any time. A `with` block waits
-    for the last write at its end. If the block itself raises, `warn` gets the message of a failed write instead.
+    Each checkpoint gets a new thread, and `machine.await_writers` waits for it before a fork. A `with` block waits for
+    the last write at its end. If the block itself raises, `warn` gets the message of a failed write instead.
     """
 
     def __init__(self, folder: Path | None, warn: Callable[[str], None]) -> None:
         self.folder, self.warn = folder, warn
+        self.packs = Packs()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
-    def save(self, serial: int, trees: Mapping[str, Tree], meta: Mapping[str, Any]) -> None:
+    def load(self, fingerprint: str) -> tuple[dict[str, Tree], dict[str, Any]] | None:
+        """Return what `load_latest` does. The next `save` writes only the states that differ from it."""
+        if self.folder is None:
+            return None
+        return load_latest(self.folder, fingerprint, self.warn, self.packs)
+
+    def save(
+        self, serial: int, trees: Mapping[str, Tree], meta: Mapping[str, Any], states: Mapping[str, Tree] | None = None
+    ) -> None:
         """Wait for the previous checkpoint, then start `checkpoint.save`. Neither dictionaries nor leaves may change.
 
         Raises the error of the previous write, as `wait` does.
         """
         self.wait()
         if self.folder is not None:
-            self._thread = threading.Thread(target=self._write, args=(self.folder, serial, trees, meta))
+            given = self.folder, serial, trees, meta, states, self.packs
+            self._thread = threading.Thread(target=self._write, args=given, name=machine.WRITER)
             self._thread.start()
 
     def wait(self) -> None:
@@ -85,9 +97,9 @@ class Writer:
         if failure is not None:
             raise failure
 
-    def _write(self, folder: Path, serial: int, trees: Mapping[str, Tree], meta: Mapping[str, Any]) -> None:
+    def _write(self, *given: Any) -> None:
         try:
-            save(folder, serial, trees, meta)
+            save(*given)
         except BaseException as failure:  # of any kind: `wait` raises it in the run's thread
             self._failure = failure
 
@@ -104,30 +116,37 @@ class Writer:
 
 
 def load_latest(
-    folder: Path, fingerprint: str, warn: Callable[[str], None]
+    folder: Path,
+    fingerprint: str,
+    warn: Callable[[str], None],
+    packs: Packs | None = None,
 ) -> tuple[dict[str, Tree], dict[str, Any]] | None:
-    """Return the trees (on the CPU) and the metadata of the newest readable checkpoint, None if no checkpoint exists.
+    """Return all trees (on the CPU) and the metadata of the newest readable checkpoint, None if no checkpoint exists.
 
-    fingerprint: required value of meta["fingerprint"]; warn: receives one message for each damaged checkpoint skipped.
+    fingerprint: required value of meta["fingerprint"]; warn: receives one message for each damaged checkpoint skipped;
+    packs: learns what the checkpoint's packs hold.
+    The states come after the other trees, by name.
     Raises CheckpointError if that checkpoint belongs to another configuration, if all checkpoints are damaged, or if
     the folder cannot be listed.
     """
+    packs = packs or Packs()
     try:
         found = _checkpoints(folder)
     except OSError as error:
         raise CheckpointError(f"cannot list {folder}: {error.strerror}; choose another --output") from error
     for path in found:
         try:
-            trees, meta = _decode(path.read_bytes())
+            trees, entry = tree_file.decode(path.read_bytes())
+            if entry["meta"].get("fingerprint") != fingerprint:
+                raise CheckpointError(
+                    f"{folder} holds a run with another configuration; "
+                    "choose another --output, or repeat the options of that run"
+                )
+            states = packs.read(folder, entry.get("packs", []))  # files of earlier versions have none
         except (OSError, ValueError) as error:
             warn(f"checkpoint {path} is damaged and skipped: {error}")
             continue
-        if meta.get("fingerprint") != fingerprint:
-            raise CheckpointError(
-                f"{folder} holds a run with another configuration; "
-                "choose another --output, or repeat the options of that run"
-            )
-        return trees, meta
+        return {**trees, **dict(sorted(states.items()))}, entry["meta"]
     if found:
         raise CheckpointError(f"no checkpoint in {folder} can be read; remove them to restart from the first round")
     return None
@@ -138,7 +157,7 @@ def fingerprint(config: Mapping[str, Any]) -> str:
 
     Raises TypeError for values that JSON cannot represent.
     """
-    return _digest(_json(config).encode())
+    return tree_file.digest(tree_file.canonical(config).encode())
 
 
 def clear(folder: Path) -> None:
@@ -147,64 +166,11 @@ def clear(folder: Path) -> None:
     Raises CheckpointError if a file cannot be removed.
     """
     try:
-        _remove([*_checkpoints(folder), *folder.glob(_TEMPORARY)])
+        _remove([*_checkpoints(folder), *folder.glob(NAMES), *folder.glob(_TEMPORARY)])
     except OSError as error:
         raise CheckpointError(
             f"cannot remove checkpoints from {folder}: {error.strerror}; fix its permissions"
         ) from error
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
-def _digest(*parts: bytes | memoryview) -> str:
-    state = blake2b(digest_size=_DIGITS // 2)
-    for part in parts:
-        state.update(part)
-    return state.hexdigest()
-
-
-def _key(tree: str, leaf: str) -> str:
-    # A JSON list: no separator is safe, because both names may contain any character.
-    return _json([tree, leaf])
-
-
-def _encode(trees: Mapping[str, Tree], meta: Mapping[str, Any]) -> bytearray:
-    # Clones: safetensors rejects tensors that share memory, such as the leaves of a broadcast tree.
-    leaves = {
-        _key(tree, name): leaf.detach().cpu().contiguous().clone()
-        for tree, content in trees.items()
-        for name, leaf in content.items()
-    }
-    layout = [[tree, list(content)] for tree, content in trees.items()]
-    entry = _json({"checksum": "0" * _DIGITS, "meta": dict(meta), "trees": layout})  # "checksum" sorts first
-    data = bytearray(_serialise(leaves, {"cfl": entry}))
-    start, end = _checksum_span(data)
-    view = memoryview(data)
-    data[start:end] = _digest(view[:start], view[end:]).encode()
-    return data
-
-
-def _decode(data: bytes) -> tuple[dict[str, Tree], dict[str, Any]]:
-    """Invert `_encode`. Raises ValueError, with the reason, for damaged bytes."""
-    start, end = _checksum_span(data)
-    view = memoryview(data)
-    if _digest(view[:start], view[end:]).encode() != data[start:end]:
-        raise ValueError("its checksum does not match its content")
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    entry = json.loads(header["__metadata__"]["cfl"])
-    leaves = _parse(data)
-    trees = {tree: {name: leaves[_key(tree, name)] for name in names} for tree, names in entry["trees"]}
-    return trees, entry["meta"]
-
-
-def _checksum_span(data: bytes | bytearray) -> tuple[int, int]:
-    start = data.find(_MARK)
-    if start < 0:
-        raise ValueError("its header has no checksum")
-    start += len(_MARK)
-    return start, start + _DIGITS
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -215,6 +181,19 @@ def _checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(((int(match[1]), path) for match, path in named), reverse=True)]
 
 
-def _remove(paths: Iterator[Path] | list[Path]) -> None:
+def _remove_old(folder: Path, target: Path, needed: set[str]) -> None:
+    """Remove all but the newest checkpoints and `target`, then the packs that none of these needs."""
+    found = _checkpoints(folder)
+    _remove(old for old in found[KEPT:] if old != target)
+    loose = {path.name for path in folder.glob(NAMES)} - needed
+    for other in (path for path in found[:KEPT] if loose and path != target):
+        try:
+            loose -= {name for name, _ in tree_file.entry(other.read_bytes()).get("packs", [])}
+        except (OSError, ValueError):  # damaged: nothing can be loaded from it
+            continue
+    _remove(folder / name for name in loose)
+
+
+def _remove(paths: Iterable[Path]) -> None:
     for path in paths:
         path.unlink(missing_ok=True)

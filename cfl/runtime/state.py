@@ -54,15 +54,16 @@ class RunState:
             **({"local_accuracy": self.local["accuracy"]} if self.local else {}),
         }
 
-    def saved(self) -> tuple[dict[str, Tree], dict[str, Any]]:
-        """Trees and JSON data for a checkpoint; later rounds do not change them."""
+    def saved(self) -> tuple[dict[str, Tree], dict[str, Any], dict[str, Tree]]:
+        """Trees, JSON data and the clients' states for a checkpoint; later rounds do not change them."""
         trees = {f"server/{name}": dict(leaves) for name, leaves in self.server.items()}
-        trees |= {f"client/{id}": dict(leaves) for id, leaves in sorted(self.clients.items())}
         trees["run"] = {"acc": torch.tensor(self.accuracy_matrix)}
         kept = {"bytes": self.bytes, "seconds": self.seconds, "local": self.local}
         reports = json.dumps(self.reports)  # as text: the checkpoint would sort the layers
         meta = {"position": self.position, **copy.deepcopy(kept), "reports": reports}
-        return trees, {**meta, "last_task": {str(id): task for id, task in sorted(self.last_task.items())}}
+        meta["last_task"] = {str(id): task for id, task in sorted(self.last_task.items())}
+        # No copies: a round replaces a client's tree, and the same tree need not be written again.
+        return trees, meta, {f"client/{id}": leaves for id, leaves in sorted(self.clients.items())}
 
     def restore(self, trees: Mapping[str, Tree], meta: Mapping[str, Any], device: torch.device) -> None:
         """Restore the result of `saved`."""

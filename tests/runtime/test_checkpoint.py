@@ -62,6 +62,14 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+def test_round_trip_of_states_is_exact(tmp_path):
+    checkpoint.save(tmp_path, 12, {"server": {}}, META, some_trees())
+    assert [name.partition("-")[0] for name in names(tmp_path)] == ["checkpoint", "pack"]
+    (trees, meta), warnings = load(tmp_path)
+    assert_same(trees, {"server": {}, **dict(sorted(some_trees().items()))})
+    assert meta == META and warnings == []
+
+
 def test_round_trip_is_exact(tmp_path):
     path = checkpoint.save(tmp_path / "new" / "run", 12, some_trees(), META)
     assert path == tmp_path / "new" / "run" / "checkpoint-000012.safetensors"
@@ -236,20 +244,44 @@ def test_the_newest_are_kept_by_number_not_by_name(tmp_path):
     # By name, "checkpoint-1000000" would come before "checkpoint-999998".
     assert names(tmp_path) == ["checkpoint-1000000.safetensors", "checkpoint-999999.safetensors", "config.yaml"]
     assert load(tmp_path)[0][1]["serial"] == 1_000_000
-    checkpoint.save(tmp_path, 1_000_001, {}, META, keep=1)
-    assert names(tmp_path) == ["checkpoint-1000001.safetensors", "config.yaml"]
 
 
-@pytest.mark.parametrize(("serial", "keep"), [(-1, 2), (0, 0)])
-def test_invalid_numbers_are_refused(tmp_path, serial, keep):
-    with pytest.raises(ConfigError, match="serial >= 0 and keep >= 1"):
-        checkpoint.save(tmp_path, serial, {}, META, keep=keep)
+def test_a_number_below_0_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="serial >= 0"):
+        checkpoint.save(tmp_path, -1, {}, META)
     assert names(tmp_path) == []
 
 
+# Written by the version without packs: server/params = {"w": [1.5, -2]}, client/3 = {"strategy/n": [7]} (int64).
+EARLIER = (
+    b'\x88\x01\x00\x00\x00\x00\x00\x00{"__metadata__":{"cfl":"{\\"checksum\\":'
+    b'\\"7f5f32ae02a58dcf8fbbd4d826a19f7c0a6c0972d17bb64e51a8fa64c64bf627\\",'
+    b'\\"meta\\":{\\"fingerprint\\":\\"x\\",\\"position\\":7},'
+    b'\\"trees\\":[[\\"server/params\\",[\\"w\\"]],[\\"client/3\\",[\\"strategy/n\\"]]]}"},'
+    b'"[\\"client/3\\",\\"strategy/n\\"]":{"dtype":"I64","shape":[1],"data_offsets":[0,8]},'
+    b'"[\\"server/params\\",\\"w\\"]":{"dtype":"F32","shape":[2],"data_offsets":[8,16]}}   '
+    b"\x07\x00\x00\x00\x00\x00\x00\x00\x00\x00\xc0?\x00\x00\x00\xc0"
+)
+
+
+def test_a_checkpoint_without_packs_loads_and_the_next_one_has_all_states(tmp_path):
+    (tmp_path / "checkpoint-000007.safetensors").write_bytes(EARLIER)
+    expected = {"server/params": {"w": torch.tensor([1.5, -2.0])}, "client/3": {"strategy/n": torch.tensor([7])}}
+    ours, warnings = writer(tmp_path)
+    trees, meta = ours.load("x")
+    assert_same(trees, expected)
+    assert meta == {"fingerprint": "x", "position": 7} and warnings == []
+    with ours:
+        ours.save(8, {"server/params": trees.pop("server/params")}, meta, trees)
+    (trees, _), warnings = load(tmp_path, "x")
+    assert_same(trees, expected)
+    assert warnings == []
+
+
 def test_clear_removes_checkpoints_only(tmp_path):
-    checkpoint.save(tmp_path, 1, {}, META)
+    checkpoint.save(tmp_path, 1, {}, META, some_trees())
     (tmp_path / "checkpoint-000002.safetensors.tmp").write_bytes(b"")
+    (tmp_path / "pack-0.safetensors.tmp").write_bytes(b"")
     (tmp_path / "config.yaml").write_text("")
     checkpoint.clear(tmp_path)
     assert names(tmp_path) == ["config.yaml"]
@@ -294,9 +326,9 @@ def test_a_writer_writes_the_same_bytes_in_the_background(tmp_path, slow):
 def test_a_writer_writes_one_at_a_time_and_in_order(tmp_path, monkeypatch):
     active, seen, save = [], [], checkpoint.save
 
-    def watched(folder, serial, trees, meta):
+    def watched(folder, serial, *rest):
         active.append(serial)
-        save(folder, serial, trees, meta)
+        save(folder, serial, *rest)
         seen.append((serial, len(active)))
         active.remove(serial)
 
@@ -338,21 +370,3 @@ def test_a_failed_write_does_not_hide_the_error_that_ends_a_run(tmp_path):
         ours.save(1, {}, META)
         raise ZeroDivisionError
     assert len(warnings) == 1 and "cannot write checkpoints" in warnings[0]
-
-
-def test_a_process_forked_during_a_write_works_and_the_file_is_whole(tmp_path, slow):
-    ours, _ = writer(tmp_path)
-    ours.save(1, some_trees(), META)
-    child = os.fork()
-    if not child:  # as in a worker: tensors, hashes, files, threads
-        path = tmp_path / "child"
-        thread = threading.Thread(target=lambda: path.write_text(checkpoint.fingerprint(META)))
-        thread.start()
-        thread.join()
-        os._exit(int(float(torch.ones(300, 300).mm(torch.ones(300, 300)).sum()) != 300.0**3))
-    assert os.waitpid(child, 0)[1] == 0
-    assert (tmp_path / "child").read_text() == checkpoint.fingerprint(META)
-    slow.set()
-    ours.wait()
-    (trees, _), _ = load(tmp_path)
-    assert_same(trees, some_trees())

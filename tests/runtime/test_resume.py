@@ -15,7 +15,7 @@ import cfl
 from cfl.assembly import resolve as configuration
 from cfl.core import CheckpointError, ConfigError
 from cfl.engines.choose import Choice
-from cfl.runtime import builder, checkpoint, runner
+from cfl.runtime import builder, checkpoint, packs, runner, tree_file
 from cfl.runtime.run_folder import RunFolder
 from cfl.runtime.sinks import NullSink
 from tests import toy
@@ -192,10 +192,10 @@ def test_what_a_round_changes_does_not_reach_the_checkpoint_before_it(
     def written(folder: Path, late: bool) -> dict:
         found = {}
 
-        def keep(path: Path, serial: int, trees: dict, meta: dict) -> None:
+        def keep(path: Path, serial: int, trees: dict, meta: dict, *rest) -> None:
             if late:
                 assert done.acquire(timeout=60)
-            file = save(path, serial, trees, meta)
+            file = save(path, serial, trees, meta, *rest)
             trees, meta = checkpoint.load_latest(file.parent, meta["fingerprint"], pytest.fail)
             found[serial] = {**trees, "meta": {name: value for name, value in meta.items() if name != "seconds"}}
 
@@ -290,6 +290,33 @@ class Stop(NullSink):
     def round(self, row: dict) -> None:
         if row["rounds_done"] == self.after:
             raise Killed
+
+
+@pytest.mark.parametrize("killed_at", range(2, 6))  # 2 + 1 + 2 rounds
+def test_states_that_several_files_hold_come_back(
+    killed_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients store trees after a task, and others in each round; rounds of three of four clients, files of two."""
+    monkeypatch.setattr(packs, "LARGEST", 9000)  # a client has 18 leaves, together 1,320 bytes, and their names
+    options = toy.config(*OPTIONS, "tasks=2", method="ewc+scaffold")
+    runs = [cfl.run(options, stream=toy.stream(2), output=tmp_path / "whole").params]
+    with pytest.raises(Killed):
+        cfl.run(options, stream=toy.stream(2), output=tmp_path / "killed", sink=Stop(killed_at))
+    runs.append(cfl.run(options, stream=toy.stream(2), output=tmp_path / "killed", resume=True).params)
+    assert finished(tmp_path / "killed") == finished(tmp_path / "whole")
+    assert all(torch.equal(leaf, runs[1][name]) for name, leaf in runs[0].items())
+    saved = [last_trees(tmp_path / name) for name in ("whole", "killed")]
+    assert list(saved[0]) == list(saved[1]) and "client/3" in saved[0]
+    for name, leaves in saved[0].items():
+        assert all(leaf.nan_to_num(-1).equal(saved[1][name][key].nan_to_num(-1)) for key, leaf in leaves.items())
+
+
+def last_trees(folder: Path) -> dict:
+    newest = max((folder / "checkpoints").glob("checkpoint-*"))
+    entry = tree_file.entry(newest.read_bytes())
+    assert len(entry["packs"]) > 1
+    trees, _ = checkpoint.load_latest(newest.parent, entry["meta"]["fingerprint"], pytest.fail)
+    return trees
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,8 @@ def test_sums_by_hand():
 
 def test_all_of_it_comes_back_from_a_checkpoint(tmp_path):
     state = filled()
-    trees, meta = state.saved()
-    checkpoint.save(tmp_path, state.position, trees, {**meta, "fingerprint": "x"})
+    trees, meta, states = state.saved()
+    checkpoint.save(tmp_path, state.position, trees, {**meta, "fingerprint": "x"}, states)
     back = RunState({"params": {}}, tasks=2)
     found = checkpoint.load_latest(tmp_path, "x", warn=print)
     back.restore(*found, device=torch.device("cpu"))
@@ -54,9 +54,9 @@ def test_all_of_it_comes_back_from_a_checkpoint(tmp_path):
 
 def test_what_came_back_is_not_what_was_saved():
     state = filled()
-    trees, meta = state.saved()
+    trees, meta, states = state.saved()
     back = RunState({"params": {}}, tasks=2)
-    back.restore(trees, json.loads(json.dumps(meta)), torch.device("cpu"))
+    back.restore(trees | states, json.loads(json.dumps(meta)), torch.device("cpu"))
     back.accuracy_matrix[1, 1] = 0.75
     back.count({"phase": "train", "bytes_up": 1, "bytes_down": 1})
     assert state.bytes["train"]["up"] == 33 and torch.from_numpy(state.accuracy_matrix)[1, 1].isnan()
@@ -64,17 +64,19 @@ def test_what_came_back_is_not_what_was_saved():
 
 def test_what_was_saved_stays_as_it_is_when_the_run_goes_on():
     state = filled()
-    trees, meta = state.saved()
-    kept = {name: tree.clone(leaves) for name, leaves in trees.items()}, json.dumps(meta)
+    trees, meta, states = state.saved()
+    kept = {name: tree.clone(leaves) for name, leaves in (trees | states).items()}, json.dumps(meta)
     state.accuracy_matrix[1, 1] = 0.75
     state.count({"phase": "train", "bytes_up": 1, "bytes_down": 1})
     state.spent("server", "train", 1.0)
     state.last_task[5] = 7
     state.local["accuracy"].append(1.0)
-    for leaves in (*state.server.values(), *state.clients.values()):
+    for leaves in state.server.values():
         leaves["new"] = torch.zeros(1)
+    state.clients[11] = {"b/mine": torch.tensor(5.0)}  # a client's tree is replaced, never changed
+    del state.clients[2]
     assert trees.pop("run")["acc"].nan_to_num(-1).equal(kept[0].pop("run")["acc"].nan_to_num(-1))
-    assert_same(trees, kept[0])
+    assert_same(trees | states, kept[0])
     assert json.dumps(meta) == kept[1]
 
 
