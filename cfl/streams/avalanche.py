@@ -4,7 +4,7 @@ Avalanche gets data sets of row numbers instead of images, because loading image
 loop. An Avalanche experience is a task here. No other module imports Avalanche, whose import takes seconds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from cfl.core import ConfigError, DataError, rng, unknown
+from cfl.core import ConfigError, DataError, rng
+from cfl.core.typed import described, typed
 from cfl.streams.datasets import Arrays
 from cfl.streams.store import Pool, Stream, Task, TaskSamples
-from cfl.streams.tensors import assemble, class_name
+from cfl.streams.tensors import as_inputs, as_labels, assemble, class_name
 from cfl.streams.torchvision_fix import import_torchvision
 
 
@@ -47,11 +48,9 @@ def split(
     tasks: number of groups; class_order: "random" (Avalanche's order for `seed`) or "natural" (0, 1, 2, ...);
     pool: train images, then test images (see `datasets.pooled`); keep: return the first `keep` tasks (default: all).
     The test samples of a task are the official test samples of its classes.
-    Raises ConfigError for an unknown class order and a number of classes that `tasks` does not divide, DataError for a
-    class without train samples.
+    Raises ConfigError for a number of classes that `tasks` does not divide, DataError for a class that has no train
+    samples.
     """
-    if class_order not in ("random", "natural"):
-        raise unknown("class order", class_order, ("random", "natural"))
     classes = len(arrays.y_train.unique())
     if classes != int(arrays.y_train.max()) + 1:
         raise DataError(f"'{name}' lacks training samples of some classes; number the classes 0, 1, ... without gaps")
@@ -66,7 +65,7 @@ def split(
             _Rows(arrays.y_test),
             n_experiences=tasks,
             task_labels=True,
-            seed=seed,
+            seed=seed % 2**64,  # torch takes no larger seeds
             fixed_class_order=list(range(classes)) if class_order == "natural" else None,
             class_ids_from_zero_in_each_exp=True,
         )
@@ -132,14 +131,21 @@ def joined(name: str, sets: Mapping[str, tuple[Arrays, Pool]], *, classes: int) 
     return Stream(name, tuple(found), tuple(found[0].train.pool.images.shape[1:]), multi_head=True)
 
 
+@typed
 def from_benchmark(benchmark: Any, name: str = "custom", multi_head: bool | None = None) -> Stream:
     """Convert any Avalanche benchmark to a stream: one train and one test experience make a task.
 
     multi_head: one head a task; None: only if each task has its own task label and the tasks' classes are disjoint.
     Samples pass Avalanche's evaluation transforms once, without random augmentation; uint8 tensors are scaled to [0, 1]
     later. With multi_head a task's labels become 0, 1, ... in ascending order; otherwise they do not change.
-    Raises DataError for unequal numbers of train and test experiences and for samples that are not tensors.
+    Raises ConfigError for arguments of another type; DataError for unequal numbers of train and test experiences, for
+    samples that are not tensors, and as `from_tensors` for what they hold.
     """
+    if not all(isinstance(getattr(benchmark, f"{which}_stream", None), Iterable) for which in ("train", "test")):
+        raise ConfigError(
+            f"from_benchmark: benchmark must be an Avalanche benchmark, with train_stream and test_stream, not "
+            f"{described(benchmark)}; give tensors to from_tensors"
+        )
     import_torchvision()
     pairs = list(benchmark.train_stream), list(benchmark.test_stream)
     if len(pairs[0]) != len(pairs[1]):
@@ -148,7 +154,10 @@ def from_benchmark(benchmark: Any, name: str = "custom", multi_head: bool | None
             "give each task one of each"
         )
     images = _Images(name)
-    samples = [(*images.read(a, "train"), *images.read(b, "test")) for a, b in zip(*pairs, strict=True)]
+    samples = [
+        (*images.read(a, "train", number), *images.read(b, "test", number))
+        for number, (a, b) in enumerate(zip(*pairs, strict=True))
+    ]
     if multi_head is None:
         classes = getattr(benchmark, "original_classes_in_exp", None)
         multi_head = _own_heads(pairs[0], classes or [set(labels.tolist()) for _, labels, _, _ in samples])
@@ -173,39 +182,47 @@ def _own_heads(experiences: Sequence[Any], classes: Sequence[set[int]]) -> bool:
 
 
 class _Images:
-    """Blocks of images of a benchmark; a tensor data set that several tasks share is one block."""
+    """Blocks of images of a benchmark, by name; a tensor data set that several tasks share is one block."""
 
     def __init__(self, name: str) -> None:
         self.name, self.size = name, 0
-        self.blocks: list[Tensor] = []
+        self.blocks: dict[str, Tensor] = {}
         self._known: dict[tuple[int, str], tuple[Any, int]] = {}  # with the data set, so that its id stays unique
 
-    def read(self, experience: Any, which: str) -> tuple[Tensor, Tensor]:
+    def read(self, experience: Any, which: str, number: int) -> tuple[Tensor, Tensor]:
         """Rows, counted through all blocks, and labels, both (n,) int64, of a task's train or test experience."""
-        dataset = experience.dataset.eval()
+        what = f"{which} samples of task {number} of benchmark '{self.name}'"
+        dataset: Any = getattr(experience, "dataset", None)
+        if not hasattr(dataset, "eval"):
+            raise DataError(
+                f"{what} are {described(dataset)}, not an Avalanche data set; use as_classification_dataset"
+            )
+        dataset = dataset.eval()
         if not len(dataset):
-            raise DataError(f"a {which} experience of benchmark '{self.name}' has no samples; leave it out")
+            raise DataError(f"{what} are none; leave the task out")
         flat = _flat_tensors(dataset)
         if flat:
             leaf, indices = flat
             key = (id(leaf), which)
             if key not in self._known:
-                self._known[key] = leaf, self._add(leaf.tensors[0])
-            return torch.tensor(indices) + self._known[key][1], torch.tensor([int(y) for y in dataset.targets])
-        samples = [dataset[i] for i in range(len(dataset))]
-        if not all(isinstance(sample[0], Tensor) for sample in samples):
-            raise DataError(
-                f"samples of benchmark '{self.name}' are {type(samples[0][0]).__name__}, not tensors; "
-                "add torchvision.transforms.ToTensor() to its evaluation transform"
-            )
-        if len({sample[0].shape for sample in samples}) > 1:
-            raise DataError(f"samples of benchmark '{self.name}' differ in shape; add a resize to its transforms")
-        start = self._add(torch.stack([sample[0] for sample in samples]))
-        return torch.arange(start, self.size), torch.tensor([int(sample[1]) for sample in samples])
+                self._known[key] = leaf, self._add(leaf.tensors[0], what)
+            rows, labels = torch.tensor(indices) + self._known[key][1], list(dataset.targets)
+        else:
+            samples = [dataset[i] for i in range(len(dataset))]
+            if not all(isinstance(sample[0], Tensor) for sample in samples):
+                raise DataError(
+                    f"{what} are {type(samples[0][0]).__name__}, not tensors; "
+                    "add torchvision.transforms.ToTensor() to its evaluation transform"
+                )
+            if len({sample[0].shape for sample in samples}) > 1:
+                raise DataError(f"{what} differ in shape; add a resize to its transforms")
+            start = self._add(torch.stack([sample[0] for sample in samples]), what)
+            rows, labels = torch.arange(start, self.size), [sample[1] for sample in samples]
+        return rows, as_labels(labels, what.replace("samples", "labels", 1), len(rows))
 
-    def _add(self, block: Tensor) -> int:
+    def _add(self, block: Tensor, what: str) -> int:
         start, self.size = self.size, self.size + len(block)
-        self.blocks.append(block)
+        self.blocks[what] = as_inputs(block, what)
         return start
 
 

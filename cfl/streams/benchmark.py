@@ -1,13 +1,17 @@
 """Benchmarks: named streams."""
 
+import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cfl.core import ConfigError, unknown
+from cfl.core import ConfigError, DataError, unknown
 from cfl.core.plugins import benchmarks
+from cfl.core.typed import described, typed, typed_fields
 from cfl.streams.store import Stream
+
+ORDERS = ("random", "natural")
 
 
 @dataclass(frozen=True)
@@ -17,6 +21,7 @@ class Benchmark:
     build: (tasks, seed, data_root, download, class_order) -> Stream; tasks is None for the benchmark's default number;
     summary: one line; source: paper and section;
     names: of the tasks, if a run may select tasks by name: `build` then takes a number, None or a tuple of names.
+    Raises ConfigError for fields of another type and a `build` that does not take these five arguments.
     """
 
     build: Callable[[Any, int, Path | None, bool, str], Stream]
@@ -24,13 +29,23 @@ class Benchmark:
     source: str
     names: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        typed_fields(self)
+        try:
+            inspect.signature(self.build).bind(None, 0, None, False, "random")
+        except TypeError as error:
+            raise ConfigError(
+                f"Benchmark.build must take (tasks, seed, data_root, download, class_order): {error}"
+            ) from error
 
+
+@typed
 def build(
     name: str,
     *,
     tasks: int | Sequence[str] | None = None,
     seed: int = 0,
-    data_root: Path | None = None,
+    data_root: Path | str | None = None,
     download: bool = False,
     class_order: str = "random",
 ) -> Stream:
@@ -39,12 +54,33 @@ def build(
     tasks: number of tasks, from the first (default: the benchmark's own), or some of `Benchmark.names`, in that order;
     data_root: folder of the data sets (default: the environment variable CFL_DATA); download: fetch missing data;
     class_order: "random" (by seed) or "natural", for streams that split the classes.
-    Raises ConfigError for an unknown name or a value out of range, DataError for missing or damaged data.
+    Raises ConfigError for an argument of another type, an unknown name and a value out of range, DataError for missing
+    or damaged data and a benchmark that builds no `Stream`.
     """
     benchmark = benchmarks.get(name)
+    if class_order not in ORDERS:
+        raise unknown("class order", class_order, ORDERS)
     if tasks is not None and not isinstance(tasks, int):
         tasks = _checked(tasks, name, benchmark.names)
-    return benchmark.build(tasks, seed, data_root, download, class_order)
+    stream = benchmark.build(tasks, seed, None if data_root is None else Path(data_root), download, class_order)
+    if not isinstance(stream, Stream):
+        raise DataError(f"benchmark '{name}' must build a cfl.Stream, not {described(stream)}")
+    return stream
+
+
+def selected(stream: Stream, tasks: int | Sequence[str] | None) -> Stream:
+    """Select tasks of a stream: the first `tasks`, the tasks of these names in this order, or all of them for None.
+
+    Raises ConfigError for a number or a name that the stream does not have.
+    """
+    if tasks is None or tasks == len(stream):
+        return stream
+    if isinstance(tasks, int):
+        if tasks > len(stream):
+            raise ConfigError(f"tasks is {tasks}, but stream '{stream.name}' has {len(stream)}; set tasks=null for all")
+        return replace(stream, tasks=stream.tasks[:tasks])
+    named = {task.name: task for task in stream.tasks}
+    return replace(stream, tasks=tuple(named[name] for name in _checked(tasks, stream.name, tuple(named))))
 
 
 def _checked(tasks: Sequence[str], name: str, known: tuple[str, ...]) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ _DIGITS = "scikit-learn, load_digits (no paper)"
 _FEDSOL = "FedSOL (Lee et al., CVPR 2024), Table 2"
 _FEDPROJ = "FedProj (2025), Table 1"
 _PILOT = "FedProj (2025), section 3, pilot study"
+_MOST = 1000  # tasks of a permuted stream, each of which keeps its permutation
 
 # (data_root, download) -> a data set and its pool
 Read = Callable[[Path | None, bool], tuple[Arrays, Pool]]
@@ -69,8 +70,8 @@ def _permuted(name: str, default: int, read: Read, summary: str, source: str) ->
     def build(tasks: int | None, seed: int, data_root: Path | None, download: bool, class_order: str) -> Stream:
         arrays, pool = read(data_root, download)
         count = default if tasks is None else tasks
-        if count < 1:
-            raise ConfigError(f"tasks must be at least 1, not {count}")
+        if not 1 <= count <= _MOST:
+            raise ConfigError(f"tasks must be in [1, {_MOST}] for '{name}', not {count}")
         return avalanche.permuted(name, arrays, count, seed=seed, pool=pool)
 
     benchmarks.register(name)(Benchmark(build, summary, source))

@@ -5,6 +5,7 @@ x_train, y_train, x_test, y_test (uint8 images, grey N x H x W, colour N x H x W
 layouts. Nothing is downloaded without `download`.
 """
 
+import csv
 import os
 import shutil
 import zipfile
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from cfl.core import DataError, rng, unknown
+from cfl.core.typed import typed
 from cfl.streams import mini_imagenet, notmnist
 from cfl.streams.store import Pool
 from cfl.streams.torchvision_fix import import_torchvision
@@ -47,10 +49,12 @@ class _Source:
 
 _NAMES = ("x_train", "y_train", "x_test", "y_test")
 _MEDMNIST_NAMES = {"train_images.npy", "train_labels.npy", "test_images.npy", "test_labels.npy"}
-_READ_ERRORS = (RuntimeError, OSError, ValueError, EOFError, KeyError, SyntaxError, zipfile.BadZipFile, zlib.error)
+_BROKEN = (zipfile.BadZipFile, zlib.error, csv.Error)
+_READ_ERRORS = (RuntimeError, OSError, MemoryError, ValueError, EOFError, KeyError, SyntaxError, *_BROKEN)
 
 
-def load(name: str, data_root: Path | None = None, download: bool = False) -> Arrays:
+@typed
+def load(name: str, data_root: Path | str | None = None, download: bool = False) -> Arrays:
     """Load a data set with its official train and test samples.
 
     name: mnist, fashion-mnist, cifar10, cifar100, svhn, cinic10, pathmnist, tissuemnist, notmnist, mini-imagenet,
@@ -61,8 +65,8 @@ def load(name: str, data_root: Path | None = None, download: bool = False) -> Ar
     classes of Tiny ImageNet, is read from `<name>.npz` only.
     data_root: folder to look in (default: CFL_DATA); download: fetch a missing data set into that folder, through
     torchvision or medmnist, which verify checksums (for mini-imagenet, the numbers of classes and images are verified).
-    Raises ConfigError for an unknown name; DataError if the data set is missing (with the places looked at) or damaged,
-    or needs the package medmnist, which is not installed.
+    Raises ConfigError for an unknown name and an argument of another type; DataError if the data set is missing (with
+    the places looked at) or damaged, or needs the package medmnist, which is not installed.
     """
     if name not in _SOURCES:
         raise unknown("data set", name, _SOURCES)
@@ -77,7 +81,7 @@ def load(name: str, data_root: Path | None = None, download: bool = False) -> Ar
         )
     root, file = Path(place), Path(place) / f"{name}.npz"
     if file.exists() and not (source.read is _from_medmnist and _is_medmnist(file)):
-        return _from_npz(file, source.classes)
+        return _from_npz(file, source)
     if source.read and (download and source.loader or (root / source.place).exists()):
         return source.read(name, source, root, download)
     raise DataError(
@@ -131,29 +135,38 @@ def pooled(arrays: Arrays, mean: tuple[float, ...] | None = None, std: tuple[flo
     return Pool(torch.cat([arrays.x_train, arrays.x_test]), *columns)
 
 
-def _from_npz(path: Path, classes: int) -> Arrays:
+def _from_npz(path: Path, source: _Source) -> Arrays:
+    again = "delete it and add --download, or " if source.loader else ""
+    replace = f"{again}write it with numpy.savez from {', '.join(_NAMES)}"
+    if not zipfile.is_zipfile(path):
+        raise DataError(f"{path} cannot be read as an npz file: it is no npz archive, or only a part of one; {replace}")
     try:
         with np.load(path, allow_pickle=False) as file:
             missing = [name for name in _NAMES if name not in file]
             if missing:
-                raise DataError(f"{path} has no array {missing[0]}; it must hold {', '.join(_NAMES)}")
-            arrays = {name: _read(file, name, path) for name in _NAMES}
-    except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} cannot be read as an npz file ({error}); replace it") from error
-    return _checked(arrays, str(path), classes)
+                held = ", ".join(sorted(file)[:8]) or "nothing"
+                raise DataError(f"{path} has no array {missing[0]}; it must hold {', '.join(_NAMES)}, not {held}")
+            arrays = {name: _read(file, name, path, replace) for name in _NAMES}
+    except _READ_ERRORS as error:
+        raise DataError(f"{path} cannot be read as an npz file, it is damaged; {replace}") from error
+    return _checked(arrays, str(path), source.classes)
 
 
-def _read(file: Any, name: str, path: Path) -> np.ndarray:
+def _read(file: Any, name: str, path: Path, replace: str) -> np.ndarray:
+    """An array of an npz file. NumPy's own errors advise to allow pickles, hence another one."""
     try:
-        return file[name]
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"array {name} of {path} cannot be read ({error}); replace the file") from error
+        array = file[name]
+        if not isinstance(array, np.ndarray):  # NumPy returns an entry of another format as bytes
+            raise ValueError(f"{name} is no array")
+    except _READ_ERRORS as error:
+        raise DataError(f"array {name} of {path} cannot be read: it is damaged or no array; {replace}") from error
+    return array
 
 
 def _checked(arrays: dict[str, np.ndarray], place: str, classes: int) -> Arrays:
     for split in ("train", "test"):
         x, y = arrays[f"x_{split}"], arrays[f"y_{split}"]
-        if x.dtype != np.uint8 or not (x.ndim == 3 or x.ndim == 4 and x.shape[3] == 3):
+        if x.dtype != np.uint8 or not (x.ndim == 3 or x.ndim == 4 and x.shape[3] == 3) or 0 in x.shape[1:]:
             raise DataError(
                 f"array x_{split} of {place} is {x.dtype} of shape {x.shape}; "
                 "it must be uint8, N x H x W or N x H x W x 3"
@@ -162,8 +175,12 @@ def _checked(arrays: dict[str, np.ndarray], place: str, classes: int) -> Arrays:
             raise DataError(f"array y_{split} of {place} is {y.dtype} of shape {y.shape}; it must be N integers")
         if len(x) != len(y) or not len(x):
             raise DataError(f"array y_{split} of {place} has {len(y)} labels for the {len(x)} images of x_{split}")
-        if y.min() < 0 or y.max() >= classes:
-            raise DataError(f"array y_{split} of {place} has labels outside 0..{classes - 1}; replace the file")
+        outside = np.flatnonzero((y < 0) | (y >= classes))
+        if len(outside):
+            raise DataError(
+                f"array y_{split} of {place} has labels outside 0..{classes - 1}, first {y.flat[outside[0]]} at "
+                f"{outside[0]}; replace the file"
+            )
     if arrays["x_train"].shape[1:] != arrays["x_test"].shape[1:]:
         shapes = f"{arrays['x_train'].shape[1:]} and {arrays['x_test'].shape[1:]}"
         raise DataError(f"array x_test of {place} differs from x_train in the shape of an image: {shapes}")
@@ -260,7 +277,11 @@ def _from_folder(name: str, source: _Source, root: Path, download: bool) -> Arra
             raise DataError(
                 f"data set '{name}' cannot be fetched from {source.loader} ({error}); put it in {folder} by hand"
             ) from error
-    return _checked(layout.read(folder), str(folder), source.classes)
+    try:
+        arrays = layout.read(folder)
+    except _READ_ERRORS as error:
+        raise DataError(f"data set '{name}' in {folder} cannot be read ({error}); put it there again") from error
+    return _checked(arrays, str(folder), source.classes)
 
 
 _LAYOUTS: dict[str, Any] = {"notmnist": notmnist, "mini-imagenet": mini_imagenet}

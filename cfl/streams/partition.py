@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 
 from cfl.core import ConfigError, DataError, rng, unknown
+from cfl.core.typed import typed
 
+_LEAST_ALPHA = 1e-15  # below, no draw of Dirichlet shares divides a class among owners
+_LIMITS = {"clients": 10**8, "alpha": 1e300}  # 800 MB a task for the sizes alone; sums of draws beyond overflow
 _REDRAWS = 300_000  # FedSOL's alpha of 0.05 on CIFAR-10 took 13,000 to 39,000 draws with seeds 0 to 2, 0.4 ms each
 
 
@@ -60,6 +63,7 @@ class Deal:
         return tuple(np.flatnonzero(self.sizes).tolist())
 
 
+@typed
 def deal(
     targets: Tensor,
     task: int,
@@ -88,22 +92,30 @@ def deal(
     - "lda": as "dirichlet", but an owner with N / owners samples or more gets nothing of later classes, and the draw is
       repeated until each owner has `min_samples`;
     - "classes": owner k holds all samples of the k-th class.
-    Raises ConfigError for an unknown name, an option out of range, and "classes" unless each class has one owner;
-    DataError for too few samples, and if no draw of a bounded number gives each owner `min_samples`.
+    Raises ConfigError for an argument of another type, an unknown name, an option out of range, and "classes" unless
+    each class has one owner; DataError for targets that are not (N,) int64, for too few samples, and if no draw of a
+    bounded number gives each owner `min_samples`.
     """
     if name not in _PARTITIONS:
         raise unknown("partition", name, _PARTITIONS)
     if not 0 < task_share <= 1:
         raise ConfigError(f"task_share must be in (0, 1], not {task_share}")
     for option, value in {"clients": clients, "alpha": alpha, "shards": shards, "min_samples": min_samples}.items():
-        if not 0 < value < np.inf:
-            raise ConfigError(f"{option} must be positive, not {value}")
+        most = _LIMITS.get(option, np.inf)
+        if not 0 < value <= most or value == np.inf:
+            limit = f" and at most {most:g}" if option in _LIMITS else ""
+            raise ConfigError(f"{option} must be positive{limit}, not {value}")
     count = round(clients * task_share)
     if count == 0:
         raise ConfigError(f"task_share {task_share} of {clients} clients leaves no owner; raise either")
-    owners = np.sort(rng.numpy_generator(rng.key(seed, "owners", task)).choice(clients, count, replace=False))
+    if targets.dim() != 1 or targets.dtype != torch.int64 or not len(targets):
+        raise DataError(f"targets of task {task} are {targets.dtype} of shape {tuple(targets.shape)}; give (N,) int64")
     draws = rng.numpy_generator(rng.key(seed, "partition", name, task))
-    holder = _PARTITIONS[name](targets.cpu().numpy(), _Options(count, alpha, shards, min_samples), draws)
+    try:
+        holder = _PARTITIONS[name](targets.cpu().numpy(), _Options(count, alpha, shards, min_samples), draws)
+    except (ConfigError, DataError) as error:
+        raise type(error)(f"task {task}: {error}") from None
+    owners = np.sort(rng.numpy_generator(rng.key(seed, "owners", task)).choice(clients, count, replace=False))
     sizes = np.zeros(clients, dtype=np.int64)
     sizes[owners] = np.bincount(holder[holder >= 0], minlength=count)
     # stable: a client's positions ascend; dropped samples come first
@@ -181,6 +193,7 @@ def _dirichlet(targets: np.ndarray, options: _Options, draws: np.random.Generato
 def _lda(targets: np.ndarray, options: _Options, draws: np.random.Generator) -> np.ndarray:
     labels, sizes = np.unique(targets, return_counts=True)
     possible = options.owners * options.min_samples <= len(targets)
+    possible &= options.alpha > _LEAST_ALPHA or options.owners <= len(labels)
     for _ in range(_REDRAWS if possible else 0):
         counts = _capped_counts(sizes, options, draws)
         if counts.sum() == len(targets) and counts.sum(0).min() >= options.min_samples:

@@ -8,22 +8,27 @@ from torch import Tensor
 from torch.nn import functional
 
 from cfl.core import ConfigError, DataError, rng
+from cfl.core.typed import typed
 from cfl.streams.datasets import load
 from cfl.streams.store import Pool, Stream, TaskSamples, unlabelled
 
 _CHUNK = 1024  # images resized at a time, to bound the memory of their float copies
 
 
+@typed
 def with_public(
     stream: Stream,
     name: str,
     *,
     samples: int | None = None,
     seed: int = 0,
-    data_root: Path | None = None,
+    data_root: Path | str | None = None,
     download: bool = False,
 ) -> Stream:
-    """The stream with the public data that `public` makes, with its arguments and errors."""
+    """The stream with the public data that `public` makes, with its arguments and errors.
+
+    Raises ConfigError for an argument of another type, too.
+    """
     added = public(name, stream, samples=samples, seed=seed, data_root=data_root, download=download)
     return replace(stream, public=added)
 
@@ -34,7 +39,7 @@ def public(
     *,
     samples: int | None = None,
     seed: int = 0,
-    data_root: Path | None = None,
+    data_root: Path | str | None = None,
     download: bool = False,
 ) -> TaskSamples:
     """Train and test images of a data set, without labels, as public data of a stream (as in FedProj's code, 2025).

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from cfl.core import DataError, rng
+from cfl.core import DataError, content, rng
+from cfl.core.typed import typed, typed_fields
+from cfl.streams import checks
 from cfl.streams.augment import augment, check
 
 
@@ -21,7 +24,8 @@ class Pool:
 
     images: (N, C, H, W) or (N, d), uint8 or float32; `TaskSamples.gather` scales uint8 to [0, 1].
     mean, std: broadcastable to one image, e.g. (C, 1, 1), in units of the scaled image; None: no normalisation.
-    Raises DataError for other dtypes.
+    Raises ConfigError for fields of another type; DataError for images of other dtypes or shapes, and for a mean or std
+    that does not fit an image, is not finite, or is a std of 0.
     """
 
     images: Tensor
@@ -29,11 +33,26 @@ class Pool:
     std: Tensor | None = None
 
     def __post_init__(self) -> None:
+        typed_fields(self)
         if self.images.dtype not in (torch.uint8, torch.float32):
             raise DataError(f"images of a pool must be uint8 or float32, not {self.images.dtype}; convert them first")
+        if self.images.dim() < 2:
+            raise DataError(f"images of a pool must be (N, C, H, W) or (N, d), not {tuple(self.images.shape)}")
+        checks.check_normalisation("mean", self.mean, self.images.shape[1:])
+        checks.check_normalisation("std", self.std, self.images.shape[1:])
+
+    @cached_property
+    def broken(self) -> Tensor:
+        """Rows of images with NaN or infinity, usually none; looked for only once."""
+        x = self.images
+        if x.dtype == torch.uint8 or not x.numel() or all(bound.isfinite() for bound in x.aminmax()):
+            return torch.empty(0, dtype=torch.int64, device=x.device)
+        return (~x.flatten(1).isfinite().all(1)).nonzero().flatten()
 
     def to(self, device: torch.device | str) -> Pool:
-        """The pool with its tensors on `device`."""
+        """The pool with its tensors on `device`; the pool itself if they are there."""
+        if self.images.device == torch.device(device):
+            return self
         mean, std = (None if t is None else t.to(device) for t in (self.mean, self.std))
         return Pool(self.images.to(device), mean, std)
 
@@ -51,7 +70,8 @@ class TaskSamples:
     index: (n,) int64 rows of the pool, also the sample ids; targets: (n,) int64 in [0, classes of the head);
     permutation: (pixels,) int64, applied to the flattened image on gather (the shape is kept), or None;
     augment: kinds of random augmentation, of `cfl.streams.augment.KINDS`, that `gather` applies when it gets a key.
-    Raises DataError if `index` and `targets` differ in length, ConfigError for an unknown augmentation and for an
+    Raises DataError if `index` and `targets` are not int64 or differ in length, for a row that the pool does not have,
+    and for a permutation of other pixels; ConfigError for fields of another type, an unknown augmentation, and an
     augmentation of samples that are not images.
     """
 
@@ -62,10 +82,10 @@ class TaskSamples:
     augment: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        typed_fields(self)
         check(self.augment, self.pool.images.shape[1:])
-        if self.index.shape != self.targets.shape or self.index.dim() != 1:
-            shapes = f"{tuple(self.index.shape)} and {tuple(self.targets.shape)}"
-            raise DataError(f"index and targets have shapes {shapes}; give one target a sample")
+        checks.check_rows(self.index, self.targets, self.pool.images)
+        checks.check_permutation(self.permutation, self.pool.images[:1].numel())
 
     def __len__(self) -> int:
         return len(self.index)
@@ -97,7 +117,8 @@ class TaskSamples:
 class Task:
     """One task of a stream: its train and test samples and the number of classes of its head.
 
-    Raises DataError for a task without train or test samples, a target outside [0, classes) and duplicate sample ids.
+    Raises ConfigError for fields of another type; DataError for a task without train or test samples, a target outside
+    [0, classes) and duplicate sample ids.
     """
 
     name: str
@@ -105,16 +126,14 @@ class Task:
     test: TaskSamples
     classes: int
 
+    @property
+    def labels(self) -> checks.Labels:
+        """Name and targets of the task."""
+        return checks.Labels(self.name, self.train.targets, self.test.targets)
+
     def __post_init__(self) -> None:
-        for which, samples in (("train", self.train), ("test", self.test)):
-            if not len(samples):
-                raise DataError(f"task '{self.name}' has no {which} samples; leave it out or add some")
-            low, high = int(samples.targets.min()), int(samples.targets.max())
-            if low < 0 or high >= self.classes:
-                raise DataError(
-                    f"{which} targets of task '{self.name}' lie in [{low}, {high}]; "
-                    f"map them to 0..{self.classes - 1} or give the head more classes"
-                )
+        typed_fields(self)
+        checks.check_targets(self.labels, self.classes)
         ids = torch.cat([self.train.index, self.test.index])
         if len(ids.unique()) != len(ids):
             raise DataError(
@@ -128,7 +147,9 @@ class Stream:
 
     input_shape: shape of one sample, (C, H, W) or (d,); multi_head: one head a task instead of one for all tasks;
     public: unlabelled inputs that the server and all clients have (their targets are zeros without meaning), or None.
-    Raises DataError for a stream without tasks, samples of another shape, and a single head with unequal class counts.
+    Raises ConfigError for fields of another type; DataError for a stream without tasks, samples of another shape, a
+    single head with unequal class counts, a head with more classes than train samples, a test label without train
+    samples (of the task, or with a single head of any task), a sample with NaN or infinity, and empty public data.
     """
 
     name: str
@@ -138,6 +159,7 @@ class Stream:
     public: TaskSamples | None = None
 
     def __post_init__(self) -> None:
+        typed_fields(self)
         if not self.tasks:
             raise DataError(f"stream '{self.name}' has no task; give at least one")
         counts = sorted({task.classes for task in self.tasks})
@@ -146,22 +168,33 @@ class Stream:
                 f"tasks of the single-head stream '{self.name}' have {counts} classes; "
                 "give all the same number or set multi_head=True"
             )
-        named = [(f"task '{task.name}'", samples) for task in self.tasks for samples in (task.train, task.test)]
+        sets = [
+            (f"task '{task.name}'", which, getattr(task, which)) for task in self.tasks for which in ("train", "test")
+        ]
         if self.public is not None:
-            named.append(("the public data", self.public))
-        for which, samples in named:
+            if not len(self.public):
+                raise DataError(f"the public data of stream '{self.name}' have no samples; give some, or None")
+            sets.append(("the public data", "public", self.public))
+        for owner, which, samples in sets:
             shape = tuple(samples.pool.images.shape[1:])
             if shape != tuple(self.input_shape):
                 raise DataError(
-                    f"{which} of stream '{self.name}' has samples of shape {shape}, not "
+                    f"{owner} of stream '{self.name}' has samples of shape {shape}, not "
                     f"{tuple(self.input_shape)}; bring all to one shape"
                 )
+            checks.check_finite(f"{owner} of stream '{self.name}'", which, samples.index, samples.pool.broken)
+        for tasks in [[task] for task in self.tasks] if self.multi_head else [self.tasks]:
+            checks.check_head(self.name, tasks[0].classes, [task.labels for task in tasks])
 
     def __len__(self) -> int:
         return len(self.tasks)
 
     def to(self, device: torch.device | str) -> Stream:
-        """The stream with its tensors on `device`; samples that share a pool or a permutation still share it."""
+        """The stream with its tensors on `device`; samples that share a pool or a permutation still share it.
+
+        Raises ConfigError for a device that torch does not have.
+        """
+        device = checks.check_device(device)
         pools: dict[int, Pool] = {}
         permutations: dict[int, Tensor] = {}
 
@@ -178,10 +211,30 @@ class Stream:
         tasks = tuple(replace(task, train=move(task.train), test=move(task.test)) for task in self.tasks)
         return replace(self, tasks=tasks, public=None if self.public is None else move(self.public))
 
+    @typed
     def with_augment(self, kinds: Sequence[str]) -> Stream:
         """The stream with these kinds of augmentation for the train samples of every task (see `TaskSamples`)."""
         tasks = tuple(replace(task, train=replace(task.train, augment=tuple(kinds))) for task in self.tasks)
         return replace(self, tasks=tasks)
+
+    def digests(self, public: bool) -> dict[str, str]:
+        """Hash the data of each task and, if wanted, the public data: 32 hex digits by a name for messages."""
+        rows: dict[tuple[int, int], str] = {}  # permuted tasks share theirs
+
+        def parts(samples: TaskSamples) -> list[object]:
+            pool, key = samples.pool, (id(samples.pool), id(samples.index))
+            if key not in rows:
+                rows[key] = content.of_rows(pool.images, samples.index)
+            return [rows[key], pool.mean, pool.std, samples.index, samples.targets, samples.permutation]
+
+        found: dict[str, str] = {}
+        for number, task in enumerate(self.tasks):
+            name = f"the data of task '{task.name}'"
+            own = [number, self.multi_head, task.classes, parts(task.train), parts(task.test)]
+            found[name] = content.digest([found.get(name), *own])  # two tasks may have one name
+        if public and self.public is not None:
+            found["the public data"] = content.digest(parts(self.public))
+        return found
 
 
 def unlabelled(pool: Pool) -> TaskSamples:

@@ -1,71 +1,127 @@
-"""Streams from tensors."""
+"""Streams from tensors, NumPy arrays and lists."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cfl.core import DataError
+from cfl.core.typed import described, typed
 from cfl.streams.store import Pool, Stream, Task, TaskSamples, unlabelled
 
+_PARTS = "(x_train, y_train, x_test, y_test)"
 
+
+@typed
 def from_tensors(
-    tasks: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]],
+    tasks: Iterable[Sequence[Any]],
     name: str = "custom",
     multi_head: bool = False,
-    public: Tensor | None = None,
+    public: Any = None,
 ) -> Stream:
-    """Make a stream from your own tensors.
+    """Make a stream from your own tensors, NumPy arrays or lists.
 
     tasks: (x_train, y_train, x_test, y_test) of each task: x (n, C, H, W) or (n, d), uint8 (scaled to [0, 1] later) or
-    floating-point (converted to float32); y (n,) integer labels.
+    other numbers (converted to float32); y (n,) labels 0, 1, 2, ...
     multi_head: one head a task, whose labels become 0, 1, ...; otherwise one head for all labels of all tasks.
     public: unlabelled inputs of the same shape and kind, for methods that distil.
-    Raises DataError for tasks without train or test samples, unequal lengths, shapes or kinds, and negative labels.
+    Raises ConfigError for arguments of another type. Raises DataError for a task without these four parts; samples and
+    labels that are not numbers, not finite, empty, or of unequal lengths, shapes or kinds; negative labels; more
+    classes than train samples; and test labels that no train sample has.
     """
-    images, samples, start = [], [], 0
-    for number, (x_train, y_train, x_test, y_test) in enumerate(tasks):
-        pairs = []
-        for x, y, which in ((x_train, y_train, "train"), (x_test, y_test, "test")):
-            if y.dim() != 1 or len(x) != len(y) or y.is_floating_point():
-                raise DataError(
-                    f"{which} labels of task {number} are {y.dtype} of shape {tuple(y.shape)} for {len(x)} samples; "
-                    "give one integer a sample"
-                )
-            images.append(x)
-            pairs.append((torch.arange(start, start + len(x)), y.cpu().long()))
-            start += len(x)
-        samples.append((*pairs[0], *pairs[1]))
+    images: dict[str, Tensor] = {}
+    samples, start = [], 0
+    for number, parts in enumerate(tasks):
+        if not isinstance(parts, list | tuple) or len(parts) != 4:
+            raise DataError(
+                f"task {number} must be {_PARTS}, not {described(parts)}; give from_tensors a list of tasks"
+            )
+        rows: list[Tensor] = []
+        for x, y, which in ((*parts[:2], "train"), (*parts[2:], "test")):
+            what = f"{which} samples of task {number}"
+            images[what] = as_inputs(x, what)
+            size = len(images[what])
+            rows += [torch.arange(start, start + size), as_labels(y, f"{which} labels of task {number}", size)]
+            start += size
+        samples.append((rows[0], rows[1], rows[2], rows[3]))
     stream = assemble(name, images, samples, multi_head)
     if public is None:
         return stream
-    if (public.dtype == torch.uint8) != (images[0].dtype == torch.uint8):
-        raise DataError(f"public inputs are {public.dtype} and the tasks' are {images[0].dtype}; convert either")
-    return replace(stream, public=unlabelled(Pool(public if public.dtype == torch.uint8 else public.float())))
+    inputs, kind = as_inputs(public, "public inputs"), stream.tasks[0].train.pool.images.dtype
+    if inputs.dtype != kind:
+        raise DataError(f"public inputs are {inputs.dtype} and the tasks' are {kind}; convert either")
+    return replace(stream, public=unlabelled(Pool(inputs)))
+
+
+def as_inputs(value: Any, what: str) -> Tensor:
+    """Samples (n, ...) as uint8, or else float32. what: these samples, for the DataError of any that cannot be."""
+    x = _tensor(value, what)
+    if x.dim() < 2 or 0 in x.shape[1:]:
+        raise DataError(f"{what} have shape {tuple(x.shape)}; give (n, d) or (n, channels, height, width)")
+    return x if x.dtype == torch.uint8 else x.float()
+
+
+def as_labels(value: Any, what: str, count: int) -> Tensor:
+    """Labels (count,) int64, from whole numbers of any type, (count,) or (count, 1). what: as for `as_inputs`."""
+    y = _tensor(value, what)
+    if y.shape not in ((count,), (count, 1)):
+        raise DataError(
+            f"{what} are {y.dtype} of shape {tuple(y.shape)} for {count} samples; give one integer a sample"
+        )
+    y = y.flatten() if y.is_floating_point() else y.flatten().long()
+    labels = y.long()
+    bad = ((y != labels) | (labels < 0)).nonzero()
+    if len(bad):
+        at = int(bad[0])
+        raise DataError(f"{what} must be 0, 1, 2, ..., not {y[at].item():.15g} (sample {at}); number the classes so")
+    return labels
+
+
+def _tensor(value: Any, what: str) -> Tensor:
+    """A tensor in CPU memory from a tensor, an array, or nested lists; raises DataError if that is not possible."""
+    try:
+        if isinstance(value, Tensor):
+            found = value.detach().cpu().to_dense()
+        else:
+            array = np.asarray(value)
+            # torch takes only writable arrays in C order and in the machine's order of bytes; others are copied
+            found = torch.from_numpy(np.require(array, array.dtype.newbyteorder("="), ["C", "W"]))
+        if found.is_complex() or found.is_quantized:
+            raise TypeError(f"{found.dtype} is no type of real numbers")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"{what} are {described(value)}; give a tensor, an array or equally long lists, of real numbers"
+        ) from error
+    return found
 
 
 def assemble(
     name: str,
-    images: Sequence[Tensor],
+    images: Mapping[str, Tensor],
     samples: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]],
     multi_head: bool,
 ) -> Stream:
     """Make a stream over one pool of several blocks of images.
 
-    images: blocks (n, ...) of one sample shape, all uint8 or all of other dtypes (which become float32);
+    images: blocks (n, ...) of one sample shape, all uint8 or all float32, as `as_inputs` makes them, with their names;
     samples: (train rows, train labels, test rows, test labels) of each task; rows count through all blocks.
     With multi_head a task's labels become 0, 1, ... in ascending order; otherwise every task has largest label + 1
     classes. Raises DataError for blocks of unequal shape or kind, and as Task and Stream.
     """
-    kinds = {(tuple(block.shape[1:]), block.dtype == torch.uint8) for block in images}
-    if len(kinds) > 1:
-        found = ", ".join(f"{shape} {'uint8' if raw else 'float'}" for shape, raw in sorted(kinds))
-        raise DataError(f"samples of stream '{name}' differ: {found}; bring all tasks to one shape and dtype")
-    blocks = [block if block.dtype == torch.uint8 else block.float() for block in images]
-    if not blocks:
+    if not images:
         raise DataError(f"stream '{name}' has no task; give at least one")
-    pool = Pool(blocks[0] if len(blocks) == 1 else torch.cat(blocks))
+    kinds = {what: f"{block.dtype} of shape {tuple(block.shape[1:])}" for what, block in images.items()}
+    first, *rest = kinds
+    for what in rest:
+        if kinds[what] != kinds[first]:
+            raise DataError(
+                f"{what} of stream '{name}' are {kinds[what]}, and {first} {kinds[first]}; "
+                "bring all tasks to one shape and dtype"
+            )
+    pool = Pool(torch.cat(list(images.values())))
     classes = max((int(label.max()) + 1 for _, a, _, b in samples for label in (a, b) if len(label)), default=0)
     tasks = []
     for number, (train, train_y, test, test_y) in enumerate(samples):

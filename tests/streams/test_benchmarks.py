@@ -31,7 +31,7 @@ def _save(root, name):
     shape = (height, width) if channels == 1 else (height, width, channels)
     draws = np.random.default_rng(0)
     x = draws.integers(0, 256, (30, *shape), dtype=np.uint8)
-    np.savez(root / f"{name}.npz", x_train=x[:20], y_train=np.arange(20) % 4, x_test=x[20:], y_test=np.arange(10) % 5)
+    np.savez(root / f"{name}.npz", x_train=x[:20], y_train=np.arange(20) % 5, x_test=x[20:], y_test=np.arange(10) % 4)
     return x
 
 
@@ -44,8 +44,8 @@ def test_a_data_set_is_one_task_with_the_official_split(name, tmp_path):
     assert (stream.name, stream.input_shape, stream.multi_head, stream.public) == (name, shape, False, None)
     assert task.classes == classes  # of the data set; only five occur here
     assert task.train.index.tolist() == list(range(20)) and task.test.index.tolist() == list(range(20, 30))
-    assert task.train.targets.tolist() == [i % 4 for i in range(20)]
-    assert task.test.targets.tolist() == [i % 5 for i in range(10)]
+    assert task.train.targets.tolist() == [i % 5 for i in range(20)]
+    assert task.test.targets.tolist() == [i % 4 for i in range(10)]
     raw = x[20:] if shape[0] == 3 else x[20:, ..., None]
     mean, std = (np.broadcast_to(t.numpy().ravel(), shape[:1]) for t in (task.test.pool.mean, task.test.pool.std))
     expected = ((raw / 255 - mean) / std).transpose(0, 3, 1, 2)
