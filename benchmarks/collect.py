@@ -23,7 +23,7 @@ from cfl.assembly.resolve import load
 from cfl.config.overrides import read_yaml
 from cfl.core import ConfigError
 from cfl.experiments import reproduce
-from cfl.experiments.compare import HOW, digest, finished, place
+from cfl.experiments.compare import HOW, experiment, finished, place
 from cfl.report import reproduced, tables
 from cfl.report.runs import FinishedRun, command, overview, read, scenes
 from cfl.report.tables import Cell
@@ -51,7 +51,7 @@ def store(run: Path, runs: Path = RUNS) -> None:
     """
     config = load(read_yaml(run / "config.yaml"))
     stored = finished(runs) if runs.is_dir() else {}
-    target = stored.get(digest(config)) or place("", config, runs / config.scale / config.benchmark).folder
+    target = place("", config, runs / config.scale / config.benchmark, stored.get(experiment(config))).folder
     if (target / "machine.json").exists():
         return
     target.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def page(runs: Path = RUNS) -> str:
                 line = f"cfl-run reproduce {table.name} --scale {scale} --stored benchmarks/results/runs --show"
                 sections += [f"## {table.title} ({words})\n\n```\n{line}\n```\n", *shown]
                 sections += ["\n".join(f"- {note}" for note in table.notes) + "\n"] if table.notes else []
-    rest = [run for run in stored if run.config is None or digest(run.config) not in used]
+    rest = [run for run in stored if run.config is None or experiment(run.config) not in used]
     for scale, words in SCALES.items():
         for scene in scenes([run for run in rest if run.options["scale"] == scale]):
             titles, rows, labels = overview([replace(scene, setting="")])
@@ -113,7 +113,7 @@ def _table(
     near = replace(table, cells=[cell for cell in table.cells if cell.spec.get("benchmark") in (None, *benchmarks)])
     found = near.runs([], sorted(seeds), scale, [], folder / "missing", [folder])
     found = {cell: [run for run in own if run.results()] for cell, own in found.items()}
-    used |= {run.digest for own in found.values() for run in own}
+    used |= {run.experiment for own in found.values() for run in own}
     places = {(cell.part, cell.column) for cell, own in found.items() if own}
     shown = {cell: own for cell, own in found.items() if (cell.part, cell.column) in places}
     ours = {cell: reproduce.scores(table.measures, own) for cell, own in shown.items()}

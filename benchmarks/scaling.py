@@ -60,6 +60,7 @@ def point(
     )
     x, y = torch.randn(count, width, generator=draws), torch.arange(count) % 10
     stream = streams.from_tensors([(x, y, x[:10], y[:10])], name="scaling")
+    machine.keep_memory()  # as cfl-run does
     session = build_session(config, stream, members.build(config))
     setup = time.perf_counter() - began
     seconds = []
@@ -115,6 +116,7 @@ def tasks(engine: str, count: int, rounds: int) -> list[dict[str, Any]]:
     overrides = [f"tasks={count}", f"rounds={rounds}", *quiet]
     config = cfl.resolve("permuted-digits", method="fot", engine=engine, overrides=overrides)
     stream = streams.build("permuted-digits", tasks=count)
+    machine.keep_memory()  # as cfl-run does
     session = build_session(config, stream, members.build(config))
     rows = []
     with machine.threads(config.threads):

@@ -69,6 +69,7 @@ class Ours:
         )
         x, y = work.data()
         stream = streams.from_tensors([(x, y, x[:1], y[:1])], name=work.name)
+        machine.keep_memory()  # as cfl-run does
         self.session = build_session(config, stream, members.build(config), work.module())
         self.prepared = self.session.prepare(0)
 

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from cfl.assembly.resolve import resolve
 from cfl.config.schema import RunConfig
-from cfl.core import CflError, ConfigError, plugins, unknown
+from cfl.core import CflError, ConfigError, machine, plugins, unknown
 from cfl.core.version import __version__
 from cfl.experiments import reproduce as papers
 from cfl.experiments.compare import alone, continuation, plan, reference, seeds_of
@@ -270,6 +270,7 @@ def _resolved(benchmark: str | None, **layers: Any) -> RunConfig:
 
 
 def _run(config: RunConfig, folder: Path, resume: bool, quiet: bool, tensorboard: bool, **data: Any) -> dict[str, Any]:
+    machine.keep_memory()
     sink = Sinks(console_sink(quiet), *([TensorBoardSink(folder / "tensorboard")] if tensorboard else []))
     try:
         return runner.run(config, output=folder, resume=resume, sink=sink, **data).metrics

@@ -39,7 +39,7 @@ def invoke(*args):
         (("train", "permuted-digits", "--seed", "x"), "'--seed'"),
         (("train",), "cfl-run list benchmarks"),
         (("compare", "permuted-digits", "--methods", "fedavg,fott"), "'fot'"),
-        (("compare", "permuted-digits", "--methods", "fot", "--seeds", "2..0"), "0..2 or 0,3,5"),
+        (("compare", "permuted-digits", "--methods", "fot", "--seeds", "2..0"), "write 0..2"),
         (("describe", "fott"), "'fot'"),
         (("list", "methds"), "unknown kind 'methds'; did you mean 'methods'"),
         (("compare", "permuted-digits", "--methods", "fedavg,fedavg"), "each method once"),

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from cfl.config.schema import RunConfig
+from cfl.contract.checked import Checked
 from cfl.core import ConfigError, options, plugins, unknown
 from cfl.models import sample
 
@@ -15,9 +16,20 @@ def build(config: RunConfig) -> dict[str, Any]:
     """Return the methods of a run by owner: "strategy", then the names of the local regularizers in order."""
     made = {"strategy": options.build(plugins.strategies.get(config.method), config.strategy, "strategy")}
     for name in config.regularizers:
+        check_name(name)
         values = config.regularizer.get(name, {})
         made[name] = options.build(plugins.local.get(name), values, f"regularizer.{name}")
     return made
+
+
+def check_name(name: Any) -> None:
+    """Raise ConfigError for a name that no regularizer can have: another owner of trees, or one with a mark."""
+    if (
+        not isinstance(name, str)
+        or name.strip() in ("", "strategy", "work", "params", "server")
+        or set(name) & set("+,/")
+    ):
+        raise ConfigError(f"a regularizer cannot be called {name!r}; give it a plain name")
 
 
 def need_public(methods: Mapping[str, Any]) -> bool:
@@ -33,16 +45,14 @@ def check(methods: Mapping[str, Any], config: RunConfig, public: bool = False) -
     run = {**config.model_dump(mode="json"), "regularizers": [name for name in methods if name != "strategy"]}
     deciding: dict[str, str] = {}
     for owner, method in methods.items():
-        if owner == "work" or set(owner) & set("+,/"):
-            raise ConfigError(f"a regularizer cannot be called '{owner}'; give it a plain name")
         name = config.method if owner == "strategy" else owner
         if method.needs_public and config.public.name is None and not public:
             raise ConfigError(f"'{name}' needs public data; set public.name to a data set, such as cifar100")
-        if method.needs_public and len(methods["strategy"].sees(0, 2)) > 1:
+        if method.needs_public and len(Checked(methods["strategy"]).sees(0, 2)) > 1:
             raise ConfigError(f"'{name}' distils one task at a time, but '{config.method}' trains on all tasks at once")
         if method.borrows:
             _check_lender(name, owner, method.borrows, methods)
-        if reason := method.refuses(run):
+        if reason := Checked(method).refuses(run):
             raise ConfigError(f"'{name}' cannot run like this: {reason}")
         if method.decides in deciding:
             raise ConfigError(f"'{deciding[method.decides]}' and '{name}' both decide {method.decides}; use one")

@@ -7,56 +7,60 @@ Layers, later ones win: defaults, the benchmark's preset (`cfl/presets/<benchmar
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
-from pydantic import ValidationError
+from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from cfl import models
 from cfl.assembly import methods, privacy_rules
-from cfl.config.option_names import check_keys, one_line, unknown_option
-from cfl.config.overrides import parse, read_yaml
+from cfl.config.option_names import check_keys, unknown_option
+from cfl.config.overrides import flat, parse, read_yaml
 from cfl.config.presets import check_scale, layered, normal, preset
 from cfl.config.schema import RunConfig
 from cfl.core import ConfigError, options, plugins
 from cfl.core.plugins import DEFAULT_METHOD
+from cfl.core.typed import typed
 
 
+@typed
 def resolve(
     benchmark: str | None = None,
     *,
     method: str | None = None,
-    regularizers: Sequence[str] = (),
-    overrides: Sequence[str] = (),
+    regularizers: str | Sequence[str] | None = (),
+    overrides: str | Sequence[str] = (),
     seed: int | None = None,
-    file: Path | None = None,
+    file: Path | str | None = None,
     engine: str | None = None,
     scale: str | None = None,
 ) -> RunConfig:
     """Return the full configuration of a run from its layers, which the module's docstring lists.
 
     method: a strategy, a local regularizer (under FedAvg), or several joined by "+", such as "fot+fedsol";
-    regularizers: further local regularizers; overrides: "key=value" with dotted keys and YAML values; file: a resolved
-    `config.yaml` in place of the preset; scale: variant of the preset: "paper" (as written), "small" or "smoke".
-    Raises ConfigError in one line for unknown names, wrong values and an unreadable file.
+    regularizers: further local regularizers, or one; overrides: "key=value" with dotted keys and YAML values, or a list
+    of them; file: a resolved `config.yaml` in place of the preset; scale: variant of the preset: "paper" (as written),
+    "small" or "smoke".
+    Raises ConfigError in one line for unknown names, wrong types and values, and an unreadable file.
     """
     flags = dict(benchmark=benchmark, method=method, seed=seed, engine=engine, scale=scale)
     given = {name: value for name, value in flags.items() if value is not None}
     top = normal(parse(overrides), given)
-    base = normal(read_yaml(file)) if file else {}
+    base = normal(read_yaml(file)) if file is not None else {}
     name = top.get("benchmark", base.get("benchmark"))
     if base.get("benchmark", name) != name:
         raise ConfigError(f"'{file}' is for benchmark '{base['benchmark']}', not '{name}'; name that benchmark or none")
-    if name is None:
+    if not name:
         raise ConfigError("no benchmark is given; name one (see 'cfl-run list benchmarks') or pass --config FILE")
-    if not file:
+    if file is None:
         base = normal(preset(name), {"benchmark": name})
     check_scale(base, top.get("scale"), f"'{file or name}'")
-    if regularizers:  # in addition to those of any layer
-        plugins.roles("+".join([DEFAULT_METHOD, *regularizers]))
-        top["regularizers"] = [*top.get("regularizers", base.get("regularizers", ())), *regularizers]
+    if more := [regularizers] if isinstance(regularizers, str) else regularizers:  # in addition to those of any layer
+        plugins.check_local(more)
+        top["regularizers"] = [*top.get("regularizers", base.get("regularizers", ())), *more]
     return load(layered(base, top))
 
 
+@typed
 def load(data: Mapping[str, Any]) -> RunConfig:
     """Make a configuration from plain data, the inverse of `dump`, and check the options of methods and model.
 
@@ -64,11 +68,9 @@ def load(data: Mapping[str, Any]) -> RunConfig:
     """
     data = normal(data)
     check_keys(data, RunConfig, "", data.get("method", DEFAULT_METHOD), data.get("regularizers", ()))
-    try:
-        config = RunConfig.model_validate(data)
-    except ValidationError as error:
-        raise one_line(error) from None
+    config = RunConfig.model_validate(data)
     config = config.model_copy(update=filled(config))
+    _check_plain(config)
     methods.check_network(config)
     built = methods.build(config)
     methods.check(built, config)
@@ -102,9 +104,19 @@ def filled(config: RunConfig) -> dict[str, Any]:
 
 
 def _hyper(cls: type, values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    hints = get_type_hints(cls)
-    optional = {name for name, hint in hints.items() if type(None) in get_args(hint) and str not in get_args(hint)}
-    # YAML spells it null, but the messages and most users say none.
-    values = {name: None if value == "none" and name in optional else value for name, value in values.items()}
-    built: Any = options.build(cls, values, prefix)
+    built: Any = options.build(cls, dict(values), prefix)
     return {field.name: getattr(built, field.name) for field in fields(built) if field.init}
+
+
+def _check_plain(config: RunConfig) -> None:
+    """Raise ConfigError for an option whose value no file can hold, such as a function."""
+    groups = {"model.options": config.model.options, "strategy": config.strategy, "regularizer": config.regularizer}
+    for group, values in groups.items():
+        for name, value in flat(values, f"{group}.").items():
+            try:
+                to_jsonable_python(value)
+            except (PydanticSerializationError, ValueError):
+                raise ConfigError(
+                    f"{name} is {value!r}, which config.yaml cannot hold; make it a number, a text or a list of them, "
+                    "or pass an object to cfl.run"
+                ) from None

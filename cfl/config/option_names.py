@@ -1,14 +1,13 @@
-"""Names of all options, also those of methods and regularizers, and error messages for wrong options."""
+"""Names of all options, also those of methods and regularizers, and error messages for unknown options."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from cfl.config.schema import RunConfig
 from cfl.core import ConfigError, options, plugins, unknown
-from cfl.core.errors import wanted
 
 GROUPS = {  # groups of options with fixed names -> their options
     name: list(inner)
@@ -65,22 +64,6 @@ def unknown_option(dotted: str, names: Iterable[str], method: str = "") -> Confi
     parts = [f"unknown option '{dotted}'; did you mean '{near[0]}'?"] if near[0] != dotted else []
     parts += [_owned(near[0], others[near[0]], method)] if near[0] not in names else []
     return ConfigError(" ".join(parts))
-
-
-def one_line(error: ValidationError) -> ConfigError:
-    """Describe the first fault of a pydantic error as `option must be ..., not ...`."""
-    fault = error.errors()[0]
-    dotted, schema, value = "", RunConfig.model_json_schema(), fault["input"]
-    definitions = schema["$defs"]
-    for part in fault["loc"]:
-        if part not in schema.get("properties", {}):
-            break
-        dotted, schema = f"{dotted}.{part}".lstrip("."), schema["properties"][part]
-        schema = definitions[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
-    choices = schema.get("enum") or schema.get("items", {}).get("enum")
-    if choices:
-        return unknown(f"value of {dotted}", str(value), choices)
-    return ConfigError(f"{dotted} must be {wanted(schema)}, not {value!r}")
 
 
 def _owned(option: str, owners: Sequence[str], method: str) -> str:

@@ -31,7 +31,7 @@ def read_yaml(path: Any) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError(f"cannot read the configuration '{path}': {reason}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: such as a date that does not exist
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
         raise ConfigError(f"the configuration '{path}' is not valid YAML{where}") from None
@@ -48,14 +48,14 @@ def read_value(name: str, text: str) -> Any:
         raise ConfigError(f"the value of {name} is not valid YAML: '{text}'") from None
 
 
-def parse(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return "a.b=value" texts as a nested mapping; later texts win. Raises ConfigError for invalid texts."""
+def parse(overrides: str | Sequence[str]) -> dict[str, Any]:
+    """Return a text "a.b=value", or several, as a nested mapping; later texts win. Raises ConfigError for others."""
     nested: dict[str, Any] = {}
-    for text in overrides:
+    for text in [overrides] if isinstance(overrides, str) else overrides:
         dotted, equals, value = text.partition("=")
         parts = dotted.strip().split(".")
         if not equals or not all(parts):
-            raise ConfigError(f"--set takes key=value, such as local.lr=0.05, not '{text}'")
+            raise ConfigError(f"an override is key=value, such as local.lr=0.05, not '{text}'")
         item = read_value(dotted, value)
         for part in reversed(parts):
             item = {part: item}

@@ -14,8 +14,15 @@ from cfl.core.plugins import DEFAULT_METHOD
 
 def preset(benchmark: str) -> dict[str, Any]:
     """Return the preset of a benchmark as written, with `methods` and `variants`; empty if there is no preset."""
-    path = files("cfl") / "presets" / f"{benchmark}.yaml"
-    return read_yaml(path) if path.is_file() else {}
+    found = {path.name: path for path in (files("cfl") / "presets").iterdir()}
+    path = found.get(f"{benchmark}.yaml")
+    return read_yaml(path) if path else {}
+
+
+def tasks_of(benchmark: str, scale: str) -> Any:
+    """The option `tasks` of a preset at a scale, as `RunConfig` has it; None if the preset has none."""
+    tasks = layered(normal(preset(benchmark)), {"scale": scale}).get("tasks")
+    return tuple(tasks) if isinstance(tasks, list) else tasks
 
 
 def normal(layer: Mapping[str, Any], flags: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:

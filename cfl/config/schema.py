@@ -3,9 +3,18 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
 
-from cfl.core import ConfigError
+from cfl.core import ConfigError, unknown
+from cfl.core.errors import wanted
 from cfl.core.plugins import DEFAULT_METHOD
 
 Positive = Annotated[int, Field(ge=1, le=2**31)]
@@ -16,7 +25,9 @@ Tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) el
 class Section(BaseModel):
     """Group of options: immutable, without unknown keys or silent conversions (`true` is not 1)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, revalidate_instances="always"
+    )
 
 
 class PartitionConfig(Section):
@@ -117,7 +128,10 @@ class PrivacyConfig(Section):
 
 
 class RunConfig(Section):
-    """All options that decide the result of a run. `resolve` and `load` make one; `dump` converts it to plain data."""
+    """All options that decide the result of a run. `resolve` and `load` make one; `dump` converts it to plain data.
+
+    Raises ConfigError in one line with the option, its value and the valid values.
+    """
 
     benchmark: str = Field(description="name of the benchmark; see `cfl-run list benchmarks`")
     scale: Literal["paper", "small", "smoke"] = Field(
@@ -171,6 +185,14 @@ class RunConfig(Section):
     secure: SecureConfig = SecureConfig()
     dp: PrivacyConfig = PrivacyConfig()
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _in_one_line(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(data)
+        except ValidationError as error:
+            raise _one_line(error, cls.model_json_schema()) from None
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         tasks = len(self.tasks) if isinstance(self.tasks, tuple) else self.tasks
@@ -195,3 +217,27 @@ class RunConfig(Section):
         """Name of the combination for `--method`, such as "fot+fedsol"; "fedsol" for this regularizer alone."""
         alone = self.method == DEFAULT_METHOD and self.regularizers
         return "+".join(self.regularizers if alone else (self.method, *self.regularizers))
+
+
+def _one_line(error: ValidationError, schema: Mapping[str, Any]) -> ConfigError:
+    """Describe the first fault of a pydantic error as `option must be ..., not ...`."""
+    fault = error.errors()[0]
+    place, value, definitions = fault["loc"], fault["input"], schema["$defs"]
+    dotted = ".".join(map(str, place))
+    if fault["type"] == "missing":
+        return ConfigError(f"no {dotted} is given; name one (see 'cfl-run list {dotted}s')")
+    if fault["type"] == "extra_forbidden":
+        if "." in str(place[-1]):
+            return ConfigError(f"unknown option '{dotted}'; nest options of a group, as in {{'local': {{'lr': 0.1}}}}")
+        return unknown("option", dotted, [*schema["properties"]])
+    depth = 0
+    while depth < len(place) and place[depth] in schema.get("properties", {}):
+        schema, depth = schema["properties"][place[depth]], depth + 1
+        schema = definitions[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+    dotted = ".".join(map(str, place[:depth]))
+    if place[-1] == "[key]":
+        return ConfigError(f"the names of options in {dotted} must be texts, not {value!r}")
+    inside = schema.get("items", {}) if len(place) > depth else {}
+    if choices := schema.get("enum") or inside.get("enum"):
+        return unknown(f"value of {dotted}", str(value), choices)
+    return ConfigError(f"{dotted} must be {wanted(schema)}, not {value!r}")

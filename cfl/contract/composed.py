@@ -1,20 +1,24 @@
 """The strategy and the regularizers of a run as one method."""
 
+import copy
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 
+from cfl.contract.checked import Checked
 from cfl.contract.client import MEMORY
 from cfl.contract.context import Ctx
+from cfl.contract.finite import any_of, check_finite
 from cfl.contract.regularizer import GradFn, LocalRegularizer
 from cfl.contract.rounds import RoundInfo, Server, TreesByOwner
 from cfl.contract.samples import Batch
 from cfl.contract.strategy import Strategy
-from cfl.core import Tree, tree
+from cfl.core import Tree, options, tree
 from cfl.models import Model
 
 STRATEGY = "strategy"
@@ -31,19 +35,25 @@ class ComposedMethod:
     Client state: one tree for all members, with leaves named "owner/name". A hook sees the leaves of its own member.
     Server: a regularizer's tree, and its part of the broadcast, are named "local/owner". Its hooks get these, as
     `own` and `ctx.sent`.
+    Checks: hooks are called through `checked`. Hooks of a local step are checked at their first call, see `afresh`.
     """
 
     members: Mapping[str, LocalRegularizer]
 
+    @cached_property
+    def checked(self) -> dict[str, LocalRegularizer]:
+        """The members, with hooks that raise HookError, see `Checked`."""
+        return {owner: cast("LocalRegularizer", Checked(member)) for owner, member in self.members.items()}
+
     @property
     def strategy(self) -> Strategy:
-        """The run's strategy."""
-        return cast("Strategy", self.members[STRATEGY])
+        """The run's strategy, checked."""
+        return cast("Strategy", self.checked[STRATEGY])
 
     @cached_property
     def regularizers(self) -> dict[str, LocalRegularizer]:
-        """The members other than the strategy."""
-        return {owner: member for owner, member in self.members.items() if owner != STRATEGY}
+        """The members other than the strategy, checked."""
+        return {owner: member for owner, member in self.checked.items() if owner != STRATEGY}
 
     @cached_property
     def borrowed(self) -> frozenset[str]:
@@ -51,34 +61,47 @@ class ComposedMethod:
         return frozenset(member.borrows for member in self.members.values() if member.borrows)
 
     @cached_property
-    def acting(self) -> dict[str, list[tuple[str, LocalRegularizer]]]:
-        """Hook of a local step to the members that override it; of a borrowed member only `augment` acts."""
+    def acting(self) -> dict[str, dict[str, Callable[..., Any]]]:
+        """Hooks of a local step, each by the owners that override it; of a borrowed member only `augment` acts."""
+        last = sorted(self.members, key=lambda owner: self.members[owner].hard_constraint)
         return {
-            hook: [
-                (owner, member)
-                for owner, member in self.members.items()
-                if getattr(type(member), hook) is not getattr(LocalRegularizer, hook)
+            hook: {
+                owner: self._first(hook, owner)
+                for owner in (last if hook == "adjust" else self.members)
+                if getattr(type(self.members[owner]), hook) is not getattr(LocalRegularizer, hook)
                 and (hook == "augment" or owner not in self.borrowed)
-            ]
+            }
             for hook in ("augment", "around", "penalty", "adjust")
-        }
+        } | {"loss": {STRATEGY: self._first("loss", STRATEGY)}}
+
+    def afresh(self) -> Self:
+        """A copy that checks the next call of each hook of a local step, but no later call."""
+        other = copy.copy(self)
+        vars(other).pop("acting", None)
+        return other
 
     def broadcast(self, server: Server, info: RoundInfo) -> TreesByOwner:
-        """The strategy's broadcast and, in a round of training, the trees that the regularizers `provide`."""
+        """The strategy's broadcast and, in a round of training, the trees that the regularizers `provide`.
+
+        Raises UpdateError if one of them is not finite.
+        """
         parts = self.strategy.broadcast(server, info)
+        self.check(STRATEGY, "broadcast", parts, server, info.place)
         for owner, member in self.regularizers.items() if info.phase.train else ():
-            if sent := member.provide(self._server_tree(server, owner, parts["params"], info), info):
+            own = self._server_tree(server, owner, parts["params"], info)
+            if sent := member.provide(own, info):
+                self.check(owner, "provide", {"sent": sent}, {"sent": own}, info.place)
                 parts = {**parts, _server_name(owner): sent}
         return parts
 
     def client_state(self, stored: Tree | None, params: Tree, model: Model) -> Tree:
         """A client's state in its first round of a task: the strategy's as stored, the regularizers' initial ones."""
         state: Tree = {}
-        for owner, member in self.members.items():
+        for owner in self.members:
             if owner == STRATEGY and stored is not None:
                 own = own_state(stored, owner)
             else:
-                own = member.init_client(params, model)
+                own = self.checked[owner].init_client(params, model)
             state |= {f"{owner}/{name}": leaf for name, leaf in own.items()}
         return state
 
@@ -90,35 +113,36 @@ class ComposedMethod:
 
     def augment(self, batch: Batch, ctx: Ctx) -> Batch:
         """The batch after all `augment` hooks."""
-        for owner, member in self.acting["augment"]:
-            batch = member.augment(batch, _ctx_of(ctx, owner)._replace(batch=batch))
+        for owner, augment in self.acting["augment"].items():
+            batch = augment(batch, _ctx_of(ctx, owner)._replace(batch=batch))
         return batch
 
     def around(self, grad_fn: GradFn) -> GradFn:
         """The gradient function after all `around` hooks; that of the last member is the outermost."""
-        for owner, member in self.acting["around"]:
-            grad_fn = self._around_of(owner, member, grad_fn)
+        for owner in self.acting["around"]:
+            grad_fn = self._around_of(owner, grad_fn)
         return grad_fn
 
     def loss(self, logits: Tensor, ctx: Ctx) -> Tensor:
         """The strategy's loss ()."""
-        return self.strategy.loss(logits, _ctx_of(ctx, STRATEGY))
+        return self.acting["loss"][STRATEGY](logits, _ctx_of(ctx, STRATEGY))
 
     def penalty(self, params: Tree, logits: Tensor, ctx: Ctx) -> Tensor | float:
         """The sum () of all penalties."""
-        return sum(member.penalty(params, logits, _ctx_of(ctx, owner)) for owner, member in self.acting["penalty"])
+        terms = self.acting["penalty"].items()
+        return sum(penalty(params, logits, _ctx_of(ctx, owner)) for owner, penalty in terms)
 
     def adjust(self, grads: Tree, params: Tree, ctx: Ctx) -> Tree:
         """The gradient after all `adjust` hooks."""
-        for owner, member in sorted(self.acting["adjust"], key=lambda item: item[1].hard_constraint):
-            grads = member.adjust(grads, params, _ctx_of(ctx, owner))
+        for owner, adjust in self.acting["adjust"].items():
+            grads = adjust(grads, params, _ctx_of(ctx, owner))
         return grads
 
     def finish(self, params: Tree, ctx: Ctx, steps: int) -> tuple[TreesByOwner, Tree]:
         """All uploads, the strategy's as `send` leaves it, and the client's new state."""
         uploads: TreesByOwner = {}
         states: Tree = {}
-        for owner, member in self.members.items():
+        for owner, member in self.checked.items():
             upload, state = member.finish(params, _ctx_of(ctx, owner)._replace(lent=owner in self.borrowed), steps)
             states |= {f"{owner}/{name}": leaf for name, leaf in state.items()}
             if upload:
@@ -131,15 +155,19 @@ class ComposedMethod:
         """The server's trees after the round: every `server_step`, then the strategy's `absorb`.
 
         parts: the broadcast; mean: the aggregated uploads by owner; lr: server.lr.
+        Raises UpdateError if a hook returns NaN or infinity; `server` is then as it was.
         """
         trees: Server = {}
         by_turn = sorted(self.regularizers.items(), key=lambda item: item[1].turn)
         for owner, member in by_turn if STRATEGY in mean else ():
             own = self._server_tree(server, owner, parts["params"], info)
+            known = {"step": mean[STRATEGY], "own": own}
             step, own = member.server_step(mean[STRATEGY], own, mean.get(owner, {}), parts["params"], info)
+            self.check(owner, "server_step", {"step": step, "own": own}, known, info.place, mean, lr)
             mean = {**mean, STRATEGY: step}
             trees[_server_name(owner)] = own
         after = self.strategy.absorb(server, mean, info, lr)
+        self.check(STRATEGY, "absorb", after, server, info.place, mean, lr)
         kept = {name: leaves for name, leaves in server.items() if name.startswith("local/")}
         return {**after, **kept, **trees}
 
@@ -151,20 +179,60 @@ class ComposedMethod:
         }
         return {name: leaves for name, leaves in server.items() if not name.startswith("local/")}, kept
 
+    def check(
+        self,
+        owner: str,
+        hook: str,
+        found: TreesByOwner,
+        known: TreesByOwner,
+        place: str,
+        given: TreesByOwner | None = None,
+        lr: float | None = None,
+    ) -> None:
+        """Raise UpdateError if a hook of the server returns NaN or infinity; parameters as in `check_finite`.
+
+        place: of the run; lr: server.lr in a hook that makes the server's step.
+        """
+        member, cure = self.members[owner], f"check what {hook} computes"
+        if lr is not None:
+            own = options.steep(member, prefix(owner), "server")
+            cure = f"lower {any_of([f'server.lr (now {lr:g})', *own, 'local.lr'])}"
+        what = f"{hook} of {prefix(owner)} ({type(member).__name__})"
+        check_finite(what, found, known, given or {}, f"({place}); {cure}")
+
+    def steep_options(self) -> list[str]:
+        """Options that can make local steps too long, local.lr first, for messages."""
+        own = (options.steep(member, prefix(owner), "local") for owner, member in self.members.items())
+        return ["local.lr", *itertools.chain.from_iterable(own)]
+
     def _server_tree(self, server: Server, owner: str, params: Tree, info: RoundInfo) -> Tree:
         """The server's tree of a regularizer, initialised if the server has none."""
         name = _server_name(owner)
-        return server[name] if name in server else self.members[owner].init_shared(params, info.model)
+        if name in server:
+            return server[name]
+        own = self.checked[owner].init_shared(params, info.model)
+        self.check(owner, "init_shared", {"own": own}, {}, info.place)
+        return own
 
-    def _around_of(self, owner: str, member: LocalRegularizer, inner: GradFn) -> GradFn:
+    def _first(self, hook: str, owner: str) -> Callable[..., Any]:
+        """A hook of a local step. Its first call is checked, and replaces this function by the hook itself."""
+
+        def first(*args: Any) -> Any:
+            result = getattr(self.checked[owner], hook)(*args)
+            self.acting[hook][owner] = getattr(self.members[owner], hook)
+            return result
+
+        return first
+
+    def _around_of(self, owner: str, inner: GradFn) -> GradFn:
         """A member's `around`: its hook sees its own state, the inner gradient function sees all states."""
 
         def outer(params: Tree, ctx: Ctx) -> Tree:
-            hook = member.around(
+            hook = self.acting["around"][owner](
                 lambda at, seen: inner(at, seen._replace(state=ctx.state, sent=ctx.sent, correction=ctx.correction))
             )
             own = _ctx_of(ctx, owner)
-            if lender := member.borrows:
+            if lender := self.members[owner].borrows:
                 own = own._replace(correction=self._correction(lender, ctx))
             return hook(params, own)
 
@@ -185,6 +253,11 @@ class ComposedMethod:
 def own_state(state: Tree, owner: str) -> Tree:
     """The leaves of one owner, under the owner's own names."""
     return {name.partition("/")[2]: leaf for name, leaf in state.items() if name.startswith(f"{owner}/")}
+
+
+def prefix(owner: str) -> str:
+    """Prefix of a member's options."""
+    return owner if owner == STRATEGY else f"regularizer.{owner}"
 
 
 def _server_name(owner: str) -> str:

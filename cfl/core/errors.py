@@ -8,6 +8,12 @@ from typing import Any
 MOST_NAMES = 8  # names in one line of a message
 FEW_NAMES = 5  # up to this number, all names are listed
 
+RAW = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError,
+    TypeError, ValueError,
+)  # fmt: skip
+"""Errors of Python and of libraries that a fault in a hook can raise."""
+
 
 class CflError(Exception):
     """Base class of the errors that `cfl` raises on purpose; `cfl-run` prints them in one line."""
@@ -33,6 +39,10 @@ class UpdateError(CflError):
     """An upload that cannot be aggregated, such as one with NaN or infinity."""
 
 
+class HookError(UpdateError):
+    """A hook of a method fails, or returns another result than it has to."""
+
+
 class RoundAborted(CflError):
     """A round without an aggregate, for example with too few clients left; the run continues with the next round."""
 
@@ -50,14 +60,26 @@ def unknown(kind: str, name: str, known: Iterable[object]) -> ConfigError:
     return ConfigError(f"unknown {kind} '{name}'; {hint}")
 
 
+def reason(error: BaseException) -> str:
+    """Describe an exception of other code in one line: its text, with its class unless the text is clear alone."""
+    text = " ".join(str(error).split())
+    if text and isinstance(error, CflError | RuntimeError | TypeError | ValueError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def wanted(schema: Mapping[str, Any]) -> str:
     """Describe in words the values that a JSON schema accepts."""
     if "anyOf" in schema:
-        return " or ".join(map(wanted, schema["anyOf"]))
+        return " or ".join(f"'{one['const']}'" if "const" in one else wanted(one) for one in schema["anyOf"])
     if "const" in schema:
         return f"'{schema['const']}' (this version has nothing else)"
+    if "enum" in schema:
+        return f"one of {', '.join(map(str, schema['enum']))}"
     if "pattern" in schema:
         return str(schema["description"])
+    if not schema:
+        return "anything"
     words = {
         "integer": "a whole number",
         "number": "a number",
@@ -68,6 +90,8 @@ def wanted(schema: Mapping[str, Any]) -> str:
         "array": "a list",
     }
     text = words.get(schema["type"], schema["type"])
+    if schema.get("prefixItems"):
+        return f"a list of {' and '.join(map(wanted, schema['prefixItems']))}"
     if schema.get("items"):
         return f"a list (each {wanted(schema['items'])})"
     if schema["type"] not in ("integer", "number"):

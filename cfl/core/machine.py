@@ -40,10 +40,22 @@ def interrupts() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
+WRITER = "cfl-writer"
+"""Name of the threads that write a file in the background. Each ends when its file is written."""
+
+
+def await_writers() -> None:
+    """Wait for the threads called `WRITER`. A fork before would copy the locks that these threads hold."""
+    for thread in threading.enumerate():
+        if thread.name == WRITER:
+            thread.join()
+
+
 def keep_memory() -> None:
     """Let glibc keep freed blocks of up to 32 MiB, which saves the page faults of gradients at every step.
 
-    The setting lasts for the rest of the process. Other C libraries are left as they are.
+    The setting lasts for the rest of the process. So `cfl-run`, its workers, and programs that choose to call it, but
+    `cfl.run` does not. With other C libraries than glibc it does nothing.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt

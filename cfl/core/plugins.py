@@ -7,37 +7,45 @@ A third-party package registers an object in its own setup.cfg:
         my-method = my_package.my_method:MyMethod
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from cfl.core.errors import ConfigError, unknown
+from cfl.core.errors import ConfigError, reason, unknown
+
+_MARKS = "+,/.="  # they separate names from each other and from options
 
 
 class Registry:
     """A map from names to objects: built-in objects register on import, third-party objects through entry points.
 
     kind: the word for an object in errors; group: the entry-point group; home: the package of the built-in objects.
+    base: "module:class"; objects must be subclasses of it with `extends`, else instances; but: a subclass that they
+    must not extend.
     """
 
-    def __init__(self, kind: str, group: str, home: str) -> None:
-        self.kind, self.group, self.home = kind, group, home
+    def __init__(
+        self, kind: str, group: str, home: str, base: str = "builtins:object", *, extends: bool = False, but: str = ""
+    ) -> None:
+        self.kind, self.group, self.home, self.base, self.extends, self.but = kind, group, home, base, extends, but
         self._items: dict[str, Any] = {}
         self._sources: dict[str, str] = {}
 
     def register(self, name: str, source: str = "") -> Callable[[Any], Any]:
-        """Decorator that registers an object as `name`. Raises ValueError if the name is taken.
+        """Decorator that registers an object as `name`. The same definition may be registered again, as in a notebook.
 
         source: paper and section, for objects without an attribute `source`.
+        Raises ConfigError for a name that is taken or not valid, and for an object of another kind.
         """
+        if not isinstance(name, str) or not name or name != name.strip() or set(name) & set(_MARKS):
+            raise ConfigError(f"the name of a {self.kind} must be a plain word without {_MARKS}, not {name!r}")
+        import_module(self.home)  # so that its names are taken
 
         def enter(item: Any) -> Any:
-            there = self._items.get(name, item)
-            if _place(there) != _place(item):  # the same definition: a notebook cell that runs again
-                raise ValueError(f"{self.kind} '{name}' is registered already, by {there!r}; choose another name")
-            self._items[name], self._sources[name] = item, source
+            self._enter(name, item, "")
+            self._sources[name] = source
             return item
 
         return enter
@@ -52,16 +60,34 @@ class Registry:
         return getattr(self.get(name), "source", "") or self._sources.get(name, "")
 
     def get(self, name: str) -> Any:
-        """Return the object of that name. Raises ConfigError with the nearest valid name."""
+        """Return the object of that name.
+
+        Raises ConfigError for an unknown name, with the nearest valid name; for a name that two objects have; and for
+        an object of another package that cannot be imported.
+        """
         import_module(self.home)
+        for point in _points(self.group):
+            if point.name == name:
+                self._enter(name, _loaded(point, self.kind), f" of the entry point {point.value}")
         if name not in self._items:
-            for point in _points(self.group):
-                if point.name == name:
-                    self._items[name] = point.load()
-                    break
-            else:
-                raise unknown(self.kind, name, self.names())
+            raise unknown(self.kind, name, self.names())
         return self._items[name]
+
+    def _enter(self, name: str, item: Any, whence: str) -> None:
+        """Store an object. whence: the entry point that offers it, for errors; empty for `register`."""
+        kind, name_of = _class(self.base), self.base.partition(":")[2]
+        fits = isinstance(item, type) and issubclass(item, kind) if self.extends else isinstance(item, kind)
+        if not fits or (self.but and issubclass(item, _class(self.but))):
+            what = f"a class that extends {name_of}" if self.extends else f"a {name_of}"
+            what += f" and not {self.but.partition(':')[2]}" * bool(self.but)
+            raise ConfigError(f"{self.kind} '{name}' must be {what}, not {item!r}{whence}")
+        there = self._items.get(name, item)
+        if _place(there) != _place(item):
+            raise ConfigError(
+                f"{self.kind} '{name}' is registered already, by {there!r}, and now by {item!r}{whence}; "
+                "choose another name for one of them"
+            )
+        self._items[name] = item
 
 
 @cache
@@ -70,15 +96,32 @@ def _points(group: str) -> tuple[EntryPoint, ...]:
     return tuple(entry_points(group=group))
 
 
+def _class(address: str) -> type:
+    """The class at "module:class"."""
+    module, _, name = address.partition(":")
+    found: type = getattr(import_module(module), name)
+    return found
+
+
+def _loaded(point: EntryPoint, kind: str) -> Any:
+    try:
+        return point.load()
+    except Exception as error:  # whatever the other package raises
+        raise ConfigError(f"{kind} '{point.name}' cannot be loaded from {point.value}: {reason(error)}") from error
+
+
 def _place(item: Any) -> Any:
     """Identity of an object: module and qualified name of a class or function, else its id."""
     return (item.__module__, item.__qualname__) if hasattr(item, "__qualname__") else id(item)
 
 
-strategies = Registry("method", "cfl.strategies", "cfl.methods.strategies")
-local = Registry("local regularizer", "cfl.local", "cfl.methods.regularizers")
-benchmarks = Registry("benchmark", "cfl.benchmarks", "cfl.streams")
-models = Registry("model", "cfl.models", "cfl.models")
+strategies = Registry("method", "cfl.strategies", "cfl.methods.strategies", "cfl.contract:Strategy", extends=True)
+local = Registry(
+    "local regularizer", "cfl.local", "cfl.methods.regularizers", "cfl.contract:LocalRegularizer", extends=True,
+    but="cfl.contract:Strategy",
+)  # fmt: skip
+benchmarks = Registry("benchmark", "cfl.benchmarks", "cfl.streams", "cfl.streams.benchmark:Benchmark")
+models = Registry("model", "cfl.models", "cfl.models", "collections.abc:Callable")
 
 DEFAULT_METHOD = "fedavg"
 
@@ -89,12 +132,23 @@ def roles(label: str) -> tuple[str, tuple[str, ...]]:
     Raises ConfigError for an unknown name, with the nearest valid name.
     """
     first, *rest = (name.strip() for name in label.split("+"))
+    second = next((name for name in rest if name in strategies.names() and name not in local.names()), None)
+    if second and first in strategies.names():
+        raise ConfigError(f"'{label}' names two strategies; name one, and local regularizers after it")
+    if second and first in local.names():
+        others = [first, *(name for name in rest if name != second)]
+        raise ConfigError(f"'{label}' names the strategy after a regularizer; write {'+'.join([second, *others])}")
     if first not in strategies.names() and first in local.names():
         first, rest = DEFAULT_METHOD, [first, *rest]
     if first not in strategies.names():
         raise unknown("method", first, [*strategies.names(), *local.names()])
-    for name in rest:
-        if name in strategies.names() and name not in local.names():
-            raise ConfigError(f"'{label}' names two strategies; name one, and local regularizers after it")
-        local.get(name)
+    check_local(rest)
     return first, tuple(rest)
+
+
+def check_local(names: Iterable[str]) -> None:
+    """Raise ConfigError for a name that is not that of a local regularizer, with the nearest valid name."""
+    for name in names:
+        if name in strategies.names() and name not in local.names():
+            raise ConfigError(f"'{name}' is a strategy, not a local regularizer; name it as the method")
+        local.get(name)

@@ -3,9 +3,9 @@
 A key is a hash of (seed, path). No draw depends on the order of execution, the number of workers or the state of a
 device. Only this module seeds generators.
 
-torch's generator on a CPU uses only the lower 32 bits of a seed. That is enough for draws that hide nothing: the order
-of batches, dropout, augmentation, initial weights, and what a memory stores. Draws that privacy depends on (noise,
-Poisson batches, sketches) come from `private_generator`, whose key has 128 bits.
+torch's generator on a CPU uses only the lower 32 bits of a seed. That is enough where privacy does not depend on
+the draws: order of batches, dropout, augmentation, initial weights, samples of a memory. Draws that privacy depends on
+(noise, Poisson batches, sketches) come from `private_generator`, whose key has 128 bits.
 """
 
 import contextlib

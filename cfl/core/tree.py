@@ -49,6 +49,11 @@ def stack(trees: Sequence[Tree]) -> Tree:
     return {name: torch.stack([tree[name] for tree in trees]) for name in trees[0]}
 
 
+def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    """Whether two trees have the same names and equal leaves."""
+    return a.keys() == b.keys() and all(leaf is b[name] or torch.equal(leaf, b[name]) for name, leaf in a.items())
+
+
 def nbytes(a: Mapping[str, Tensor]) -> int:
     """Size of all leaves in bytes."""
     return sum(leaf.numel() * leaf.element_size() for leaf in a.values())

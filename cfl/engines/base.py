@@ -1,5 +1,6 @@
 """The engine interface, and how the results of a round's clients become its outcome."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cfl.aggregation.plain import UploadSum
-from cfl.contract import Gathers, RoundInfo, RoundInputs, TreesByOwner
+from cfl.contract import Client, Gathers, RoundInfo, RoundInputs, TreesByOwner
 from cfl.core import RoundAborted, Tree, UpdateError, tree
 
 Observe = Callable[[int, Tree], None]
@@ -23,7 +24,8 @@ class Outcome:
     states: client id to new state; excluded: clients whose upload was not finite; aborted: reason for a missing sum;
     bytes_up, bytes_down: bytes of all clients, the second without the broadcast; noise: see `Privacy`;
     clipped: number of entries beyond the range of integers; shortened: number of clients whose upload was scaled down
-    to dp.clip; loss: mean training loss of the clients' last local epochs, None if no client trained.
+    to dp.clip; zeroed: ids of those among them whose upload was not finite, which counts as zero and leaves their
+    state as it was; loss: mean training loss of the clients' last local epochs, None if no client trained.
     """
 
     mean: TreesByOwner = field(default_factory=dict)
@@ -35,6 +37,7 @@ class Outcome:
     noise: float = 0.0
     clipped: int = 0
     shortened: int = 0
+    zeroed: list[int] = field(default_factory=list)
     loss: float | None = None
 
     def figures(self) -> dict[str, Any]:
@@ -52,6 +55,8 @@ class Outcome:
         """Yield a message for each fault that does not stop the run."""
         for client in self.excluded:
             yield f"client {client} excluded: NaN or infinity in its update ({info.place})"
+        for client in self.zeroed:  # the run's owner sees this, not the server
+            yield f"client {client} counts as zero: NaN or infinity in its update ({info.place}); lower local.lr"
         if self.aborted is not None:
             yield f"round aborted, nothing is changed ({info.place}): {self.aborted}"
         if self.clipped:
@@ -92,6 +97,10 @@ class Engine(Protocol):
         """Compute clients and add their uploads to `total`. Other parameters and errors are those of `round`."""
         ...
 
+    def fault(self, inputs: RoundInputs, client: Client) -> str:
+        """Compute a client's update again; return why it is not finite, and which options to lower."""
+        ...
+
     def round(self, inputs: RoundInputs, observe: Observe | None = None) -> Outcome:
         """Compute a round of the cohort. observe: called with each client's id and model after its local training.
 
@@ -105,15 +114,22 @@ class Engine(Protocol):
             outcome.states = {id: found.states[id] for id in sorted(found.states)}
             outcome.excluded = sorted(found.excluded)
             if outcome.excluded and not outcome.states:
-                raise UpdateError(f"no client's update was finite ({info.place}); lower local.lr")
+                why = self.fault(inputs, inputs.clients[0])
+                raise UpdateError(f"no client's update was finite ({info.place}): {why}")
             outcome.mean = total.close()
             if info.phase.train and found.losses:
                 losses = torch.stack([found.losses[id] for id in sorted(found.losses)]).tolist()
                 outcome.loss = sum(losses) / len(losses)
+                if not math.isfinite(outcome.loss) and info.privacy is None:
+                    raise UpdateError(
+                        f"the training loss is not finite, but all updates are ({info.place}); "
+                        "check the loss of the strategy"
+                    )
         except RoundAborted as error:
             outcome.aborted, outcome.states = str(error), {}
         outcome.bytes_up, outcome.bytes_down = total.traffic()
         outcome.noise, outcome.clipped, outcome.shortened = total.noise, total.clipped, total.shortened
+        outcome.zeroed = sorted(total.zeroed)
         return outcome
 
     def close(self) -> None:

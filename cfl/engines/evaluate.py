@@ -1,5 +1,6 @@
 """Accuracy of models on test samples, and measurements on the clients' models before they are averaged."""
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cfl.contract import RoundInfo, Samples, Share
-from cfl.core import Tree, rng, tree
+from cfl.core import Tree, UpdateError, rng, tree
 from cfl.models import Model
 
 Observer = Callable[[RoundInfo, int, Tree], None]
@@ -28,6 +29,7 @@ def accuracies(model: Model, served: Mapping[int, Tree], parts: Mapping[int, Sam
     batch_size: samples of a batch. Tasks whose parameters are the same tensors share batches. A model that normalises
     by batch statistics takes each task alone, in batches drawn at random with the model's seed, because the batches
     then decide the predictions.
+    Raises UpdateError if the largest output of a sample is NaN or infinity: such a model predicts nothing.
     """
     model.module.eval()
     separate = any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in model.module.modules())
@@ -35,7 +37,7 @@ def accuracies(model: Model, served: Mapping[int, Tree], parts: Mapping[int, Sam
     for task, params in served.items():
         leaves = model.bind(params, task).values()
         groups.setdefault((task,) if separate else tuple(map(id, leaves)), []).append(task)
-    correct: dict[int, list[Tensor]] = {task: [] for task in served}
+    counts: dict[int, list[Tensor]] = {task: [] for task in served}  # correct and not finite, of each batch
     with torch.no_grad():
         for task, *others in groups.values():
             rows = {own: torch.arange(len(parts[own])) for own in (task, *others)}
@@ -45,11 +47,26 @@ def accuracies(model: Model, served: Mapping[int, Tree], parts: Mapping[int, Sam
             shares = {own: Share(parts[own], each.to(parts[own].targets.device)) for own, each in rows.items()}
             for pieces in _batches(shares, batch_size, separate):
                 x, y = (_joined(leaves) for leaves in zip(*pieces.values(), strict=True))
-                hits = model.logits(served[task], x, task).argmax(dim=1) == y
-                for own, mine in zip(pieces, hits.split([len(y) for _, y in pieces.values()]), strict=True):
-                    correct[own].append(mine.sum())
-    sums = torch.stack([torch.stack(counts).sum() for counts in correct.values()])  # one transfer from the device
-    return [count / len(parts[task]) for task, count in zip(served, sums.tolist(), strict=True)]
+                logits = model.logits(served[task], x, task)
+                found = torch.stack([logits.argmax(dim=1) == y, ~logits.amax(dim=1).isfinite()])
+                for own, mine in zip(pieces, found.split([len(y) for _, y in pieces.values()], dim=1), strict=True):
+                    counts[own].append(mine.sum(dim=1))
+    sums = torch.stack([torch.stack(each).sum(dim=0) for each in counts.values()])  # one transfer from the device
+    found_of = dict(zip(served, sums.tolist(), strict=True))
+    _check_outputs({task: bad for task, (_, bad) in found_of.items()}, served, parts)
+    return [correct / len(parts[task]) for task, (correct, _) in found_of.items()]
+
+
+def _check_outputs(bad: Mapping[int, int], served: Mapping[int, Tree], parts: Mapping[int, Samples]) -> None:
+    """Raise UpdateError for the first task with samples whose outputs are not finite. bad: their number, by task."""
+    for task, count in bad.items():
+        if count:
+            leaf = next((name for name, leaf in served[task].items() if not tree.all_finite({name: leaf})), None)
+            why = f"its parameter '{leaf}' is not finite" if leaf else "its weights are finite, but too large"
+            raise UpdateError(
+                f"the model's outputs are NaN or infinity for {count} of {len(parts[task])} test samples of task "
+                f"{task}: {why}; lower local.lr or server.lr"
+            )
 
 
 def _batches(shares: Mapping[int, Share], size: int, keep_together: bool) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
@@ -85,20 +102,26 @@ class LocalModels:
     ) -> None:
         self.info, self.params, self.score, self.observe = info, params, score, observe
         self.seconds = 0.0
-        self._found: dict[int, tuple[float, float]] = {}
+        self._found: dict[int, tuple[float | None, float]] = {}
 
     def __call__(self, client: int, params: Tree) -> None:
         begin = time.monotonic()
         if self.score is not None:
             names = [name for name in params if self.info.model.is_parameter(name)]
             drift = tree.sub(tree.select(params, names), self.params)
-            self._found[client] = self.score(params, self.info.task), float(tree.dot(drift, drift).sqrt())
+            own: float | None = None
+            with contextlib.suppress(UpdateError):  # outputs of a local model that are not finite do not stop a run
+                own = self.score(params, self.info.task)
+            self._found[client] = own, float(tree.dot(drift, drift).sqrt())
         if self.observe is not None:
             self.observe(self.info, client, tree.clone(params))
         self.seconds += time.monotonic() - begin
 
     @property
     def figures(self) -> dict[str, list[Any]]:
-        """Columns, sorted by client: id, accuracy, and distance from the global model; empty without `score`."""
+        """Columns, sorted by client: id, accuracy, and distance from the global model; empty without `score`.
+
+        The accuracy is None if outputs are not finite.
+        """
         rows = [(client, *self._found[client]) for client in sorted(self._found)]
         return dict(zip(("client", "accuracy", "drift"), map(list, zip(*rows, strict=True)), strict=False))

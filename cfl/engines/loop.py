@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -13,10 +13,12 @@ from cfl.aggregation.gaussian import SampleNoise
 from cfl.aggregation.plain import UploadSum
 from cfl.contract import MEMORY, Batch, Client, Gathers, RoundInfo, RoundInputs, Strategy, TreesByOwner
 from cfl.contract.composed import STRATEGY, ComposedMethod, own_state
-from cfl.core import Tree, UpdateError, rng
+from cfl.contract.finite import any_of
+from cfl.core import RAW, HookError, Tree, UpdateError, rng
 from cfl.core.errors import MOST_NAMES
 from cfl.core.optim import Optimizer
 from cfl.engines.base import Collected, Engine, Observe, Sums
+from cfl.engines.examine import NotFinite, Watched
 from cfl.engines.step import LocalStep, StepInputs
 from cfl.models import Model
 
@@ -67,22 +69,39 @@ class LoopEngine(Engine):
         info, shared, _, states = inputs
         found, before, uploading = Collected(), _writes(shared, states), set(info.uploading)
         for client, params, uploads, state, loss in self._finished(inputs):
-            drawn = client.id in uploading
-            if observe is not None and drawn and loss is not None:
-                with self.model.evaluation():
-                    observe(client.id, params)
             if info.phase.work:
                 uploads["work"], state = self._work(info, shared, params, state, client)
             _check_memory(client, states[client.id], state, info)
             if not total.add(client.id, uploads, float(len(client)) if self.weights == "samples" else 1.0):
-                self._reject(client.id, info)
+                if self.on_bad_update == "raise":
+                    raise UpdateError(
+                        f"client {client.id} sent an update with NaN or infinity ({info.place}): "
+                        f"{self.fault(inputs, client)}, or leave such clients out with on_bad_update=exclude"
+                    )
                 found.excluded.append(client.id)
-            elif drawn:
+            elif client.id in total.zeroed:
+                found.states[client.id] = states[client.id]
+            elif client.id in uploading:
+                if observe is not None and loss is not None:
+                    with self.model.evaluation():
+                        observe(client.id, params)
                 found.states[client.id] = _without_views(state, states[client.id])
                 if loss is not None:
                     found.losses[client.id] = loss
         _check_writes(before, _writes(shared, states), info)
         return found
+
+    def fault(self, inputs: RoundInputs, client: Client) -> str:
+        watched, why, steep = Watched(self.composed), "its upload is not finite; ", self.composed.steep_options()
+        twin = replace(self, composed=watched, strategy=watched.strategy)
+        try:
+            for again, params, _, state, _ in twin._finished(inputs._replace(clients=[client])):
+                if inputs.info.phase.work:
+                    twin._work(inputs.info, inputs.shared, params, state, again)
+        except NotFinite as error:
+            why, steep = f"{error}; ", [*steep, "server.lr"] if error.early else steep
+            why += "check what it computes, or " if error.early else ""
+        return f"{why}lower {any_of(steep)}"
 
     def step(self, info: RoundInfo) -> LocalStep:
         """Return the local step of a round's clients."""
@@ -90,7 +109,7 @@ class LoopEngine(Engine):
             self.model,
             info.task,
             info.frozen,
-            self.composed,
+            self.composed.afresh(),
             self.optimizer,
             heads=info.heads,
             public=info.public,
@@ -133,8 +152,8 @@ class LoopEngine(Engine):
             upload, own = self.strategy.work(params, client, shared, own, info)
         if info.phase.stores and upload:
             raise UpdateError(
-                f"work uploads {list(upload)} in a phase with stores=True ({info.place}); "
-                "the results of such a phase stay on the client"
+                f"work uploads {list(upload)} in a phase with stores=True ({info.place}), whose results stay on the "
+                "client; return them in the state, or set stores=False in plan"
             )
         others = {name: leaf for name, leaf in state.items() if not name.startswith(f"{STRATEGY}/")}
         return upload, {**{f"{STRATEGY}/{name}": leaf for name, leaf in own.items()}, **others}
@@ -176,23 +195,17 @@ class LoopEngine(Engine):
             )
         return recalled(client, places, self.batch_size, rng.key(info.key, "memory", client.id))
 
-    def _reject(self, client: int, info: RoundInfo) -> None:
-        if self.on_bad_update == "raise":
-            raise UpdateError(
-                f"client {client} sent an update with NaN or infinity ({info.place}); "
-                "lower local.lr, or leave such clients out with on_bad_update=exclude"
-            )
-
 
 @contextlib.contextmanager
 def named(what: str, clients: Sequence[Client], info: RoundInfo) -> Iterator[None]:
     """Turn errors inside into an UpdateError that names clients, task, phase and round."""
     try:
         yield
-    except (RuntimeError, ValueError) as error:
+    except (*RAW, HookError) as error:
         ids = ", ".join(str(client.id) for client in clients)
         place = f"client{'s' * (len(clients) > 1)} {ids} ({info.place})"
-        raise UpdateError(f"{what} failed at {place}: {error}") from error
+        kind = "" if isinstance(error, RuntimeError | ValueError | HookError) else f"{type(error).__name__}: "
+        raise UpdateError(f"{what} failed at {place}: {kind}{error}") from error
 
 
 def _check_memory(client: Client, before: Tree, after: Tree, info: RoundInfo) -> None:

@@ -76,6 +76,9 @@ class PoolEngine(Engine):
                     due += 1
         return found
 
+    def fault(self, inputs: RoundInputs, client: Client) -> str:
+        return self.inner.fault(inputs, client)
+
     def close(self) -> None:
         for worker in self._workers:
             worker.stop()
@@ -219,6 +222,7 @@ class _Worker:
         self.connection, theirs = context.Pipe()
         inherited = [self.connection, *(worker.connection for worker in self.pool._workers if worker is not self)]
         self.process = context.Process(target=self._serve, args=(theirs, inherited), daemon=True)
+        machine.await_writers()
         self.process.start()
         theirs.close()
 

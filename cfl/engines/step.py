@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from cfl.aggregation.gaussian import SampleNoise
 from cfl.contract import EMPTY, Batch, Ctx, Samples
 from cfl.contract.composed import ComposedMethod
 from cfl.contract.losses import masked_mean
-from cfl.core import Tree, tree
+from cfl.core import RAW, Tree, tree
 from cfl.core.functorch import transforming
 from cfl.core.optim import Optimizer
 from cfl.models import Model
@@ -119,7 +119,15 @@ class LocalStep:
         noise: as drawn for the step, see `SampleNoise.draw`; empty without DP-SGD.
 
         The loss is that at `params`, or that at the first other point if `around` asks for no gradient at `params`.
+        Raises HookError if a hook is at fault.
         """
+        try:
+            return self._through_hooks(params, buffers, ctx, noise)
+        except RAW:  # once more, with a check of each hook, to name the one at fault
+            replace(self, composed=self.composed.afresh())._through_hooks(params, buffers, ctx, noise)
+            raise
+
+    def _through_hooks(self, params: Tree, buffers: Tree, ctx: Ctx, noise: Tree) -> tuple[Tree, Tree, Tensor]:
         here: list[tuple[Tensor, Tree]] = []  # loss and buffers of each pass at `params`
         elsewhere: list[tuple[Tensor, Tree]] = []
 

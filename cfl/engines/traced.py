@@ -17,7 +17,7 @@ from cfl.contract import Ctx
 from cfl.core import Tree
 
 AFTER, MOST = 8, 64  # a trace is recorded when its shapes come for the eighth time; number of traces kept
-_FROZEN = frozenset(("step", "lr", "key"))  # fields of a context that change between steps; a trace would freeze them
+_FROZEN = frozenset(("step", "key"))  # fields of a context that change from step to step; a trace would freeze them
 
 Trees = Mapping[str, Tree]
 Work = Callable[[Trees, type[Ctx]], Trees]
@@ -29,27 +29,30 @@ class Traces:
     def __init__(self) -> None:
         self._times: Counter[Hashable] = Counter()
         self._known: dict[Hashable, Callable[[Trees], Trees] | None] = {}
-        self._of_one_task: set[Hashable] = set()
+        self._fixed: dict[Hashable, tuple[str, ...]] = {}  # by shapes: whether a trace is of one task, of one rate
 
-    def __call__(self, work: Work, inputs: Trees, task: int, alike: bool, kind: type[Ctx] = Ctx) -> Trees:
+    def __call__(
+        self, work: Work, inputs: Trees, task: int, alike: bool, lr: float = 0.0, kind: type[Ctx] = Ctx
+    ) -> Trees:
         """Return work(inputs, kind), by a trace if possible. alike: the model runs the same operations for every task.
 
-        work: its operations depend on nothing but the shapes of its inputs, the task, and the contexts that it creates
-        with the class `kind`.
+        work: its operations depend on nothing but the shapes of its inputs, the task, the learning rate, and the
+        contexts that it creates with the class `kind`.
         """
         shapes = tuple(
             (owner, *((name, leaf.shape, leaf.stride(), leaf.dtype) for name, leaf in tree.items()))
             for owner, tree in inputs.items()
         )
-        place = shapes if alike and shapes not in self._of_one_task else (task, shapes)
+        given = {"task": task, "lr": lr}
+        fixed = self._fixed.get(shapes, () if alike else ("task",))
+        place = shapes, *(given[name] for name in fixed)
         if place not in self._known:
             self._times[place] += 1
             if self._times[place] < AFTER or len(self._known) == MOST:
                 return work(inputs, kind)
             trace, read = record(work, inputs)
-            if place == shapes and "task" in read:
-                self._of_one_task.add(shapes)
-                place = task, shapes
+            self._fixed[shapes] = tuple(name for name in given if name in read or name in fixed)
+            place = shapes, *(given[name] for name in self._fixed[shapes])
             self._known[place] = None if read & _FROZEN else trace
         known = self._known[place]
         return work(inputs, kind) if known is None else known(inputs)

@@ -28,14 +28,14 @@ _ALL = slice(None)
 
 
 class _NeedsKeys(Exception):
-    """A hook reads `ctx.key`, which differs between clients, so they cannot take their steps as a block."""
+    """A hook reads `ctx.key`, which differs between clients, so the clients cannot train as a block."""
 
 
 class _OfBlock(Ctx):
     """The context of several clients at once."""
 
     @property
-    def key(self) -> int:  # type: ignore[override]
+    def key(self) -> int:
         raise _NeedsKeys
 
 
@@ -253,7 +253,7 @@ class VmappedEngine(LoopEngine):
 
         inputs = own | {f"shared/{owner}": leaves for owner, leaves in shared.items()}
         alike = not self.model.multi_head and not self.model.buffers_per_task
-        return self.traces(gradients, inputs, info.task, alike, _OfBlock)
+        return self.traces(gradients, inputs, info.task, alike, info.lr, _OfBlock)
 
     @cached_property
     def _batch_statistics(self) -> bool:

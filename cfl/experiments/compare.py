@@ -1,39 +1,74 @@
 """Runs of a comparison: plan them, find the finished ones, and read their results.
 
-A run's folder is named by method, seed and a hash of the options that decide the result. So a killed comparison finds
-its runs again, comparisons can share a folder, and finished runs are read instead of repeated.
+A run's folder is named by method, seed and a hash of what determines its figures. So a killed comparison finds its runs
+again, comparisons can share a folder, and finished runs are read instead of repeated.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
+from cfl import models
 from cfl.assembly.resolve import dump, load, resolve
 from cfl.config.overrides import read_value, read_yaml, scoped
 from cfl.config.schema import RunConfig
 from cfl.core import ConfigError, options, plugins, unknown
 from cfl.core.plugins import roles
-from cfl.runtime import checkpoint
-from cfl.runtime.run_folder import read_json
+from cfl.runtime import checkpoint, fingerprint
+from cfl.runtime.run_folder import MADE_OF, read_json
 
 HOW = ("engine", "block", "workers", "threads", "device", "checkpoint_every")
-"""Options that change how a run is computed, but not its result, up to rounding."""
+"""Options of how a run is computed. They change results by rounding, and by draws in the network, see `digest`."""
 OWN = ("benchmark", "method", "seed")
 """Options that tell runs apart; commands take them as arguments, not by `--set`."""
+MOST_SEEDS = 10_000
 
 
-def digest(config: RunConfig) -> str:
-    """Hash the options that decide a run's result: ten hex digits."""
-    decisive = {name: value for name, value in dump(config).items() if name not in HOW}
-    return checkpoint.fingerprint(decisive)[:10]
+def experiment(config: RunConfig) -> str:
+    """Hash the experiment, ten hex digits: all options but `HOW`. Runs of one experiment agree in distribution."""
+    return checkpoint.fingerprint(_options(config))[:10]
+
+
+def digest(config: RunConfig, code: Mapping[str, str] | None = None) -> str:
+    """Hash what determines a run's figures, up to rounding: ten hex digits.
+
+    That is the experiment, the options that change draws in the network, and the code of other packages.
+    code: hashes as by `fingerprint.code`, by default of the present code.
+    """
+    code = fingerprint.code(config) if code is None else code
+    more = {"draws": _draws(config), "code": code}
+    return checkpoint.fingerprint({**_options(config), **{name: own for name, own in more.items() if own}})[:10]
+
+
+def _options(config: RunConfig) -> dict[str, Any]:
+    return {name: value for name, value in dump(config).items() if name not in HOW}
+
+
+def _draws(config: RunConfig) -> dict[str, Any]:
+    """Options that change draws in the network; empty if it has no draws, or each client has a generator on the CPU."""
+    shared: dict[str, Any] = {"block": config.block} if "vmapped" in config.engine else {}
+    shared |= {"engine": "auto"} if config.engine == "auto" else {}
+    shared |= {} if config.device == "cpu" else {"device": config.device}
+    return shared if shared and _network_draws(config.model.name, json.dumps(config.model.options)) else {}
+
+
+@cache
+def _network_draws(name: str, options: str) -> bool:
+    return models.draws(name, json.loads(options))
+
+
+def _answers(config: RunConfig, folder: Path) -> Iterator[str]:
+    """The digests of all plans that a finished run fulfils: its own plan, and plans that leave block or engine open."""
+    code = read_json(folder / MADE_OF).get("code", {})
+    for left_open in ({}, {"block": None}, {"block": None, "engine": "auto"}):
+        yield digest(config.model_copy(update=left_open), code)
 
 
 @dataclass(frozen=True)
@@ -45,9 +80,9 @@ class Run:
     folder: Path
 
     @cached_property
-    def digest(self) -> str:
-        """Hash of the configuration; the folder's name may contain the hash of an earlier version."""
-        return digest(self.config)
+    def experiment(self) -> str:
+        """Hash of the experiment. The folder's name has the hash `digest`."""
+        return experiment(self.config)
 
     def results(self) -> dict[str, Any] | None:
         """Return the metrics, the result of `spent`, and `timing` as in timing.json; None if the run is not finished.
@@ -65,19 +100,18 @@ def spent(timing: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     return {f"{who.removesuffix('s')}_seconds": sum(timing[who].values()) for who in ("clients", "server") if timing}
 
 
-def place(name: str, config: RunConfig, folder: Path, stored: Mapping[str, Path] = MappingProxyType({})) -> Run:
-    """Return a run with its own folder inside `folder`, or with the folder of an equal run in `stored` (by digest)."""
-    own = digest(config)
-    return Run(name, config, stored.get(own, folder / f"{config.label}-seed{config.seed}-{own}"))
+def place(name: str, config: RunConfig, folder: Path, found: Path | None = None) -> Run:
+    """Return a run with its own folder inside `folder`, or with the folder `found` of a finished run."""
+    return Run(name, config, found or folder / f"{config.label}-seed{config.seed}-{digest(config)}")
 
 
 def alone(config: RunConfig) -> str:
     """Name the folder of a single run; the name ends in a hash if options differ from the preset."""
     name = f"{config.benchmark}-{config.label}-seed{config.seed}"
     with suppress(ConfigError):  # some methods need options
-        if digest(resolve(config.benchmark, method=config.label, seed=config.seed)) == digest(config):
+        if experiment(resolve(config.benchmark, method=config.label, seed=config.seed)) == experiment(config):
             return name
-    return f"{name}-{digest(config)}"
+    return f"{name}-{experiment(config)}"
 
 
 def continuation(folder: Path) -> list[str]:
@@ -86,7 +120,7 @@ def continuation(folder: Path) -> list[str]:
 
 
 def finished(*folders: Path) -> dict[str, Path]:
-    """Find the finished runs in some folders, at any depth: digest to folder.
+    """Find the finished runs in some folders, at any depth: experiment to folder.
 
     Raises ConfigError for a missing folder, since its runs would be repeated, and for a run with unknown options.
     """
@@ -98,18 +132,18 @@ def finished(*folders: Path) -> dict[str, Path]:
     for path in (path for path in paths if (path / "config.yaml").is_file()):
         data = read_yaml(path / "config.yaml")
         try:
-            found[digest(load(data))] = path
+            found[experiment(load(data))] = path
         except ConfigError as error:
             raise ConfigError(f"the run '{path}' is from another version, move it away: {error}") from None
     return found
 
 
-def finished_in(folder: Path) -> dict[str, Path]:
+def finished_in(folder: Path) -> dict[Path, RunConfig]:
     """Find the finished runs directly in an output folder, which may be missing; skip runs with unknown options."""
     found = {}
     for path in sorted(folder.glob("*/metrics.json")):
         with suppress(ConfigError):
-            found[digest(load(read_yaml(path.parent / "config.yaml")))] = path.parent
+            found[path.parent] = load(read_yaml(path.parent / "config.yaml"))
     return found
 
 
@@ -162,7 +196,8 @@ def plan(
         raise ConfigError(f"--methods takes each method once, not '{methods}'")
     plugins.benchmarks.get(benchmark)  # `resolve` accepts benchmarks that are not registered
     groups: dict[str, Group] = {}
-    stored = finished_in(folder)  # an earlier version may have named a folder by another hash
+    # By content: an earlier version may have named a folder by another hash.
+    stored = {own: path for path, config in finished_in(folder).items() for own in _answers(config, path)}
     varying = _varying(vary)
     for values in itertools.product(*varying.values()):
         setting = dict(zip(varying, values, strict=True))
@@ -175,7 +210,7 @@ def plan(
                 continue
             for seed in numbers:
                 config = resolve(benchmark, method=method, overrides=own[method], seed=seed, scale=scale, engine=engine)
-                runs.append(place(f"{label}, seed {seed}", config, folder, stored))
+                runs.append(place(f"{label}, seed {seed}", config, folder, stored.get(digest(config))))
             groups[label] = Group(method, varied, runs)
     return sorted(groups.values(), key=lambda group: names.index(group.method))
 
@@ -209,9 +244,16 @@ def seeds_of(text: str) -> list[int]:
     """Read seeds from "0..2" (both ends included) or "0,3,5"."""
     first, dots, last = text.partition("..")
     try:
-        numbers = list(range(int(first), int(last) + 1)) if dots else [int(part) for part in text.split(",")]
+        numbers = [int(first), int(last)] if dots else [int(part) for part in text.split(",")]
     except ValueError:
         numbers = []
+    if dots and numbers:
+        low, high = numbers
+        if low > high:
+            raise ConfigError(f"--seeds {text} has the larger seed first; write {high}..{low}")
+        if high - low >= MOST_SEEDS:
+            raise ConfigError(f"--seeds {text} names {high - low + 1} seeds; name at most {MOST_SEEDS}")
+        numbers = list(range(low, high + 1))
     if not numbers or min(numbers) < 0 or len(set(numbers)) < len(numbers):
         raise ConfigError(f"--seeds takes 0..2 or 0,3,5, not '{text}'")
     return numbers

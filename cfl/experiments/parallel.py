@@ -227,6 +227,7 @@ def _serve(channel: Connection, data_root: Path | None, download: bool) -> None:
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # Ctrl-C at the terminal reaches the parent only, which passes it on
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells make background jobs of scripts ignore it
+    machine.keep_memory()
     sink = _PipeSink(channel)
     with suppress(EOFError, KeyboardInterrupt):
         while True:

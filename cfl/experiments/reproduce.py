@@ -22,7 +22,7 @@ from cfl.assembly.resolve import resolve
 from cfl.config.overrides import read_yaml
 from cfl.config.schema import RunConfig
 from cfl.core import unknown
-from cfl.experiments.compare import OWN, Run, finished, finished_in, for_methods, place
+from cfl.experiments.compare import OWN, Run, experiment, finished, finished_in, for_methods, place
 
 Results = Mapping[str, Any]
 _OPTIONS = ("set", "exact", "reduced")  # at every scale; at paper scale only; at the other scales
@@ -74,14 +74,17 @@ class Cell:
         folder: Path,
         stored: Mapping[str, Path] = MappingProxyType({}),
     ) -> list[Run]:
-        """Return a run per seed, placed as by `place`; no runs if cfl lacks the method."""
+        """Return a run per seed; no runs if cfl lacks the method.
+
+        stored: experiment to the folder of a finished run, of any engine.
+        """
         if not self.method:
             return []
         own = [*self.spec["set"], *self.spec["exact" if scale == "paper" else "reduced"], *overrides]
         name = ", ".join(filter(None, (self.column, self.part, self.row)))
         config = resolve(self.spec["benchmark"], method=self.method, overrides=own, scale=scale)
         configs = [config.model_copy(update={"seed": seed}) for seed in seeds]
-        return [place(f"{name}, seed {config.seed}", config, folder, stored) for config in configs]
+        return [place(f"{name}, seed {one.seed}", one, folder, stored.get(experiment(one))) for one in configs]
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,8 @@ class Table:
         A run that is finished in `folder`, or at any depth of the `stored` folders, keeps its folder.
         Raises ConfigError for options that cannot run.
         """
-        known, cells = finished_in(folder) | finished(*stored), self.only(only)
+        own_runs = {experiment(config): path for path, config in finished_in(folder).items()}
+        known, cells = own_runs | finished(*stored), self.only(only)
         own = for_methods(list({cell.method for cell in cells} - {""}), overrides, (*OWN, "scale"))
         return {cell: cell.runs(seeds, scale, own.get(cell.method, ()), folder, known) for cell in cells}
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from cfl.core import ConfigError, plugins, unknown
+from cfl.core import ConfigError, plugins, rng, unknown
+from cfl.core.errors import reason
 from cfl.models.alexnet import alexnet_cl
 from cfl.models.cnn import cnn
 from cfl.models.handle import Model
@@ -45,10 +46,13 @@ def build(name: str, input_shape: Sequence[int], outputs: int, options: Mapping[
     """Build a fresh module; raises ConfigError for an unknown name or option, or a shape the model cannot take."""
     options = filled(name, options)
     try:
-        return plugins.models.get(name)(input_shape, outputs, **options)
-    except (TypeError, ValueError, RuntimeError) as error:
+        module = plugins.models.get(name)(input_shape, outputs, **options)
+    except Exception as error:  # whatever the builder of another package raises
         shape = tuple(input_shape)
-        raise ConfigError(f"model '{name}' cannot be built for inputs of shape {shape}: {error}") from error
+        raise ConfigError(f"model '{name}' cannot be built for inputs of shape {shape}: {reason(error)}") from error
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"the builder of model '{name}' must return an nn.Module, not {module!r}")
+    return module
 
 
 def sample(name: str, options: Mapping[str, Any]) -> nn.Module | None:
@@ -58,3 +62,15 @@ def sample(name: str, options: Mapping[str, Any]) -> nn.Module | None:
             return build(name, (3, 32, 32), 2, options)
     except ConfigError:  # the run builds the model for its own input shape and reports the error
         return None
+
+
+def draws(name: str, options: Mapping[str, Any]) -> bool:
+    """Return whether a model draws random numbers in training, such as dropout; True if it cannot be tried."""
+    try:
+        with rng.fork(0), torch.no_grad():
+            module = build(name, (3, 32, 32), 2, options)
+            before = torch.get_rng_state()
+            module.train()(torch.zeros(2, 3, 32, 32))
+            return not before.equal(torch.get_rng_state())
+    except (ConfigError, TypeError, ValueError, RuntimeError):  # such as a model that does not take colour images
+        return True

@@ -5,7 +5,6 @@ running statistics of normalisation layers) carries the task after an "@": `head
 """
 
 import contextlib
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
@@ -16,7 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from cfl.core import ConfigError, Tree, rng
 from cfl.models.layers import drop_running_stats, full_name, layers_of, norm_parameters
-from cfl.models.tracing import trace
+from cfl.models.tracing import own_copy, trace
 
 NormStats = Literal["per_task", "batch", "running"]
 NO_CLASS = -1e9  # logit of a class that a narrower head does not have: its softmax is 0, its logarithm is finite
@@ -28,10 +27,12 @@ class Model:
     module: any nn.Module that maps (batch, *input_shape) to (batch, outputs);
     classes: outputs of each task's head; multi_head: one head per task, made from the module's last Linear layer;
     norm_stats: running statistics of batch normalisation "per_task", "running" (shared), or none ("batch").
-    Attributes: params: the tree; layers: the projectable layers, in the order of their first call;
+    dtype: of the samples; None: that of the module's parameters.
+    Attributes: params: the tree; frozen: names in it of the parameters with requires_grad=False, which no task trains;
+    layers: the projectable layers that train, in the order of their first call; stem: path of the first layer called;
     norms: affine parameters of normalisation layers, name to the number of projected modules called before the layer;
     classifier: path of the last Linear layer, None for a module that does not end in one.
-    Raises ConfigError if the module's outputs do not fit the stream.
+    Raises ConfigError for a module that cannot be trained, whose outputs do not fit the stream, or that is all frozen.
     """
 
     def __init__(
@@ -44,12 +45,13 @@ class Model:
         norm_stats: NormStats = "per_task",
         seed: int = 0,
         device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self.module = copy.deepcopy(module).to(device)
+        self.module = own_copy(module, device)
         self.tasks, self.multi_head, self.seed = len(classes), multi_head, seed
         if norm_stats == "batch":
             drop_running_stats(self.module)
-        called, outputs = trace(self.module, input_shape, device)
+        called, outputs = trace(self.module, input_shape, device, dtype)
         paths = [path for path, layer in called.items() if isinstance(layer, nn.Linear | nn.Conv2d)]
         self.classifier: str | None = None
         self._head_names: list[str] = []
@@ -62,9 +64,16 @@ class Model:
         self._names_per_task = set(self._head_names if multi_head else ())
         self._names_per_task.update(self._buffer_names if norm_stats == "per_task" else ())
         self._slots = _leaf_slots(self.module)
+        self.stem = paths[0] if paths else None
         self.layers = layers_of(self.module, paths[:-1] if multi_head else paths)
         self.norms = norm_parameters(called, self.layers)
         self.params = self._initial(classes, seed)
+        self.frozen = self._frozen()
+
+    def notes(self) -> list[str]:
+        """Lines on the parameters that no task trains, shown at the start of a run."""
+        names = dict.fromkeys(name.partition("@")[0] for name in self.params if name in self.frozen)
+        return [f"frozen by requires_grad=False: {', '.join(names)}"] if names else []
 
     def is_parameter(self, name: str) -> bool:
         """True for the name in the tree of a parameter, False for that of a buffer."""
@@ -75,7 +84,10 @@ class Model:
         return f"{name}@{task}" if name in self._names_per_task else name
 
     def trainable(self, task: int, heads: Sequence[int] = ()) -> tuple[str, ...]:
-        """Names in the tree of the parameters that a task may train: body, own head, heads of the tasks in `heads`."""
+        """Names in the tree of the parameters that a task may train: body, own head, heads of the tasks in `heads`.
+
+        Those of `frozen` are among them.
+        """
         own = [self.tree_name(name, task) for name in self._parameter_names]
         return tuple(dict.fromkeys([*own, *(name for head in heads for name in self.head(head))]))
 
@@ -186,13 +198,38 @@ class Model:
                 holder[key] = leaf
 
     def _check_outputs(self, outputs: int, classes: Sequence[int]) -> None:
-        if self.multi_head and self.classifier is None:
+        if not self.multi_head:
+            if outputs != classes[0]:
+                raise ConfigError(f"the model has {outputs} outputs, but the stream has {classes[0]} classes")
+            return
+        if self.classifier is None:
             raise ConfigError(
                 "the stream has a head for each task, but the model's last layer is not nn.Linear: end the model in a "
                 "Linear layer, or use a single-head stream"
             )
-        if not self.multi_head and outputs != classes[0]:
-            raise ConfigError(f"the model has {outputs} outputs, but the stream has {classes[0]} classes")
+        head = self.module.get_submodule(self.classifier)
+        own = {id(leaf) for leaf in head.parameters()}
+        shared = [name for name, leaf in self.module.named_parameters(remove_duplicate=False) if id(leaf) in own]
+        if len(shared) > len(own):
+            raise ConfigError(
+                f"the stream has a head for each task, but the model's last Linear layer, '{self.classifier}', shares "
+                f"parameters with another layer ({', '.join(shared)}); give it its own"
+            )
+        if outputs != head.out_features:
+            raise ConfigError(
+                f"the stream has a head for each task, in place of the model's last Linear layer, '{self.classifier}', "
+                f"but the model returns {outputs} outputs where this layer has {head.out_features}; end the model in it"
+            )
+
+    def _frozen(self) -> frozenset[str]:
+        """Names in the tree of the parameters with requires_grad=False. Raises ConfigError if there are no others."""
+        fixed = [name for name, leaf in self.module.named_parameters() if not leaf.requires_grad]
+        if fixed and len(fixed) == len(self._parameter_names):
+            raise ConfigError(
+                "all parameters of the model have requires_grad=False, so nothing trains; "
+                "call requires_grad_(True) on the layers that should"
+            )
+        return frozenset(self.tree_name(name, task) for name in fixed for task in range(self.tasks))
 
     def _initial(self, classes: Sequence[int], seed: int) -> Tree:
         params: Tree = {}

@@ -81,16 +81,17 @@ def full_name(path: str, name: str) -> str:
 
 
 def layers_of(module: nn.Module, paths: Iterable[str]) -> tuple[Layer, ...]:
-    """Layers of the Linear and Conv2d submodules at `paths`, except those that share a parameter with another module.
+    """Layers of the Linear and Conv2d submodules at `paths` that train, except those that share a parameter.
 
-    The inputs of such a layer are only some of the inputs that its weight multiplies.
+    The inputs of a layer that shares a parameter are only some of the inputs that its weight multiplies.
+    A bias with requires_grad=False is left out: it cannot change what the layer's weight computes.
     """
     uses = [id(leaf) for _, leaf in module.named_parameters(remove_duplicate=False)]
     layers: list[Layer] = []
     for path in paths:
         layer = module.get_submodule(path)
         assert isinstance(layer, nn.Linear | nn.Conv2d)
-        if all(uses.count(id(leaf)) == 1 for leaf in layer.parameters()):
+        if layer.weight.requires_grad and all(uses.count(id(leaf)) == 1 for leaf in layer.parameters()):
             layers += _groups(layer, path)
     return tuple(layers)
 
@@ -125,7 +126,7 @@ def _groups(module: nn.Linear | nn.Conv2d, path: str) -> list[Layer]:
             name=path if groups == 1 else f"{path}.group{group}",
             path=path,
             weight=full_name(path, "weight"),
-            bias=full_name(path, "bias") if module.bias is not None else None,
+            bias=full_name(path, "bias") if module.bias is not None and module.bias.requires_grad else None,
             size=size,
             rows=slice(group * outputs // groups, (group + 1) * outputs // groups),
             group=group,

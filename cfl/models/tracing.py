@@ -1,37 +1,130 @@
-"""Run a module once to see which layers it calls and how many outputs it has."""
+"""Check that a module can be trained, and run it once to see which layers it calls and how many outputs it has."""
 
+import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
-from cfl.core import ConfigError
+from cfl.core import ConfigError, rng
+from cfl.core.errors import reason
 from cfl.models.layers import NORMS
 
 
+def own_copy(module: Any, device: torch.device | str) -> nn.Module:
+    """Return a copy of a module on a device. Raises ConfigError for a module that cannot be copied or trained."""
+    if not isinstance(module, nn.Module):
+        given = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
+        raise ConfigError(f"the model must be an nn.Module, not {given}; pass an object, such as model=MyNet()")
+    try:
+        for name, leaf in module.named_parameters():
+            if fault := _fault(name, leaf):
+                raise ConfigError(f"parameter '{name}' of the model {fault}")
+        return copy.deepcopy(module).to(device)
+    except ConfigError:
+        raise
+    except Exception as error:  # of a module without super().__init__(), or with attributes that cannot be copied
+        kind = type(module).__name__
+        raise ConfigError(f"the model, a {kind}, cannot be copied: {reason(error)}; see its attributes") from error
+
+
 def trace(
-    module: nn.Module, input_shape: Sequence[int], device: torch.device | str
+    module: nn.Module, input_shape: Sequence[int], device: torch.device | str, dtype: torch.dtype | None = None
 ) -> tuple[dict[str, nn.Module], int]:
     """Linear, Conv2d and normalisation layers by path, in the order of their first call, and the number of outputs.
 
-    The module runs in evaluation mode on two samples of zeros; afterwards it has its former mode, and no hook is left.
-    Raises ConfigError if it does not take samples of shape `input_shape`.
+    The module runs in evaluation mode on two samples of zeros, and a copy of it in training mode; afterwards it has its
+    former mode, and no hook is left. dtype: of the samples; None: of the module's parameters.
+    Raises ConfigError if it does not map samples of shape `input_shape` to logits (batch, outputs) that depend on its
+    parameters, in both modes.
     """
     called: dict[str, nn.Module] = {}  # in the order of the first insertion
+    own = (leaf.dtype for leaf in module.parameters() if leaf.is_floating_point())
+    x = torch.zeros(2, *input_shape, device=device, dtype=dtype or next(own, torch.float32))
+    other = copy.deepcopy(module)  # running statistics change in training mode
     hooks = [
         layer.register_forward_pre_hook(lambda layer, _, path=path: called.update({path: layer}))
         for path, layer in module.named_modules()
         if isinstance(layer, (nn.Linear, nn.Conv2d, *NORMS))
     ]
     was_training = module.training
-    dtype = next((param.dtype for param in module.parameters()), torch.float32)
     try:
-        with torch.no_grad():
-            outputs = module.eval()(torch.zeros(2, *input_shape, device=device, dtype=dtype)).shape[-1]
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ConfigError(f"the model does not take inputs of shape (batch, {tuple(input_shape)}): {error}") from error
+        outputs = _logits(module.eval(), x)
     finally:
         module.train(was_training)
         for hook in hooks:
             hook.remove()
-    return called, outputs
+    with rng.fork(0, device):
+        _logits(other.train(), x)
+    return called, outputs.shape[1]
+
+
+def _logits(module: nn.Module, x: Tensor) -> Tensor:
+    """The outputs of a module for a batch, or a ConfigError if they are no logits that can be trained."""
+    running: list[tuple[str, nn.Module, Any]] = []  # the modules whose forward has not returned
+    hooks = []
+    for path, layer in module.named_modules():
+        if path and not isinstance(layer, torch.jit.ScriptModule):
+            hooks += [
+                layer.register_forward_pre_hook(lambda layer, given, path=path: running.append((path, layer, given))),
+                layer.register_forward_hook(lambda *_: running.pop() and None),
+            ]
+    try:
+        with torch.enable_grad():
+            outputs = module(x)
+    except Exception as error:
+        raise ConfigError(_failure(module, x, error, running)) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    params = [*module.parameters()]
+    all_frozen = bool(params) and not any(leaf.requires_grad for leaf in params)
+    if not isinstance(outputs, Tensor):
+        fault = f"a {type(outputs).__name__}"
+    elif outputs.dim() != 2 or len(outputs) != len(x):
+        fault = f"a tensor of shape {tuple(outputs.shape)}"
+    elif not outputs.is_floating_point():
+        fault = f"a tensor of {outputs.dtype}"
+    elif module.training and not outputs.requires_grad and not all_frozen:
+        raise ConfigError(
+            "the outputs of the model depend on no parameter, so nothing trains; "
+            "give it parameters, and leave out torch.no_grad() and detach() in its forward"
+        )
+    else:
+        return outputs
+    mode = "training" if module.training else "evaluation"
+    raise ConfigError(
+        f"the model's forward returns {fault} for {len(x)} samples in {mode} mode; "
+        "it has to return the logits alone, a floating-point tensor of shape (batch, classes)"
+    )
+
+
+def _failure(module: nn.Module, x: Tensor, error: Exception, running: Sequence[tuple[str, nn.Module, Any]]) -> str:
+    """Describe a failed forward: the shapes, the innermost module, and a parameter that is not float32."""
+    text = f"the model does not take inputs of shape (batch, {tuple(x.shape[1:])}): {reason(error)}"
+    if running:
+        path, layer, given = running[-1]
+        shapes = ", ".join(str(tuple(one.shape)) for one in given if isinstance(one, Tensor))
+        text += f" (in layer '{path}', {type(layer).__name__}, with inputs of shape {shapes})"
+    other = [(name, leaf.dtype) for name, leaf in module.named_parameters() if leaf.dtype != x.dtype]
+    if other:
+        name, dtype = other[0]
+        text += f"; its parameter '{name}' is {dtype}, and samples are {x.dtype}: call .float() on the model"
+    return text
+
+
+def _fault(name: str, leaf: Tensor) -> str:
+    """Why a parameter cannot be trained; empty if it can, or is that of a lazy layer that has not run."""
+    if isinstance(leaf, UninitializedParameter):
+        return ""
+    if "@" in name:
+        return "has an @ in its name, which stands before the task of a head; rename it"
+    if leaf.layout != torch.strided:
+        return "is sparse; replace it by its to_dense()"
+    if leaf.is_complex():
+        return "is complex; keep its real and its imaginary part as two parameters"
+    if leaf.is_meta:
+        return "is on the device 'meta', which holds no numbers; build the model on the CPU"
+    return "" if leaf.isfinite().all() else "has NaN or infinity; initialise it anew"

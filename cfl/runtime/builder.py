@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import torch
 from torch import nn
 
 from cfl import engines, models
@@ -14,9 +15,10 @@ from cfl.contract.composed import STRATEGY, ComposedMethod
 from cfl.core import ConfigError, machine, optim, options, rng
 from cfl.engines import Engine
 from cfl.engines.choose import choose, undecided
+from cfl.runtime.fingerprint import Fingerprint
 from cfl.runtime.population import Population
 from cfl.runtime.privacy_budget import Budget
-from cfl.runtime.recorder import Recorder, fingerprint
+from cfl.runtime.recorder import Recorder
 from cfl.runtime.rounds import Rounds
 from cfl.runtime.run_folder import RunFolder
 from cfl.runtime.session import Session
@@ -40,27 +42,28 @@ def build_session(
     Measures which engine is fastest if the configuration leaves that open. Raises ConfigError if the configuration, the
     methods, the model and the stream do not fit together.
     """
-    machine.keep_memory()
     sink = sink or NullSink()
     custom = members != methods.build(config)
     label = "+".join(type(member).__name__ for member in members.values()) if custom else config.label
     stream = stream.to(machine.device(config.device)).with_augment(config.local.augment)
     public = _checked_public(config, stream, members, label)
-    model = _model(config, stream, module)
+    network = _network(config, stream) if module is None else module
+    model = _model(config, stream, network)
     methods.check_model(model.module, config)
     composed = ComposedMethod(members)
     population = Population(stream, config)
     rounds = Rounds(composed, label, model, stream, population, config, public)
     budget = Budget(config, rounds.schedule, population, rounds.sees)
     protection = UploadProtection(config, budget.multiplier)
-    server = {"params": model.params, **composed.strategy.init_server(model.params, model)}
-    state = RunState(server, len(stream))
-    make = partial(_engine, config, stream, rounds, protection)
-    config = _with_measured_engine(config, rounds, state, make)
-    engine = make(config.engine, config.block)
+    own = composed.strategy.init_server(model.params, model)
+    composed.check(STRATEGY, "init_server", own, {}, "before the first round")
+    state = RunState({"params": model.params, **own}, len(stream))
+    lenient = config.model_copy(update={"on_bad_update": "exclude"})  # a measurement judges no update
+    config = _with_measured_engine(config, rounds, state, partial(_engine, lenient, stream, rounds, protection))
+    engine = _engine(config, stream, rounds, protection, config.engine, config.block)
     recorder = Recorder(
         folder, sink, state, rounds, budget, [task.name for task in stream.tasks],
-        fingerprint(config, composed, model, stream),
+        Fingerprint(config, composed, network, stream, public is not None, module is not None),
     )  # fmt: skip
     return Session(config, label, stream, composed, model, population, rounds, budget, state, engine, recorder)
 
@@ -83,19 +86,21 @@ def _checked_public(
     return stream.public
 
 
-def _model(config: RunConfig, stream: Stream, module: nn.Module | None) -> models.Model:
-    own = config.model
-    if module is None:
-        with rng.fork(rng.key(config.seed, "model")):
-            module = models.build(own.name, stream.input_shape, stream.tasks[0].classes, own.options)
+def _network(config: RunConfig, stream: Stream) -> nn.Module:
+    with rng.fork(rng.key(config.seed, "model")):
+        return models.build(config.model.name, stream.input_shape, stream.tasks[0].classes, config.model.options)
+
+
+def _model(config: RunConfig, stream: Stream, module: nn.Module) -> models.Model:
     return models.Model(
         module,
         stream.input_shape,
         [task.classes for task in stream.tasks],
         multi_head=stream.multi_head,
-        norm_stats=own.norm_stats,
+        norm_stats=config.model.norm_stats,
         seed=config.seed,
         device=machine.device(config.device),
+        dtype=torch.float32,
     )
 
 

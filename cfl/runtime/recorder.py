@@ -9,34 +9,21 @@ from typing import Any
 import numpy as np
 
 from cfl.assembly import resolve
-from cfl.config.overrides import change
 from cfl.config.schema import RunConfig
 from cfl.contract import RoundInputs
-from cfl.contract.composed import ComposedMethod
 from cfl.core import CheckpointError, Tree, machine
 from cfl.engines import Outcome
-from cfl.models import Model
 from cfl.runtime import checkpoint
+from cfl.runtime.fingerprint import Fingerprint, code
 from cfl.runtime.privacy_budget import Budget
 from cfl.runtime.rounds import Rounds
 from cfl.runtime.run_folder import RunFolder
 from cfl.runtime.sinks import Sink
 from cfl.runtime.state import RunState
-from cfl.streams import Stream
-
-
-def fingerprint(config: RunConfig, composed: ComposedMethod, model: Model, stream: Stream) -> str:
-    """Hash what a checkpoint depends on: the decisive options, and the objects that the options do not describe."""
-    given = {
-        "hooks": {owner: repr(member) for owner, member in composed.members.items()},
-        "params": {name: list(leaf.shape) for name, leaf in model.params.items()},
-        "tasks": [(task.name, len(task.train), len(task.test)) for task in stream.tasks],
-    }
-    return checkpoint.fingerprint({**_decisive(resolve.dump(config)), "given": given})
 
 
 class Recorder:
-    """Record a run. folder: the run's folder, or None; task_names: of the stream; fingerprint: see `fingerprint`.
+    """Record a run. folder: the run's folder, or None; task_names: of the stream; fingerprint: of the run.
 
     writer: writes checkpoints; as a context manager it waits at its end until the last one is on disk.
     """
@@ -49,7 +36,7 @@ class Recorder:
         rounds: Rounds,
         budget: Budget,
         task_names: list[str],
-        fingerprint: str,
+        fingerprint: Fingerprint,
     ) -> None:
         self.folder, self.sink, self.state, self.rounds, self.budget = folder, sink, state, rounds, budget
         self.task_names, self.fingerprint = task_names, fingerprint
@@ -64,11 +51,12 @@ class Recorder:
         if self.folder is not None:
             if not resume:
                 checkpoint.clear(self.folder.checkpoints)
-            elif found := self._last(self.folder, config):
+            elif found := self._last(self.folder):
                 self.state.restore(*found, device=self._device)
                 notes = [*notes, f"resumed after {self.state.position} of {total} rounds"]
-            self.folder.write_config(resolve.dump(config))
             self.folder.truncate_rounds(self.state.position)
+            self.folder.write_config(resolve.dump(config))
+            self.folder.write_made_of({"run": self.fingerprint.parts, "code": code(config)})
         self.sink.start(config, notes, total)
 
     def warn(self, texts: Iterable[str]) -> None:
@@ -124,8 +112,8 @@ class Recorder:
         """Write a checkpoint if the run has a folder. wait: return only when the checkpoint is on disk."""
         if self.folder is not None:
             self.folder.sync_rounds()  # a checkpoint never counts more rounds than rounds.jsonl has lines on disk
-            trees, meta = self.state.saved()
-            self.writer.save(self.state.position, trees, {**meta, "fingerprint": self.fingerprint})
+            trees, meta, states = self.state.saved()
+            self.writer.save(self.state.position, trees, {**meta, "fingerprint": self.fingerprint.text}, states)
             if wait:
                 self.writer.wait()
 
@@ -146,21 +134,16 @@ class Recorder:
             accuracies = row_of(self.state.accuracy_matrix[task])
             self.sink.task({"task": task, "name": self.task_names[task], "accuracy": accuracies, **spent})
 
-    def _last(self, folder: RunFolder, config: RunConfig) -> tuple[dict[str, Tree], dict[str, Any]] | None:
-        """Load the last checkpoint. Raises CheckpointError that names an option whose value differs in the folder."""
+    def _last(self, folder: RunFolder) -> tuple[dict[str, Tree], dict[str, Any]] | None:
+        """Load the last checkpoint. Raises CheckpointError that names what differs from the run in the folder."""
+        there, parts = folder.read_config(), folder.read_made_of().get("run", {})
         try:
-            return checkpoint.load_latest(folder.checkpoints, self.fingerprint, self.sink.warn)
+            return self.writer.load(self.fingerprint.text)
         except CheckpointError as error:
-            there, here = map(_decisive, (folder.read_config(), resolve.dump(config)))
-            changed = change(there, here) if there else ""
+            changed = self.fingerprint.changed(there, parts)
             raise CheckpointError(f"{error}: {changed}" if changed else str(error)) from None
 
 
 def row_of(values: np.ndarray) -> list[float | None]:
     """A row of the accuracy matrix as JSON holds it: None for NaN."""
     return [None if math.isnan(value) else float(value) for value in values]
-
-
-def _decisive(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a checkpoint depends on: the number of worker processes changes no result."""
-    return {name: value for name, value in options.items() if name != "workers"}

@@ -45,7 +45,7 @@ class Rounds:
 
     def sees(self, task: int) -> tuple[int, ...]:
         """Tasks whose data the clients train on in this task."""
-        return self.strategy.sees(task, self.tasks)
+        return tuple(self.strategy.sees(task, self.tasks))
 
     def ends_task(self, position: int) -> bool:
         """Whether a round is the last round of its task."""
@@ -70,7 +70,7 @@ class Rounds:
     def info(self, position: int) -> RoundInfo:
         """Describe a round to the strategy."""
         (task, phase, number), key = self.schedule[position], self._keys[position]
-        sees, heads = self.sees(task), self.strategy.heads(task, self.tasks)
+        sees, heads = self.sees(task), tuple(self.strategy.heads(task, self.tasks))
         owners, expected = self.population.owners(sees), self.population.expected(phase, sees)
         cohort = self.population.cohort(phase, sees, key)
         return RoundInfo(
@@ -80,7 +80,7 @@ class Rounds:
             round=number,
             clients=cohort,
             names=(*self.model.trainable(task, heads), *self.model.buffers(task)),
-            frozen=self.strategy.frozen(task, self.model),
+            frozen=self.strategy.frozen(task, self.model) | self.model.frozen,
             heads=heads,
             population=self.config.partition.clients,
             owners=len(owners),

@@ -4,20 +4,25 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 from filelock import FileLock, Timeout
 
+from cfl.config.overrides import read_yaml
 from cfl.core import Busy, ConfigError, files
 
+MADE_OF = "made_of.json"
 _LOCK = ".lock"
 _PATIENCE = 0.5  # seconds to wait for the lock; `busy` holds it for less
+_RESTORE = "put the whole file back, or begin again with another --output"
 
 
 class RunFolder:
-    """A run's folder: `config.yaml`, `metrics.json`, `timing.json`, `rounds.jsonl`, `checkpoints/`.
+    """A run's folder: `config.yaml`, `metrics.json`, `made_of.json`, `timing.json`, `rounds.jsonl`,
+    `checkpoints/`.
 
     resume: continue the run in the folder. The folder stays locked until `close` or the end of the process.
     Raises ConfigError if the folder cannot be written, or holds a run and `resume` is False; Busy if another process
@@ -29,7 +34,11 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self._rounds, self._metrics = self.path / "rounds.jsonl", self.path / "metrics.json"
         if not resume and (self._rounds.exists() or self._metrics.exists()):
-            raise ConfigError(f"'{self.path}' already holds a run; use --resume or another --output")
+            if self.busy(self.path):
+                raise self._used()
+            raise ConfigError(
+                f"'{self.path}' already holds a run; use --resume (from Python resume=True) or another --output"
+            )
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             probe = self.path / f".probe-{os.getpid()}"
@@ -43,7 +52,16 @@ class RunFolder:
         try:
             self._lock.acquire(timeout=_PATIENCE)
         except Timeout:
-            raise Busy(f"another process uses '{self.path}'; wait for it, or choose another --output") from None
+            raise self._used() from None
+        with suppress(OSError):  # where a lock keeps others from writing, the file stays empty
+            (self.path / _LOCK).write_text(str(os.getpid()))
+
+    def _used(self) -> Busy:
+        pid = ""
+        with suppress(OSError):
+            pid = (self.path / _LOCK).read_text(errors="replace").strip()
+        process = f"process {pid}" if pid.isdigit() else "another process"
+        return Busy(f"{process} uses '{self.path}'; wait for it, or choose another --output")
 
     @staticmethod
     def busy(path: Path) -> bool:
@@ -65,9 +83,20 @@ class RunFolder:
         _write(self.path / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False))
 
     def read_config(self) -> dict[str, Any]:
-        """Read `config.yaml`; an empty dictionary if the file does not exist."""
+        """Read `config.yaml`; an empty dictionary if the file does not exist. Raises ConfigError for a damaged file."""
         path = self.path / "config.yaml"
-        return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        try:
+            return read_yaml(path) if path.exists() else {}
+        except ConfigError as error:
+            raise ConfigError(f"{error}; put the file back or move it away, or choose another --output") from None
+
+    def write_made_of(self, hashes: Mapping[str, Mapping[str, str]]) -> None:
+        """Write `made_of.json`: hashes of what the options do not describe, see `cfl.runtime.fingerprint`."""
+        write_json(self.path / MADE_OF, hashes)
+
+    def read_made_of(self) -> dict[str, dict[str, str]]:
+        """Read `made_of.json`; empty without one. Raises ConfigError for a damaged file."""
+        return read_json(self.path / MADE_OF)
 
     def write_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Write `metrics.json` atomically. NaN is written as null."""
@@ -97,15 +126,29 @@ class RunFolder:
     def truncate_rounds(self, n_lines: int) -> None:
         """Keep the first `n_lines` complete lines of `rounds.jsonl`; later rounds, after the checkpoint, are repeated.
 
-        Raises ConfigError if the file has fewer complete lines.
+        Raises ConfigError if the file has fewer complete lines, or one that holds no round.
         """
-        raw = self._rounds.read_bytes() if self._rounds.exists() else b""
-        lines = raw.split(b"\n")[:-1]  # a kill may leave an incomplete line after the last newline
+        try:
+            raw = self._rounds.read_bytes() if self._rounds.exists() else b""
+        except OSError as error:
+            raise ConfigError(f"'{self._rounds}' cannot be read ({error.strerror}); {_RESTORE}") from None
+        lines = raw.split(b"\n")[:-1][:n_lines]  # a kill may leave an incomplete line after the last newline
         if len(lines) < n_lines:
             raise ConfigError(
-                f"'{self._rounds}' has {len(lines)} complete lines, {n_lines} were expected; use another --output"
+                f"'{self._rounds}' was shortened: it has {len(lines)} rounds, and the checkpoint {n_lines}; {_RESTORE}"
             )
-        _write(self._rounds, "".join(f"{line.decode()}\n" for line in lines[:n_lines]))
+        for number, line in enumerate(lines, 1):
+            if not _holds_round(line):
+                raise ConfigError(f"line {number} of '{self._rounds}' is damaged: it holds no round; {_RESTORE}")
+        _write(self._rounds, "".join(f"{line.decode()}\n" for line in lines))
+
+
+def _holds_round(line: bytes) -> bool:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(row, dict) and "round" in row
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

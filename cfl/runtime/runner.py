@@ -5,7 +5,7 @@ position in the schedule and the trees of the server and the clients.
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,13 @@ import torch
 from torch import nn
 
 from cfl import streams
-from cfl.assembly import methods, resolve
+from cfl.assembly import arguments, methods, resolve
+from cfl.config import presets
 from cfl.config.schema import RunConfig
-from cfl.contract import LocalRegularizer, Strategy
-from cfl.contract.composed import STRATEGY
-from cfl.core import ConfigError, machine
+from cfl.contract import Strategy
+from cfl.core import CflError, ConfigError, DataError, machine
+from cfl.core.errors import reason
+from cfl.core.typed import typed
 from cfl.engines.choose import Choice, undecided
 from cfl.engines.evaluate import Observer
 from cfl.runtime.builder import build_session
@@ -27,38 +29,51 @@ from cfl.runtime.sinks import Sink
 from cfl.streams import Stream
 
 
+@typed
 def run(
-    config: RunConfig,
+    config: RunConfig | Mapping[str, Any],
     *,
     output: Path | str | None = None,
     resume: bool = False,
     sink: Sink | None = None,
-    stream: Stream | None = None,
-    strategy: Strategy | None = None,
-    regularizers: Mapping[str, LocalRegularizer] | None = None,
-    model: nn.Module | None = None,
+    stream: Stream | str | None = None,
+    strategy: Strategy | type[Strategy] | str | None = None,
+    regularizers: Mapping[str, Any] | Sequence[str] | str | None = None,
+    model: nn.Module | str | None = None,
     data_root: Path | str | None = None,
     download: bool = False,
     observe: Observer | None = None,
 ) -> Result:
     """Run a configuration to the end, from the start or from the last checkpoint in `output`.
 
-    stream, strategy, regularizers, model: your own objects in place of those that the configuration names.
+    config: from `cfl.resolve`, or the contents of a config.yaml as a dict: presets do not apply to it.
+    stream, strategy, regularizers, model: your own objects, or registered names with their default options. They
+    replace what the configuration names. regularizers: a dict from names to objects or to dicts of options, or a list
+    of names. A class of a strategy or regularizer is called without arguments.
+    The option `tasks` also selects tasks of your own stream, unless it has the preset's value.
     output: folder for config.yaml, rounds.jsonl, metrics.json and checkpoints; None keeps everything in memory.
     observe: called with the round, the client's id and the client's model after each local training.
     Raises ConfigError, DataError, UpdateError, CheckpointError; completed rounds are in `output`.
     """
-    with machine.threads(config.threads), contextlib.ExitStack() as at_end:
-        members = _members(config, strategy, regularizers)
-        if stream is None:
+    if output == "" or (resume and output is None):
+        raise ConfigError("output must name a folder" + ("; resume=True continues the run in it" if resume else ""))
+    settings = arguments.configured(config, stream, strategy, regularizers, model)
+    members = arguments.members(settings, strategy, regularizers)
+    network = None if isinstance(model, str) else model
+    with machine.threads(settings.threads), contextlib.ExitStack() as at_end:
+        if isinstance(stream, Stream):
+            if settings.tasks == presets.tasks_of(settings.benchmark, settings.scale):
+                settings = settings.model_copy(update={"tasks": None})  # is for the stream of the benchmark
+            stream = streams.selected(stream, settings.tasks)
+        else:
             root = Path(data_root) if data_root else None
-            stream = _stream(config, root, download, public=methods.need_public(members))
+            stream = _stream(settings, root, download, public=methods.need_public(members))
         folder = RunFolder(output, resume=resume) if output is not None else None
         if folder is not None:
             at_end.callback(folder.close)
-            if resume and undecided(config.engine, config.block):
-                config = _settled(config, folder.read_config())
-        session = build_session(config, stream, members, model, folder, sink)
+            if resume and undecided(settings.engine, settings.block):
+                settings = _settled(settings, folder.read_config())
+        session = build_session(settings, stream, members, network, folder, sink)
         torch.set_num_threads(session.config.threads)  # may have been measured
         at_end.enter_context(contextlib.closing(session))
         at_end.enter_context(session.recorder.writer)
@@ -72,18 +87,6 @@ def run(
         return session.finish()
 
 
-def _members(
-    config: RunConfig, strategy: Strategy | None, regularizers: Mapping[str, LocalRegularizer] | None
-) -> dict[str, LocalRegularizer]:
-    """The strategy and the regularizers of a run by name; given objects replace the configured ones."""
-    members = methods.build(config)
-    if regularizers is not None:
-        if STRATEGY in regularizers:
-            raise ConfigError(f"a regularizer cannot be called '{STRATEGY}'; pass a strategy as strategy=...")
-        members = {STRATEGY: members[STRATEGY], **regularizers}
-    return members if strategy is None else {**members, STRATEGY: strategy}
-
-
 def _settled(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
     """The configuration with the engine, block and threads that were measured when the run began."""
     chosen = {name: before.get(name) for name in Choice._fields}
@@ -95,14 +98,19 @@ def _settled(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
 
 def _stream(config: RunConfig, data_root: Path | None, download: bool, public: bool) -> Stream:
     """The stream of the benchmark, with the configured public data if a method needs them."""
-    stream = streams.build(
-        config.benchmark,
-        tasks=config.tasks,
-        seed=config.seed,
-        data_root=data_root,
-        download=download,
-        class_order=config.class_order,
-    )
+    try:
+        stream = streams.build(
+            config.benchmark,
+            tasks=config.tasks,
+            seed=config.seed,
+            data_root=data_root,
+            download=download,
+            class_order=config.class_order,
+        )
+    except CflError:
+        raise
+    except Exception as error:  # of another package's benchmark
+        raise DataError(f"benchmark '{config.benchmark}' cannot be built: {reason(error)}") from error
     if not public or config.public.name in (None, "stream"):
         return stream
     return streams.with_public(

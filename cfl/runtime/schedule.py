@@ -20,11 +20,11 @@ def planned(
     """
     plans = [strategy.plan(task, len(tasks), number) for task, number in enumerate(_each(rounds, tasks))]
     for task, plan in enumerate(plans):
-        if not all(isinstance(phase, Phase) for phase in plan):
-            raise ConfigError(f"{method} plans task {task} as {plan}; return a list of cfl.Phase")
         names = [phase.name for phase in plan]
-        if len(set(names)) < len(names) or not any(phase.rounds for phase in plan):
-            raise ConfigError(f"{method} plans phases {names} for task {task}; give each phase its own name and rounds")
+        if not any(phase.rounds for phase in plan):
+            raise ConfigError(f"{method} plans no round for task {task}; add a cfl.Phase with one or more rounds")
+        if len(set(names)) < len(names):
+            raise ConfigError(f"{method} plans phases {names} for task {task}; give each phase its own name")
     return [
         (task, phase, number) for task, plan in enumerate(plans) for phase in plan for number in range(phase.rounds)
     ]

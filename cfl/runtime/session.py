@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from cfl.config.schema import RunConfig
-from cfl.contract import MEMORY, RoundInfo, RoundInputs, Strategy
+from cfl.contract import MEMORY, RoundInfo, RoundInputs, Server, Strategy, TreesByOwner
 from cfl.contract.composed import STRATEGY, ComposedMethod
-from cfl.core import UpdateError, metrics, tree
+from cfl.core import HookError, UpdateError, metrics, tree
 from cfl.engines import Engine, Outcome
 from cfl.engines.evaluate import LocalModels, Observer, accuracies, accuracy
 from cfl.models import Model
@@ -68,7 +68,7 @@ class Session:
 
     def start(self, resume: bool) -> None:
         """Open the run's folder, restore the last checkpoint if `resume` is set, and announce the run."""
-        notes = [*self.strategy.notes(self.model), *self.population.notes(), *self.budget.notes()]
+        notes = [*self.model.notes(), *self.strategy.notes(self.model), *self.population.notes(), *self.budget.notes()]
         self.recorder.start(self.config, notes, resume)
 
     def close(self) -> None:
@@ -119,13 +119,26 @@ class Session:
         if outcome.aborted is None:
             survivors = self.rounds.survived(info, tuple(outcome.states), outcome.noise)
             try:
-                state.server = self.composed.absorb(
+                after = self.composed.absorb(
                     state.server, inputs.shared, outcome.mean, survivors, self.config.server.lr
                 )
-            except (RuntimeError, ValueError) as error:
+            except HookError as error:
                 raise UpdateError(f"the server's step failed ({info.place}): {error}") from error
+            if info.phase.diagnostic and (self.config.secagg, self.config.dp.level) != ("none", "none"):
+                self._check_measurement(info, inputs.shared, after)
+            state.server = after
         state.clients.update((id, own) for id, own in outcome.states.items() if own or inputs.states[id])
         state.last_task.update(dict.fromkeys(outcome.states, info.task))
+
+    def _check_measurement(self, info: RoundInfo, shared: TreesByOwner, after: Server) -> None:
+        """Raise UpdateError if the unprotected uploads of a diagnostic phase have changed the broadcast."""
+        now = self.composed.broadcast(after, info)
+        same = now.keys() == shared.keys() and all(tree.equal(leaves, now[name]) for name, leaves in shared.items())
+        if not same:
+            raise UpdateError(
+                f"the strategy's absorb changes the broadcast ({info.place}), but nothing protects the uploads of a "
+                "phase with diagnostic=True; set diagnostic=False, or keep the results for `report`"
+            )
 
     def _evaluate(self, info: RoundInfo, last: bool) -> float | None:
         """Accuracy of the global model on the current task if an evaluation is due. last: the round ends the task."""
@@ -141,8 +154,10 @@ class Session:
         state.accuracy_matrix[task, : task + 1] = self._accuracies(range(task + 1))
         state.reports.append(plain(self.strategy.report(state.server, self.model)))
         if task + 1 < len(self.stream):
-            server, state.clients = self.composed.end_task(state.server, state.clients)
-            state.server = self.strategy.begin_task(server, task + 1, self.model)
+            server, clients = self.composed.end_task(state.server, state.clients)
+            begun = self.strategy.begin_task(server, task + 1, self.model)
+            self.composed.check(STRATEGY, "begin_task", begun, server, f"task {task + 1}")
+            state.server, state.clients = begun, clients
         return state.accuracy_matrix[task, task]
 
     def _accuracies(self, tasks: Iterable[int]) -> list[float]:

@@ -4,11 +4,12 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, runtime_checkable
 
 from cfl.config.schema import RunConfig
 
 
+@runtime_checkable
 class Sink(Protocol):
     """Receives the progress of a run. `PlainSink` documents the rows."""
 

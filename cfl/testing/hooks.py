@@ -4,7 +4,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from inspect import Signature, signature
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cfl.contract import Client, LocalRegularizer, Strategy
+from cfl.contract.checked import fault
 from cfl.core import Tree
 
 Uploads = dict[tuple[str, int, str], dict[str, Any]]  # (hook, task, phase) to name to shape and type
@@ -32,6 +33,10 @@ SERVER_HOOKS = (
     "notes",
     "report",
 )
+
+
+PARTS = {"finish": ("upload", "state"), "work": ("upload", "state"), "server_step": ("step", "own")}
+FINITE = ("loss", "penalty", "around gradient", "adjust", "finish", "send", "work", "server_step", "serve")
 
 
 class Faults:
@@ -60,15 +65,18 @@ def watched(method: LocalRegularizer, faults: Faults) -> Any:
     uploads: Uploads = {}
 
     def watch(hook: str) -> Callable[..., Any]:
-        takes = signature(getattr(base, hook))
+        names, takes = [*signature(getattr(Strategy, hook)).parameters][1:], signature(getattr(base, hook))
 
         def call(self: Any, *args: Any, **named: Any) -> Any:
-            given = _given(takes, self, *args, **named)
-            bound = partial(getattr(super(watcher, self), hook), *args, **named)
-            result = _observed(bound, hook, given, self, faults)
+            try:
+                given = dict(zip(names, takes.bind(self, *args, **named).args[1:], strict=False))
+            except TypeError as error:
+                faults.add(hook, f"does not take the arguments ({', '.join(names)}): {error}")
+                raise HookFailed from error
+            result = _observed(partial(getattr(super(watcher, self), hook), *args, **named), hook, given, self, faults)
             if hook == "around":
-                return lambda params, ctx: _observed(
-                    partial(result, params, ctx), hook, {"params": params, "ctx": ctx}, self, faults
+                return lambda *places: _observed(
+                    partial(result, *places), "around gradient", dict(zip(("params", "ctx"), places)), self, faults
                 )
             if hook in ("finish", "work"):
                 _check_upload(hook, given, result[0], uploads, faults)
@@ -95,23 +103,34 @@ def _check_upload(hook: str, given: Mapping[str, Any], upload: Tree, uploads: Up
 
 def same(a: Any, b: Any) -> bool:
     """True if two values are equal, tensors to the bit (NaN equals NaN)."""
+    return not any(unlike(a, b))
+
+
+def unlike(a: Any, b: Any, path: str = "") -> Iterator[str]:
+    """Yield the paths at which two values differ, such as "'state/seen'"; tensors are compared to the bit."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        alike = a.shape == b.shape and a.dtype == b.dtype
-        return alike and bool(((a == b) | ((a != a) & (b != b))).all())
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return list(a) == list(b) and all(same(a[name], b[name]) for name in a)
-    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a is b or a == b or (a != a and b != b))
-
-
-def _given(takes: Signature, *args: Any, **named: Any) -> dict[str, Any]:
-    """Arguments of a hook by name, without `self`."""
-    return dict(list(takes.bind(*args, **named).arguments.items())[1:])
+        alike = a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+    elif isinstance(a, Mapping) and isinstance(b, Mapping) and list(a) == list(b):
+        for name in a:
+            yield from unlike(a[name], b[name], f"{path}/{name}" if path else str(name))
+        return
+    elif isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)) and len(a) == len(b):
+        for number, pair in enumerate(zip(a, b, strict=True)):
+            yield from unlike(*pair, f"{path}[{number}]")
+        return
+    else:
+        nested = isinstance(a, (Tensor, Mapping)) or isinstance(b, (Tensor, Mapping))
+        alike = a is b or (not nested and bool(a == b or (a != a and b != b)))
+    if not alike:
+        yield f"'{path}'" if path else "the whole"
 
 
 def _observed(call: Callable[[], Any], hook: str, given: Mapping[str, Any], method: Any, faults: Faults) -> Any:
-    """Call a hook twice and return its first result; record side effects and a different second result."""
+    """Call a hook twice and return its first result; record what is wrong with it, and side effects.
+
+    hook: also "around gradient", for a call of the function that `around` returned.
+    """
+    name = hook.removesuffix(" gradient")
     before = {path: leaf.clone() for path, leaf in _tensors(given)}
     draws, own = _global_draws(), _print([vars(method), _class_values(method)])
     try:
@@ -119,22 +138,40 @@ def _observed(call: Callable[[], Any], hook: str, given: Mapping[str, Any], meth
     except HookFailed:
         raise
     except Exception as error:
-        faults.add(hook, f"raises {type(error).__name__}: {error}")
+        faults.add(name, f"raises {type(error).__name__}: {error}")
         raise HookFailed from error
     after = dict(_tensors(given))
     if written := [path for path in before if path not in after or not same(before[path], after[path])]:
-        faults.add(hook, f"writes to {_some(written)} in place; make a new tensor or dictionary")
+        faults.add(name, f"writes to {some(written)} in place; make a new tensor or dictionary")
     if added := [path for path in after if path not in before]:
-        faults.add(hook, f"adds {_some(added)} to its arguments; make a new dictionary")
+        faults.add(name, f"adds {some(added)} to its arguments; make a new dictionary")
     if _global_draws() != draws:
-        faults.add(hook, "draws from a global generator; use cfl.rng.generator(ctx.key) or cfl.rng.generator(info.key)")
+        faults.add(name, "draws from a global generator; use cfl.rng.generator(ctx.key) or cfl.rng.generator(info.key)")
+    if text := fault(method, hook, result, [*given.values()]):
+        faults.add(name, text)
+        raise HookFailed
     if _print([vars(method), _class_values(method)]) != own:
-        faults.add(hook, "keeps state on the object or its class; return it as client state or as a tree of the server")
-    elif not callable(result) and not same(result, again):
-        faults.add(
-            hook, "returns different results for the same arguments; draw from ctx.key or info.key, keep no state"
-        )
+        faults.add(name, "keeps state on the object or its class; return it as client state or as a tree of the server")
+    elif not callable(result):
+        _check_values(hook, name, _parts(name, result), _parts(name, again), faults)
     return result
+
+
+def _check_values(hook: str, name: str, result: Any, again: Any, faults: Faults) -> None:
+    """Compare the results of two calls with the same arguments, and look for NaN."""
+    if differing := [*unlike(result, again)]:
+        text = f"returns different results for the same arguments ({some(differing)} differs)"
+        faults.add(name, f"{text}; draw from ctx.key or info.key, keep no state")
+    leaves = dict(_tensors(torch.as_tensor(result) if isinstance(result, float) else result))
+    if bad := [path for path, leaf in leaves.items() if hook in FINITE and not bool(torch.isfinite(leaf).all())]:
+        where = f" in {some(bad)}" if bad[0] else ""
+        faults.add(name, f"returns NaN or infinity{where}; guard divisions, roots and logarithms")
+        raise HookFailed  # later hooks would pass it on
+
+
+def _parts(hook: str, result: Any) -> Any:
+    """Name the parts of a pair, for paths in messages."""
+    return dict(zip(PARTS[hook], result, strict=True)) if hook in PARTS else result
 
 
 def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -151,7 +188,8 @@ def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
         yield from _tensors({task: share.rows for task, share in value.shares.items()}, f"{path}.rows")
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first of several names, for messages."""
     return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 

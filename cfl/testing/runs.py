@@ -16,7 +16,7 @@ from cfl.runtime.runner import run
 from cfl.runtime.session import Session
 from cfl.runtime.sinks import NullSink
 from cfl.streams import Stream
-from cfl.testing.hooks import Faults, HookFailed, same
+from cfl.testing.hooks import Faults, HookFailed, some, unlike
 
 TOLERANCE = 1e-5  # float32 error between single clients and blocks, with and without padding
 
@@ -59,14 +59,13 @@ def check_rounds(session: Session, faults: Faults) -> None:
         after = {id: _begun(leaves, prefix) for id, leaves in session.state.clients.items()}
         for outcome in alone:
             for id, leaves in outcome.states.items():
-                if not same(_begun(leaves, prefix), after.get(id, {})):
+                if differing := [*unlike(_begun(leaves, prefix), after.get(id, {}))]:
                     text = "the state of a client depends on the other clients in the round, or on their order"
-                    faults.add(hook, f"{text}; use only the state that the hook gets and returns")
+                    faults.add(hook, f"{text} ({some(differing)}); use only the state that the hook gets and returns")
         for id, leaves in kept.items():
-            if id not in info.clients and not same(_begun(leaves, prefix), after[id]):
-                faults.add(
-                    hook, "the state of a client changes in a round without it; do not write to a state in place"
-                )
+            if id not in info.clients and (differing := [*unlike(_begun(leaves, prefix), after[id])]):
+                text = "the state of a client changes in a round without it"
+                faults.add(hook, f"{text} ({some(differing)}); do not write to a state in place")
 
 
 def _begun(leaves: Tree, prefix: str) -> Tree:
@@ -97,9 +96,10 @@ def check_engines(config: RunConfig, stream: Stream, method: LocalRegularizer, p
         except CflError as error:
             faults.add("run", f"engine '{engine}' fails: {error}; {ADVICE.get(engine, 'see the message')}")
             continue
-        worst = max(float((leaf - found[name]).abs().max()) for name, leaf in expected.items() if leaf.numel())
+        filled = ((name, leaf) for name, leaf in expected.items() if leaf.numel())
+        worst, name = max((float((leaf - found[name]).abs().max()), name) for name, leaf in filled)
         if worst > TOLERANCE:
-            text = f"engine '{engine}' gives weights that differ by {worst:.1e} from '{config.engine}'; "
+            text = f"engine '{engine}' gives '{name}' that differs by {worst:.1e} from '{config.engine}'; "
             faults.add("run", f"{text}{ADVICE.get(engine, 'keep no state outside client states and trees')}")
 
 
@@ -123,10 +123,13 @@ def check_resume(
                 # Another run replaces anything that the process may have kept of this one.
                 run(config.model_copy(update={"seed": config.seed + 1}), stream=stream, model=module, **_roles(method))
                 found = _saved(config, stream, method, module, path)
-            for name in [name for name in expected if not same(expected[name], found.get(name))]:
-                hook = "finish" if name.startswith("client/") else "absorb"
-                text = f"killed in round {after} of {total} and resumed, the run ends with a different '{name}'"
-                faults.add(hook, f"{text}; keep all that later rounds need in client states or the server's trees")
+            for name, leaves in expected.items():
+                if differing := [*unlike(leaves, found.get(name), name)]:
+                    text = (
+                        f"killed in round {after} of {total} and resumed, the run ends with another {some(differing)}"
+                    )
+                    remedy = "keep all that later rounds need in client states or the server's trees"
+                    faults.add("finish" if name.startswith("client/") else "absorb", f"{text}; {remedy}")
             if faults:
                 return
 
@@ -157,6 +160,6 @@ def _saved(
 ) -> dict[str, Tree]:
     """Run or resume to the end, and return the trees of the last checkpoint."""
     run(config, output=path, resume=True, stream=stream, model=module, **_roles(method))
-    fingerprint = session(config, stream, method, module).recorder.fingerprint
+    fingerprint = session(config, stream, method, module).recorder.fingerprint.text
     found = checkpoint.load_latest(path / "checkpoints", fingerprint, lambda text: None)
     return found[0] if found else {}

@@ -7,7 +7,7 @@ import torch
 
 from cfl.contract import MEMORY, Batch, LocalRegularizer, RoundInputs, Strategy
 from cfl.contract.composed import STRATEGY, ComposedMethod, own_state
-from cfl.core import Tree, optim, tree
+from cfl.core import RAW, HookError, Tree, optim, tree
 from cfl.engines.loop import recalled
 from cfl.engines.step import LocalStep, StepInputs
 from cfl.runtime.session import Session
@@ -73,15 +73,17 @@ class _Steps:
 
     def hidden(self, hooks: Hooks) -> str:
         for batch, memory, state in self.clients:
-            if not _near(*(self.step(hooks, batch, memory, state, batch, seen=seen) for seen in (None, state))):
-                return "a hook of a step reads a state that steps do not see; see `steps_see_state` and `ctx.memory`"
+            both = (self.step(hooks, batch, memory, state, batch, seen=seen) for seen in (None, state))
+            if far := _far(*both):
+                text = f"a hook of a step reads a state that steps do not see, which changes {far}"
+                return f"{text}; see `steps_see_state` and `ctx.memory`"
         return ""
 
     def padding(self, hooks: Hooks) -> str:
         for batch, memory, state in self.clients:
             whole, padded = (self.step(hooks, batch, memory, state, last) for last in (batch, _padded(batch)))
-            if not _near(whole, padded):
-                return "padding in a batch changes the step; multiply by ctx.batch.mask, and divide by its sum"
+            if far := _far(whole, padded):
+                return f"padding in a batch changes {far}; multiply by ctx.batch.mask, and divide by its sum"
         return ""
 
     def vmap(self, hooks: Hooks) -> str:
@@ -95,7 +97,7 @@ class _Steps:
         """Compare single clients with the same clients under vmap. members: clients with states of equal shapes."""
         alone = [self.step(hooks, *member, last=member[0]) for member in members]
         redrawn = [self.step(hooks, *member, last=member[0], key=1) for member in members]
-        if not all(map(_near, alone, redrawn)):
+        if any(map(_far, alone, redrawn)):
             return ""  # engines train clients whose hooks read ctx.key one at a time
         batches, memories, states = zip(*members, strict=True)
         parts = [_stacked(batches), _stacked(memories), tree.stack(states)]
@@ -105,13 +107,13 @@ class _Steps:
 
         try:
             together = torch.func.vmap(one, randomness="different")(*parts)
-        except RuntimeError as error:
+        except (*RAW, HookError) as error:
             first = str(error).splitlines()[0]
             return f"cannot run under vmap for many clients ({first}); use torch.where for branches, and no .item()"
         for number, expected in enumerate(alone):
             found = {name: {key: leaf[number] for key, leaf in leaves.items()} for name, leaves in together.items()}
-            if not _near(expected, found):
-                return "the step of a client under vmap with other clients differs from its step alone"
+            if far := _far(expected, found):
+                return f"under vmap with other clients, {far} of a client differs from that of its step alone"
         return ""
 
     def culprit(self, fails: Callable[[Hooks], str]) -> str:
@@ -144,9 +146,10 @@ def _padded(batch: Batch) -> Batch:
     return Batch(x, y, torch.cat([batch.mask, torch.zeros_like(batch.mask)]), ids, task)
 
 
-def _near(a: Result, b: Result) -> bool:
-    return all(
-        torch.allclose(leaf.float(), b[name][key].float(), atol=TOLERANCE, rtol=TOLERANCE)
-        for name, leaves in a.items()
-        for key, leaf in leaves.items()
-    )
+def _far(a: Result, b: Result) -> str:
+    """The first leaf that differs between two results, such as "params/1.weight"; empty if all are close."""
+    for part, leaves in a.items():
+        for name, leaf in leaves.items():
+            if not torch.allclose(leaf.float(), b[part][name].float(), atol=TOLERANCE, rtol=TOLERANCE):
+                return f"'{part}/{name}'"
+    return ""

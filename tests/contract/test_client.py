@@ -7,7 +7,7 @@ import torch
 
 import cfl
 from cfl.contract import STAGES, Client, Phase, Privacy, RoundInfo, Share
-from cfl.core import ConfigError, rng
+from cfl.core import ConfigError, plugins, rng
 
 # Rows of the client's share of each task, unordered; the share of task 2 is empty.
 ROWS = {0: [4, 0, 2], 1: [1, 3, 0, 5], 2: []}
@@ -138,6 +138,23 @@ def test_an_unknown_cohort_is_refused_with_the_nearest_name():
 def test_a_phase_without_training_and_work_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         Phase("idle", **options)
+
+
+@pytest.mark.parametrize("kind", ["stores", "diagnostic"])
+def test_a_phase_whose_uploads_nothing_protects_may_not_train(kind):
+    """Its updates would be sent without masks, clip, noise and accounting."""
+    with pytest.raises(
+        ConfigError, match=f"phase 'idle' has train=True and {kind}=True, .*; set train=False, or {kind}="
+    ):
+        Phase("idle", work=True, **{kind: True})
+    assert getattr(Phase("idle", train=False, work=True, **{kind: True}), kind)
+
+
+@pytest.mark.parametrize("name", plugins.strategies.names())
+def test_no_built_in_plan_has_a_phase_that_trains_without_protection(name):
+    strategy = plugins.strategies.get(name)()
+    phases = [phase for task in range(3) for phase in strategy.plan(task, 3, 2)]
+    assert phases and not any(phase.train and (phase.stores or phase.diagnostic) for phase in phases)
 
 
 def test_phases_may_train_work_or_both():

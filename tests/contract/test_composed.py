@@ -207,7 +207,7 @@ class Half(LocalRegularizer):
         return {"rounds": torch.tensor(0.0)}
 
     def provide(self, own, info):
-        return {"down": own["rounds"].item()}
+        return {"down": own["rounds"]}
 
     def server_step(self, step, own, gathered, params, info):
         self.log.append((self.name, "server", step["w"].item(), gathered["sent"].item(), params["w"].item()))
@@ -223,7 +223,8 @@ class Plain(Strategy):
         return {"params": server["params"]}
 
     def absorb(self, server, mean, info, lr):
-        return {"params": {name: server["params"][name] - step for name, step in mean.get("strategy", {}).items()}}
+        new = {name: server["params"][name] - step for name, step in mean.get("strategy", {}).items()}
+        return {"params": {**server["params"], **new}}
 
 
 MODEL = Model(toy.net(nn.Linear(1, 2)), (1,), [2, 2], multi_head=False)

@@ -2,12 +2,17 @@
 
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+import cfl
+from cfl import cli
 from cfl.core import machine
+from tests import toy
 
 CPU = torch.device("cpu")
 
@@ -43,3 +48,26 @@ def test_the_peak_is_this_programs_and_not_that_of_the_one_that_started_it():
 
 def test_there_is_a_core_at_least():
     assert machine.cores() >= 1
+
+
+def test_only_the_command_changes_how_the_process_allocates(monkeypatch, tmp_path):
+    """`cfl.run` is called in notebooks, whose allocator is their own; `cfl-run` and workers are processes of cfl."""
+    calls = []
+    monkeypatch.setattr(machine, "keep_memory", lambda: calls.append("here"))
+    cfl.run(toy.config(), stream=toy.stream())
+    assert calls == []
+    monkeypatch.setattr(cli.runner, "run", lambda *given, **options: cfl.run(toy.config(), stream=toy.stream()))
+    cli._run(toy.config(), tmp_path, resume=False, quiet=True, tensorboard=False)
+    assert calls == ["here"]
+
+
+def test_writers_are_awaited_and_other_threads_are_not():
+    done, go = [], threading.Event()
+    other = threading.Thread(target=go.wait)
+    writer = threading.Thread(target=lambda: done.append(time.sleep(0.1)), name=machine.WRITER)
+    for thread in (other, writer):
+        thread.start()
+    machine.await_writers()
+    assert len(done) == 1 and other.is_alive()
+    go.set()
+    other.join()

@@ -117,6 +117,21 @@ def test_fields_that_are_no_options_are_not_described():
     assert [row["name"] for row in options.describe(Mixed)] == ["told"]
 
 
+def test_steep_options_are_those_whose_value_matters():
+    @dataclass(frozen=True)
+    class Steep:
+        strength: float = option(2.0, "a weight", steep="local")
+        off: float = option(0.0, "a weight that is off", steep="local")
+        limit: float | str | None = option(None, "a limit that is absent", steep="local")
+        safe: float | str | None = option("auto", "a limit that sets itself", steep="local")
+        rate: float = option(0.1, "of the server", steep="server")
+        plain: float = option(1.0, "of no steps")
+
+    assert options.steep(Steep(), "strategy", "local") == ["strategy.strength (now 2.0)", "strategy.limit (now none)"]
+    assert options.steep(Steep(), "regularizer.x", "server") == ["regularizer.x.rate (now 0.1)"]
+    assert options.steep(object(), "strategy", "local") == []
+
+
 def test_unknown_without_a_near_name_lists_all():
     assert str(unknown("method", "zzz", ["fot", "fedavg"])) == "unknown method 'zzz'; known: fedavg, fot"
     assert str(unknown("method", "zzz", [])) == "unknown method 'zzz'; known: none"

@@ -1,5 +1,7 @@
 """Registries: built-ins, entry points of other packages, and names that are taken or unknown."""
 
+import subprocess
+import sys
 from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
@@ -33,7 +35,7 @@ def test_a_name_is_taken_once(registry):
     first, second = object(), object()
     registry.register("one")(first)
     registry.register("one")(first)  # a module that is imported twice
-    with pytest.raises(ValueError, match=r"thing 'one' is registered already, by <object"):
+    with pytest.raises(ConfigError, match=r"thing 'one' is registered already, by <object.*, and now by <object"):
         registry.register("one")(second)
     assert registry.get("one") is first
 
@@ -59,10 +61,37 @@ def test_entry_points_are_listed_and_loaded(registry, third_party):
     assert registry.get("square-root") is math.sqrt
 
 
-def test_built_ins_win_over_entry_points(registry, third_party):
+def test_a_name_of_a_built_in_and_of_an_entry_point_is_refused(registry, third_party):
+    import math
+
     registry.register("square-root")("ours")
-    assert registry.get("square-root") == "ours"
+    with pytest.raises(ConfigError, match=r"by 'ours', and now by .*sqrt.* of the entry point math:sqrt; choose"):
+        registry.get("square-root")
     assert registry.names() == ["square-root"]
+
+    again = Registry("thing", "cfl.test-things", "math")
+    again.register("square-root")(math.sqrt)  # a package that registers what its entry point offers
+    assert again.get("square-root") is math.sqrt
+
+
+def test_an_entry_point_that_cannot_be_loaded_is_named(registry, monkeypatch):
+    points = EntryPoints([EntryPoint("gone", "math:nothing", "cfl.test-things")])
+    monkeypatch.setattr(plugins, "_points", lambda group: points.select(group=group))
+    with pytest.raises(ConfigError, match=r"thing 'gone' cannot be loaded from math:nothing: AttributeError"):
+        registry.get("gone")
+
+
+def test_the_built_ins_are_there_before_a_name_is_registered() -> None:
+    """In a fresh process, whose first use of the registry is a decorator."""
+    code = """
+import cfl
+try:
+    cfl.plugins.strategies.register("fot")(type("Mine", (cfl.Strategy,), {}))
+except cfl.errors.ConfigError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "FOT" in done.stdout and "Mine" in done.stdout
 
 
 def test_unknown_names_suggest_the_nearest(registry, third_party):

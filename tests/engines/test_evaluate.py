@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import cfl
-from cfl.core import rng
+from cfl.core import UpdateError, rng
 from cfl.engines.evaluate import LocalModels, accuracies, accuracy
 from cfl.models import Model
 from cfl.streams.store import Pool, TaskSamples
@@ -143,3 +143,31 @@ def test_batches_with_batch_statistics_are_drawn_at_random():
     assert accuracy(model, params, part, 0, 13) > 0.9
     assert sizes == [13, 13, 14]  # a single sample has no statistics
     assert accuracy(model, params, part, 0, 40) == 1.0  # one batch has both classes in any order
+
+
+def test_outputs_that_are_not_finite_are_an_error_and_no_accuracy():
+    """Weights of 1e38 are finite; x = 1 through two layers of them gives 1e76, which float32 does not hold."""
+    model = Model(
+        nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 2, bias=False)), (1,), [2, 2], multi_head=False
+    )
+    pool = Pool(torch.tensor([[0.0], [1.0], [2.0]]))
+    parts = {task: TaskSamples(pool, torch.arange(3), torch.zeros(3, dtype=torch.int64)) for task in (0, 1)}
+    large = {name: torch.full_like(leaf, 1e38) for name, leaf in model.params.items()}
+    spoiled = large | {"1.weight": torch.full((2, 1), float("nan"))}
+    for params, why in ((large, "its weights are finite, but too large"), (spoiled, "its parameter '1.weight'")):
+        message = (
+            f"NaN or infinity for {2 if params is large else 3} of 3 test samples of task 1: {why}.*lower local.lr"
+        )
+        with pytest.raises(UpdateError, match=message):
+            accuracies(model, {0: model.params, 1: params}, parts, 2)
+    look = LocalModels(INFO, model.params, lambda params, task: accuracy(model, params, parts[1], 1, 2), None)
+    look(4, large)  # a client's own model does not stop the run
+    assert look.figures["client"] == [4] and look.figures["accuracy"] == [None]
+
+
+def test_a_class_whose_output_is_minus_infinity_is_never_predicted():
+    masked = toy.Net(nn.Linear(1, 3))
+    masked.register_forward_hook(lambda _, given, out: out + torch.tensor([0.0, float("-inf"), 0.0]))
+    model = Model(masked, (1,), [3], multi_head=False)
+    part = TaskSamples(Pool(torch.zeros(2, 1)), torch.arange(2), torch.tensor([1, 1]))
+    assert accuracy(model, model.params, part, 0, 2) == 0.0

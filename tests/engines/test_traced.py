@@ -108,7 +108,16 @@ def test_a_trace_that_reads_the_task_serves_that_task_alone(reads, after):
     assert len(tries) == (2 if reads else 1) and all(trace for trace, _ in tries)
 
 
-@pytest.mark.parametrize("field", ["step", "lr", "key"])
+def test_a_trace_that_reads_the_learning_rate_serves_that_rate_alone(after):
+    tries, traces = after(1), traced.Traces()
+    for lr in (0.5, 0.25, 0.5):
+        factor = lambda kind, lr=lr: context(kind)._replace(lr=lr).lr  # noqa: E731
+        work = lambda inputs, kind: {"": {"": inputs["params"]["w"] * factor(kind)}}  # noqa: E731, B023
+        assert torch.equal(traces(work, block(), task=0, alike=True, lr=lr)[""][""], lr * block()["params"]["w"])
+    assert len(tries) == 2 and all(trace for trace, _ in tries)
+
+
+@pytest.mark.parametrize("field", ["step", "key"])
 def test_work_that_reads_a_changing_number_is_computed_every_time(field, after):
     tries, traces = after(1), traced.Traces()
     for value in (2.0, 5.0):

@@ -1,5 +1,6 @@
 """Comparisons: planned runs, parallel processes, kills, and two comparisons in one folder."""
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -17,10 +18,11 @@ import pytest
 from scipy import stats
 
 import cfl
-from cfl.assembly.resolve import dump
-from cfl.core import Busy, ConfigError
+from cfl.assembly.resolve import dump, load
+from cfl.config.overrides import read_yaml
+from cfl.core import Busy, CheckpointError, ConfigError, plugins
 from cfl.experiments import parallel
-from cfl.experiments.compare import HOW, alone, digest, finished, finished_in, plan
+from cfl.experiments.compare import HOW, alone, digest, experiment, finished, finished_in, plan
 from cfl.experiments.parallel import run_all
 from cfl.report import paired
 from cfl.runtime.run_folder import RunFolder
@@ -90,13 +92,103 @@ def test_names_and_folders_of_runs_are_unique():
 
 
 def test_the_hash_depends_on_options_that_decide_the_result():
-    plain = digest(cfl.resolve("permuted-digits"))
+    """Without draws inside the network, no engine does."""
+    plain = cfl.resolve("permuted-digits")
     how = {"engine": "pool", "block": 2, "workers": 3, "threads": 2, "device": "auto", "checkpoint_every": 7}
     assert set(how) == set(HOW)
-    for name, value in how.items():
-        assert digest(cfl.resolve("permuted-digits", overrides=[f"{name}={value}"])) == plain
+    for each in [f"{name}={value}" for name, value in how.items()] + ["engine=vmapped", "engine=auto"]:
+        other = cfl.resolve("permuted-digits", overrides=[each])
+        assert digest(other) == digest(plain) == experiment(other) == experiment(plain)
     for text in ("seed=1", "local.lr=0.06", "method=fot", "eval_batch_size=7", "partition.name=shards"):
-        assert digest(cfl.resolve("permuted-digits", overrides=[text])) != plain
+        other = cfl.resolve("permuted-digits", overrides=[text])
+        assert digest(other) != digest(plain) and experiment(other) != experiment(plain)
+
+
+def test_the_hash_of_a_run_with_dropout_depends_on_who_shares_the_draws():
+    def config(*overrides):
+        return cfl.resolve("permuted-digits", overrides=["model.dropout=[0.5,0.5]", *overrides])
+
+    def block(engine, size):
+        return digest(config(f"engine={engine}", f"block={size}"))
+
+    each_client = {digest(config(*one)) for one in ([], ["engine=pool"], ["engine=pool", "block=2"], ["threads=2"])}
+    assert len(each_client) == 1
+    blocks = [block("vmapped", 2), block("vmapped", 3), block("vmapped", "null"), digest(config("engine=auto"))]
+    assert len({*each_client, *blocks, digest(config("device=cuda"))}) == 6
+    assert block("pool+vmapped", 2) == block("vmapped", 2)  # the blocks are the same
+    assert len({experiment(config(f"engine={name}")) for name in ("loop", "pool", "vmapped", "auto")}) == 1
+
+
+def small(*overrides):
+    few = ["tasks=1", "rounds=2", "model.hidden=[8]", "model.dropout=[0.5]", "partition.clients=4", "cohort=4"]
+    return [*few, *overrides]
+
+
+def planned(folder, *overrides, method="fedavg"):
+    ((run,),) = (group.runs for group in plan("permuted-digits", method, "0", folder, overrides=small(*overrides)))
+    return run
+
+
+def test_a_finished_run_stands_for_a_plan_with_the_same_draws(tmp_path):
+    run = planned(tmp_path, "engine=vmapped", "block=2")
+    cfl.run(run.config, output=run.folder)
+    run = replace(run, folder=run.folder.rename(tmp_path / "mine"))  # named by an earlier version
+    for same in (
+        ["engine=vmapped", "block=2"],
+        ["engine=pool+vmapped", "block=2"],
+        ["engine=vmapped"],
+        ["engine=auto"],
+    ):
+        assert planned(tmp_path, *same).folder == run.folder
+    other = [planned(tmp_path), planned(tmp_path, "engine=pool"), planned(tmp_path, "engine=vmapped", "block=4")]
+    assert [one.results() for one in other] == [None] * 3 and other[0].folder == other[1].folder != other[2].folder
+    found = cfl.run(other[0].config, output=other[0].folder).params
+    vmapped = cfl.run(run.config, output=run.folder, resume=True).params
+    assert max(float((found[name] - leaf).abs().max()) for name, leaf in vmapped.items()) > 1e-3  # more than rounding
+
+
+PLUGIN = """
+from cfl.contract import Strategy
+
+class Mine(Strategy):
+    def adjust(self, grads, params, ctx):
+        return {{name: {factor} * leaf for name, leaf in grads.items()}}
+"""
+
+
+def test_a_run_is_repeated_after_the_code_of_its_method_has_changed(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def write(factor):
+        (tmp_path / "mine_of_another_package.py").write_text(PLUGIN.format(factor=factor))
+        sys.modules.pop("mine_of_another_package", None)
+        found = importlib.import_module("mine_of_another_package").Mine
+        monkeypatch.setitem(plugins.strategies._items, "mine", found)
+
+    write("0.5")
+    first = planned(tmp_path / "runs", method="mine")
+    acc = cfl.run(first.config, output=first.folder).metrics["acc"]
+    assert "the code of method 'mine'" in json.loads((first.folder / "made_of.json").read_text())["code"]
+    assert planned(tmp_path / "runs", method="mine").results()["acc"] == acc
+    write("22.0")
+    second = planned(tmp_path / "runs", method="mine")
+    assert second.folder != first.folder and second.results() is None and first.results()["acc"] == acc
+    with pytest.raises(CheckpointError, match="the code of mine_of_another_package.Mine changed since the run began"):
+        cfl.run(first.config, output=first.folder, resume=True)
+    write("0.5")
+    assert planned(tmp_path / "runs", method="mine").folder == first.folder
+    sys.modules.pop("mine_of_another_package")
+
+
+def test_stored_runs_of_built_in_methods_need_no_record_of_code():
+    runs = Path(__file__).parents[2] / "benchmarks" / "results" / "runs"
+    stored = finished(runs)
+    assert stored and not list(runs.rglob("made_of.json"))
+    assert {read_yaml(path / "config.yaml")["engine"] for path in stored.values()} >= {"loop", "pool+vmapped"}
+    for own, path in stored.items():
+        config = load(read_yaml(path / "config.yaml"))
+        assert experiment(config.model_copy(update={"engine": "vmapped", "block": 3})) == own == experiment(config)
 
 
 def test_the_folder_of_a_single_run_has_a_hash_if_options_are_set():
@@ -178,12 +270,12 @@ def test_a_finished_run_of_an_earlier_version_is_found(tmp_path):
         own = folder / f"fot-seed0-{digest(first.config)}"
         assert first.folder == (tmp_path / "fot-seed0-0123456789" if folder == tmp_path else own) != second.folder
         assert second.folder == folder / f"fot-seed1-{digest(second.config)}"
-    assert list(finished_in(tmp_path).values()) == [tmp_path / "fot-seed0-0123456789"]
+    assert list(finished_in(tmp_path)) == [tmp_path / "fot-seed0-0123456789"]
 
 
 def test_the_hash_of_a_run_does_not_depend_on_its_folder(tmp_path):
     (run,) = plan("permuted-digits", "fedavg", "0", tmp_path)[0].runs
-    assert replace(run, folder=tmp_path / "mine-0").digest == run.digest == digest(run.config)
+    assert replace(run, folder=tmp_path / "mine-0").experiment == run.experiment == experiment(run.config)
 
 
 def test_a_run_without_stored_seconds_is_finished(tmp_path):
@@ -212,9 +304,11 @@ def test_paired_differences_are_those_of_a_paired_t_test():
 
 def test_one_process_at_a_time_owns_a_folder(tmp_path):
     folder = RunFolder(tmp_path / "run")
+    (tmp_path / "run" / "rounds.jsonl").touch()
     assert RunFolder.busy(tmp_path / "run") and not RunFolder.busy(tmp_path)
-    with pytest.raises(Busy, match="another process uses"):
-        RunFolder(tmp_path / "run", resume=True)
+    for resume in (True, False):
+        with pytest.raises(Busy, match=f"process {os.getpid()} uses '.*run'; wait for it, or choose another --output"):
+            RunFolder(tmp_path / "run", resume=resume)
     folder.close()
     assert not RunFolder.busy(tmp_path / "run")
     RunFolder(tmp_path / "run", resume=True).close()

@@ -12,7 +12,7 @@ from cfl import cli, streams
 from cfl.assembly.resolve import dump
 from cfl.core import ConfigError, plugins, rng
 from cfl.experiments import reproduce
-from cfl.experiments.compare import Run, digest
+from cfl.experiments.compare import Run, digest, experiment
 from cfl.experiments.reproduce import Cell, Score, Table
 from cfl.report import reproduced
 
@@ -46,7 +46,7 @@ def test_only_the_two_methods_with_generators_are_missing():
 def test_cells_of_a_table_are_different_runs():
     for table in reproduce.tables().values():
         runs = [run for cell in table.cells for run in cell.runs([0], "paper", [], Path())]
-        assert len({digest(run.config) for run in runs}) == len(runs), table.name
+        assert len({experiment(run.config) for run in runs}) == len(runs), table.name
 
 
 def test_the_options_of_cells_are_those_of_the_paper():
@@ -129,6 +129,24 @@ def test_a_run_of_an_earlier_version_in_the_output_folder_counts(tmp_path):
     assert folder() == (config, new)  # not finished
     (tmp_path / "fot-seed5-0123456789" / "metrics.json").write_text("{}")
     assert folder() == (config, tmp_path / "fot-seed5-0123456789") and new.name != "fot-seed5-0123456789"
+
+
+def test_a_finished_run_of_any_engine_stands_for_a_cell(tmp_path):
+    """Permuted MNIST has dropout, whose draws depend on the engine; a cell asks for an experiment."""
+
+    def run(folder, *stored):
+        only = ["FOT", "PMNIST", "IID"]
+        ((found,),) = reproduce.table("fot-table1").runs(only, [5], "smoke", ["engine=auto"], folder, stored).values()
+        return found
+
+    planned = run(tmp_path / "new")
+    other = planned.config.model_copy(update={"engine": "pool+vmapped", "block": 8})
+    assert digest(other) != digest(planned.config) and experiment(other) == planned.experiment
+    folder = tmp_path / "kept" / "mine"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(json.dumps(dump(other)))
+    (folder / "metrics.json").write_text("{}")
+    assert run(tmp_path / "kept").folder == run(tmp_path / "new", tmp_path / "kept").folder == folder != planned.folder
 
 
 def test_scores_have_the_decimals_of_the_paper():

@@ -192,7 +192,7 @@ PUBLIC = "public.name=cifar100"  # not opened before a run
         ("fedsool", [], "unknown method 'fedsool'; did you mean 'fedsol'"),
         ("fot+fedsool", [], "unknown local regularizer 'fedsool'; did you mean 'fedsol'"),
         ("fot+scafold", [], "unknown local regularizer 'scafold'; did you mean 'scaffold'"),
-        ("fedprox+fot", [], "'fedprox\\+fot' names two strategies; name one, and local regularizers after it"),
+        ("fedprox+fot", [], "names the strategy after a regularizer; write fot\\+fedprox"),
         ("fot+", [], "unknown local regularizer ''"),
         ("+fot", [], "unknown method ''"),
         ("fot+fedsol+fedsol", [], "local regularizers must differ from each other"),

@@ -25,8 +25,8 @@ CONVOLUTIONS = {
 def test_layer_inputs_times_weight_is_the_convolution(case):
     with rng.fork(1):
         conv = CONVOLUTIONS[case]().double()
-    width = conv(torch.zeros(1, 4, 7, 6).double()).shape[-1]
-    model = Model(nn.Sequential(conv), (4, 7, 6), [width], multi_head=False)  # the last dimension counts as classes
+    width = conv(torch.zeros(1, 4, 7, 6).double()).numel()
+    model = Model(nn.Sequential(conv, nn.Flatten()), (4, 7, 6), [width], multi_head=False)
     x = torch.randn(3, 4, 7, 6, dtype=torch.float64, generator=rng.generator(3))
     expected = conv(x)
     assert len(model.layers) == conv.groups

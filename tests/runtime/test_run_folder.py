@@ -40,14 +40,30 @@ def test_no_line_twice_after_a_kill(tmp_path):
     again.append_round({"round": 2})
     lines = (tmp_path / "rounds.jsonl").read_text().splitlines()
     assert [json.loads(line)["round"] for line in lines] == [0, 1, 2]
-    with pytest.raises(ConfigError, match="has 3 complete lines, 4 were expected"):
+    with pytest.raises(ConfigError, match=r"was shortened: it has 3 rounds, and the checkpoint 4; put the whole file"):
         again.truncate_rounds(4)
+
+
+def test_a_file_that_is_damaged_stays_as_it_is(tmp_path):
+    """So that a user can mend it by hand."""
+    folder = RunFolder(tmp_path)
+    folder.append_round(ROW)
+    with (tmp_path / "rounds.jsonl").open("ab") as file:
+        file.write(b"\xff garbage\n" + json.dumps(ROW).encode() + b"\n")
+    before = (tmp_path / "rounds.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match=r"line 2 of '.*rounds.jsonl' is damaged"):
+        folder.truncate_rounds(3)
+    assert (tmp_path / "rounds.jsonl").read_bytes() == before
+    folder.truncate_rounds(1)  # the checkpoint is of an earlier round, so the line goes anyway
+    assert (tmp_path / "rounds.jsonl").read_text().count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["rounds.jsonl", "metrics.json"])
 def test_a_folder_with_a_run_is_refused(tmp_path, name):
     (tmp_path / name).touch()
-    with pytest.raises(ConfigError, match="already holds a run; use --resume or another --output"):
+    with pytest.raises(
+        ConfigError, match=r"already holds a run; use --resume \(from Python resume=True\) or another --output"
+    ):
         RunFolder(tmp_path)
     assert RunFolder(tmp_path, resume=True).checkpoints.is_dir()
 

@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -235,7 +236,76 @@ class Raises(cfl.LocalRegularizer):
         return ctx.state["nothing"]
 
 
+class OtherNames(cfl.Strategy):
+    """Valid, with names of its own for all arguments."""
+
+    def plan(self, t, n, number):
+        return [cfl.Phase("train", number), cfl.Phase("gather", train=False, work=True)]
+
+    def adjust(self, g, p, c):
+        return {name: leaf / 2 for name, leaf in g.items()}
+
+    def finish(self, *given):
+        return super().finish(*given)
+
+    def work(self, p, c, sent, own, about, scale=1.0):
+        return {"ones": scale * torch.ones(3)}, own
+
+    def absorb(self, trees, sums, about, rate):
+        return super().absorb(trees, sums, about, rate)
+
+
+class OtherNamesWrite(cfl.LocalRegularizer):
+    def adjust(self, g, p, c):
+        for leaf in g.values():
+            leaf.mul_(2)
+        return g
+
+
+class FewArguments(cfl.LocalRegularizer):
+    def adjust(self, grads, params):
+        return grads
+
+
+class WholeNumbers(cfl.LocalRegularizer):
+    def finish(self, params, ctx, steps):
+        return {"steps": torch.tensor(steps)}, ctx.state
+
+
+class NoGradient(cfl.LocalRegularizer):
+    def adjust(self, grads, params, ctx):
+        return {}
+
+
+class NotANumber(cfl.LocalRegularizer):
+    def penalty(self, params, logits, ctx):
+        return float("nan")
+
+
+class InfiniteAround(cfl.LocalRegularizer):
+    def around(self, grad_fn):
+        return lambda params, ctx: {name: leaf / 0 for name, leaf in grad_fn(params, ctx).items()}
+
+
+class Halves(cfl.LocalRegularizer):
+    """Returns a gradient of one row only, on a stream with one head."""
+
+    def adjust(self, grads, params, ctx):
+        return grads if ctx.model.multi_head else {name: leaf[:1] for name, leaf in grads.items()}
+
+
 BROKEN = [
+    (OtherNamesWrite(), "adjust", "writes to grads['1.weight'], grads['1.bias'] and 4 more in place"),
+    (FewArguments(), "adjust", "does not take the arguments (grads, params, ctx): too many positional arguments"),
+    (WholeNumbers(), "finish", "an upload whose leaf 'steps' is an int64 tensor of shape (), where sums take"),
+    (NoGradient(), "adjust", "returned a tree without '1.weight' and 5 more; it has to return a tree with the names"),
+    (NotANumber(), "penalty", "returns NaN or infinity"),
+    (InfiniteAround(), "around", "returns NaN or infinity in 1.weight, 1.bias and 4 more"),
+    (
+        Halves(),
+        "adjust",
+        "a tree whose leaf '1.weight' is a float32 tensor of shape (1, 8) instead of a float32 tensor",
+    ),
     (WritesGradients(), "adjust", "writes to grads['1.weight'], grads['1.bias'] and 4 more in place"),
     (WritesServer(), "absorb", "writes to server['params']['1.weight'], "),
     (ReportsByDraws(), "report", "draws from a global generator"),
@@ -249,16 +319,20 @@ BROKEN = [
     (GrowingUpload(), "finish", "names, shapes or types of its upload differ between calls (rounds)"),
     (UploadByClient(), "work", "names, shapes or types of its upload differ between calls (counts)"),
     (UnknownCohort(), "plan", "unknown cohort of phase 'train' 'availble'; did you mean 'available'?"),
-    (PhasesByName(), "plan", "plans task 0 as ['train', 'consolidate']"),
+    (PhasesByName(), "plan", "returned a list with a str ('train'); it has to return a list of cfl.Phase"),
     (SamePhaseTwice(), "plan", "plans phases ['train', 'train'] for task 0"),
     (PhaseWithoutWork(), "plan", "phase 'gather' has work=True, but the class has no hook `work`"),
-    (ReadsWhatIsHidden(), "adjust", "reads a state that steps do not see; see `steps_see_state`"),
+    (
+        ReadsWhatIsHidden(),
+        "adjust",
+        "a state that steps do not see, which changes 'params/1.weight'; see `steps_see_state`",
+    ),
     (BranchesOnValues(), "adjust", "cannot run under vmap for many clients"),
-    (CountsPadding(), "penalty", "padding in a batch changes the step"),
-    (PullsWithPadding(), "penalty", "padding in a batch changes the step"),
+    (CountsPadding(), "penalty", "padding in a batch changes 'params/1.weight'"),
+    (PullsWithPadding(), "penalty", "padding in a batch changes 'params/1.weight'"),
     (BranchesLater(), "adjust", "cannot run under vmap for many clients"),
     (BranchesInFinish(), "finish", "cannot run under vmap for many clients"),
-    (ModuleState(), "absorb", "and resumed, the run ends with a different 'server/params'"),
+    (ModuleState(), "absorb", "and resumed, the run ends with another 'server/params/1.weight'"),
     (WritesStatistics(), "broadcast", "writes to server['params']['1.running_mean']"),
     (LooksBack(), "run", "stores samples that it does not hold (task 1, phase store, round 0)"),
     (OneHead(), "run", "its memory holds samples of tasks {0}, whose heads are not broadcast"),
@@ -288,33 +362,63 @@ class KnowsItsProcess(cfl.LocalRegularizer):
         return grads if os.getpid() == PARENT else {name: 2 * leaf for name, leaf in grads.items()}
 
 
+class MasksByKey(cfl.LocalRegularizer):
+    """Draw a mask with NumPy: the key is an integer of one client under every engine."""
+
+    def adjust(self, grads, params, ctx):
+        source = np.random.default_rng(ctx.key)
+        return {name: leaf * torch.from_numpy(source.random(leaf.shape) < 0.5) for name, leaf in grads.items()}
+
+
+def test_a_mask_drawn_with_numpy_from_the_key_is_the_same_under_all_engines():
+    check_strategy(MasksByKey())
+    ends = []
+    for engine in ("loop", "vmapped"):
+        config = toy_config("tasks=1", f"engine={engine}", "block=3")
+        ends.append(cfl.run(config, stream=toy_stream(1), regularizers={"masks": MasksByKey()}).params)
+    assert all(torch.equal(ends[0][name], leaf) for name, leaf in ends[1].items())
+
+
 @pytest.mark.parametrize(
-    ("method", "pool", "draws", "texts"),
+    ("method", "pool", "texts"),
     [
-        (KnowsItsProcess(), True, False, ("engine 'pool' gives weights that differ by", "keep nothing outside client")),
-        (BranchesLater(), True, False, ("engine 'vmapped' fails: local training failed at", "use torch.where")),
-        (KnowsItsProcess(), False, False, ()),
-        (BranchesLater(), False, True, ()),  # blocks are not compared if hooks draw
+        (KnowsItsProcess(), True, ("engine 'pool' gives '1.weight' that differs by", "keep nothing outside client")),
+        (BranchesLater(), True, ("engine 'vmapped' fails: local training failed at", "use torch.where")),
+        (KnowsItsProcess(), False, ()),
+        (MasksByKey(), True, ()),
     ],
 )
-def test_an_engine_with_different_results_is_named_with_a_remedy(method, pool, draws, texts):
+def test_an_engine_with_different_results_is_named_with_a_remedy(method, pool, texts):
     found = Faults()
-    check_engines(toy_config("tasks=1", "rounds=1", "local.lr=0.1"), toy_stream(1), method, pool, draws, found)
+    check_engines(toy_config("tasks=1", "rounds=1", "local.lr=0.1"), toy_stream(1), method, pool, found)
     assert len(found.found) == bool(texts)
     for hook, text in found.found:
         assert hook == "run" and all(part in text for part in texts), text
 
 
-def test_a_class_in_place_of_an_object_is_an_error():
-    with pytest.raises(TypeError, match=r"check_strategy\(Strategy\(\)\)"):
-        check_strategy(cfl.Strategy)
+def test_arguments_may_have_any_names():
+    check_strategy(OtherNames())
+
+
+def test_the_toy_stream_is_named():
+    with pytest.raises(ConformanceError, match=r"^Halves breaks 1 rule on the toy stream with one head:\n  adjust: "):
+        check_strategy(Halves())
+
+
+@pytest.mark.parametrize(
+    ("given", "text"), [(cfl.Strategy, r"check_strategy\(Strategy\(\)\)"), ("ewc", r"a str \('ewc'\)")]
+)
+def test_what_is_no_method_is_an_error(given, text):
+    with pytest.raises(TypeError, match=text):
+        check_strategy(given)
 
 
 def test_one_message_contains_all_faults():
     class Both(WritesGradients, AddsToState):
         pass
 
-    with pytest.raises(ConformanceError, match="(?s)Both breaks 2 rules:.*  adjust: writes .*  finish: adds "):
+    first = "Both breaks 2 rules on the toy stream with a head for each task:"
+    with pytest.raises(ConformanceError, match=f"(?s){first}.*  adjust: writes .*  finish: adds "):
         check_strategy(Both())
 
 

@@ -53,7 +53,9 @@ class Distillation(LocalRegularizer, ABC):
     temperature: float = option(3.0, "temperature of both softmax functions", source="FedProj; FedDF has 1", above=0.0)
     server_epochs: int = option(1, "epochs on the public data per round", source="FedProj, CIFAR-10", at_least=1)
     server_batch: int = option(128, "public samples per step", source="FedProj's code; the paper has 256", at_least=2)
-    server_lr: float = option(1e-5, "learning rate of Adam", source="FedProj's code; FedDF has 1e-3", above=0.0)
+    server_lr: float = option(
+        1e-5, "learning rate of Adam", source="FedProj's code; FedDF has 1e-3", above=0.0, steep="server"
+    )
 
     def refuses(self, run: Mapping[str, Any]) -> str | None:
         if run["dp"]["level"] == "client" and run["dp"]["protect"] == "all":

@@ -24,7 +24,9 @@ class FedAvgM(LocalRegularizer):
     per_sample: ClassVar[bool] = True
     turn: ClassVar[int] = 2
 
-    momentum: float = option(0.9, "share of the previous step in the next one", at_least=0.0, at_most=1.0)
+    momentum: float = option(
+        0.9, "share of the previous step in the next one", at_least=0.0, at_most=1.0, steep="server"
+    )
 
     def init_shared(self, params: Tree, model: Model) -> Tree:
         return {name: torch.zeros_like(leaf) for name, leaf in params.items() if model.is_parameter(name)}

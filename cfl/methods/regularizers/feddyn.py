@@ -30,7 +30,9 @@ class FedDyn(LocalRegularizer):
     lends: ClassVar[bool] = True
     decides: ClassVar[str] = "the length of the server's step"
 
-    alpha: float = option(0.1, "weight of the proximal term", source="Algorithm 1; FedSOL's code", above=0.0)
+    alpha: float = option(
+        0.1, "weight of the proximal term", source="Algorithm 1; FedSOL's code", above=0.0, steep="local"
+    )
 
     def init_client(self, params: Tree, model: Model) -> Tree:
         return {name: torch.zeros_like(leaf) for name, leaf in params.items() if model.is_parameter(name)}

@@ -25,7 +25,7 @@ class FedNTD(LocalRegularizer):
     per_sample: ClassVar[bool] = True
     lends: ClassVar[bool] = True
 
-    beta: float = option(1.0, "weight of the distillation", source="FedSOL's code", at_least=0.0)
+    beta: float = option(1.0, "weight of the distillation", source="FedSOL's code", at_least=0.0, steep="local")
     tau: float = option(1.0, "temperature", source="official code", above=0.0)
 
     def penalty(self, params: Tree, logits: Tensor, ctx: Ctx) -> Tensor | float:

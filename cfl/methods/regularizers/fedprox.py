@@ -26,6 +26,7 @@ class FedProx(LocalRegularizer):
         "weight of the proximal term",
         source="ours; the paper tries 0.001 to 1, FedSOL's code has 1",
         at_least=0.0,
+        steep="local",
     )
 
     def penalty(self, params: Tree, logits: Tensor, ctx: Ctx) -> Tensor | float:

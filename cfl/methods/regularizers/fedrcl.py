@@ -32,7 +32,7 @@ class FedRCL(LocalRegularizer):
     source: ClassVar[str] = "Seo et al., CVPR 2024, section 4; official code"
     lends: ClassVar[bool] = True
 
-    weight: float = option(1.0, "weight of both terms", source="official code", at_least=0.0)
+    weight: float = option(1.0, "weight of both terms", source="official code", at_least=0.0, steep="local")
     tau: float = option(0.05, "temperature", source="official code", above=0.0)
     threshold: float = option(0.7, "similarity above which a pair of one class is pushed apart", source="official code")
 

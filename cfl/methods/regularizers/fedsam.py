@@ -22,7 +22,7 @@ class FedSAM(LocalRegularizer):
 
     source: ClassVar[str] = "Caldarola et al., ECCV 2022; Qu et al., ICML 2022, Algorithm 1"
 
-    rho: float = option(0.5, "length of the perturbation", source="FedSOL's code", at_least=0.0)
+    rho: float = option(0.5, "length of the perturbation", source="FedSOL's code", at_least=0.0, steep="local")
 
     def around(self, grad_fn: GradFn) -> GradFn:
         def sharp(params: Tree, ctx: Ctx) -> Tree:

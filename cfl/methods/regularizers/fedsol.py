@@ -48,7 +48,7 @@ class FedSOL(LocalRegularizer):
 
     source: ClassVar[str] = "Lee et al., CVPR 2024, Algorithm 1, eq. 5 to 7"
 
-    rho: float = option(1.5, "length of the perturbation", source="Table 5", at_least=0.0)
+    rho: float = option(1.5, "length of the perturbation", source="Table 5", at_least=0.0, steep="local")
     scope: str = option("head", "part of the model to perturb", source="section 4.3", choices=("head", "body", "full"))
     scale: str = option(
         "output_axis",

@@ -25,7 +25,7 @@ class KL(LocalRegularizer):
     per_sample: ClassVar[bool] = True
     lends: ClassVar[bool] = True
 
-    beta: float = option(1.0, "weight of the divergence", source="unstated; ours", at_least=0.0)
+    beta: float = option(1.0, "weight of the divergence", source="unstated; ours", at_least=0.0, steep="local")
     temperature: float = option(3.0, "temperature of both softmax functions", source="FedSOL's code", above=0.0)
 
     def penalty(self, params: Tree, logits: Tensor, ctx: Ctx) -> Tensor | float:

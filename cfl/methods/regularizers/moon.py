@@ -26,7 +26,9 @@ class Moon(LocalRegularizer):
     per_sample: ClassVar[bool] = True
     lends: ClassVar[bool] = True
 
-    mu: float = option(0.1, "weight of the contrastive loss", source="FedSOL's code; the paper has 1 to 10", at_least=0)
+    mu: float = option(
+        0.1, "weight of the contrastive loss", source="FedSOL's code; the paper has 1 to 10", at_least=0, steep="local"
+    )
     tau: float = option(1.0, "temperature", source="FedSOL's code; the paper has 0.5", above=0.0)
 
     def init_client(self, params: Tree, model: Model) -> Tree:

@@ -8,13 +8,14 @@ The gradient of the penalty is lambda F (theta - anchor). It needs two trees for
 and the weighted mean of the weights, anchor = sum_s F_i,s theta_s / F.
 
 FOT does not say whether its lambda multiplies 1 or 1/2 (`half`), nor whether F is clipped (`max_fisher`). With the 1/2,
-plain SGD diverges if lr lambda F > 2; a limit of 1 / (lr lambda) on F prevents it. The head of a task does not train in
-later tasks, so it has no Fisher.
+plain SGD diverges if lr lambda F > 2. So F is limited to 1 / (lr lambda) by default, without the 1/2 to half of that:
+the penalty alone then moves no weight beyond its anchor. The head of a task does not train in later tasks, so it has no
+Fisher.
 """
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -34,10 +35,14 @@ class EWC(Strategy):
     source: ClassVar[str] = "Kirkpatrick et al., PNAS 2017, eq. 3; FOT, appendix F.2"
 
     strength: float = option(
-        40.0, "lambda; FOT: 40 for MNIST, 20 CIFAR-100, 1 5-Datasets, 0.01 Mini-ImageNet", source="F.2", at_least=0.0
-    )
+        40.0, "lambda; FOT: 40 for MNIST, 20 CIFAR-100, 1 5-Datasets, 0.01 Mini-ImageNet", source="F.2", at_least=0.0,
+        steep="local",
+    )  # fmt: skip
     half: bool = option(True, "penalty lambda / 2 F d^2; false: lambda F d^2", source="eq. 3")
-    max_fisher: float | None = option(None, "upper limit of F's entries in the penalty; none: no limit", above=0.0)
+    max_fisher: float | Literal["auto"] | None = option(
+        "auto", "upper limit of F's entries in the penalty; auto: the largest that is stable at the learning rate; "
+        "none: no limit", source="ours; the paper has none", above=0.0, steep="local",
+    )  # fmt: skip
 
     def init_server(self, params: Tree, model: Model) -> Server:
         norms = [layer for layer in model.module.modules() if isinstance(layer, _BatchNorm)]
@@ -60,10 +65,11 @@ class EWC(Strategy):
 
         def penalised(params: Tree, ctx: Ctx) -> Tree:
             grads = dict(grad_fn(params, ctx))
+            limit = 1 / max(ctx.lr * scale, 1e-30) if self.max_fisher == "auto" else self.max_fisher
             for name in (name for name in grads if f"fisher/{name}" in ctx.state):
                 fisher, away = ctx.state[f"fisher/{name}"], params[name] - ctx.state[f"anchor/{name}"]
-                if self.max_fisher is not None:
-                    fisher = fisher.clamp(max=self.max_fisher)
+                if limit is not None:
+                    fisher = fisher.clamp(max=limit)
                 grads[name] = grads[name].addcmul(fisher, away, value=scale)
             return grads
 
@@ -74,8 +80,8 @@ class EWC(Strategy):
     ) -> tuple[Tree, Tree]:
         """Add this task's Fisher and weights to the client's sum F and weighted mean. Upload nothing."""
         model = info.model
-        heads = model.head(info.task) if model.multi_head else ()
-        names = [name for name in model.trainable(info.task) if name not in heads]
+        still = {*info.frozen, *(model.head(info.task) if model.multi_head else ())}
+        names = [name for name in model.trainable(info.task) if name not in still]
         new = dict(state)
         for name, fisher in self.importance(names, params, client, info).items():
             old = state.get(f"anchor/{name}", params[name])

@@ -28,7 +28,7 @@ class LwF(Strategy):
     source: ClassVar[str] = "Li and Hoiem, ECCV 2016, eq. 2"
     per_sample: ClassVar[bool] = True
 
-    strength: float = option(1.0, "lambda, weight of the distillation", source="section 3", at_least=0.0)
+    strength: float = option(1.0, "lambda, weight of the distillation", source="section 3", at_least=0.0, steep="local")
     temperature: float = option(2.0, "T", source="section 3", above=0.0)
     train_old_heads: bool = option(False, "let the distillation train the old heads", source="paper: yes")
 

@@ -77,8 +77,7 @@ class GPSE:
         Raises ConfigError if a layer runs several times per pass and dp.level is "example".
         """
         if self.dense_stem:
-            stem = info.model.layers[0].path
-            layers = [layer.dense() if layer.path == stem else layer for layer in layers]
+            layers = [layer.dense() if layer.path == info.model.stem else layer for layer in layers]
         layers = [layer for layer in layers if not bases.full(known[layer.name])]
         sums = {layer.name: self._empty_sum(layer, known[layer.name], client, info) for layer in layers}
         drawn = {"augmented": self.augmented, "dropout": self.dropout}

@@ -53,8 +53,7 @@ class LayerPolicy:
 
     def _policy(self, layer: Layer, model: Model) -> str:
         """The layer's policy after the first task: "fot", "freeze" or "finetune"."""
-        paths = list(dict.fromkeys(each.path for each in model.layers))
-        position = paths.index(layer.path)
-        if self.freeze_first and position == 0:
+        if self.freeze_first and layer.path == model.stem:
             return "freeze"
-        return self.first_half if position < math.ceil(len(paths) / 2) else self.second_half
+        paths = list(dict.fromkeys(each.path for each in model.layers))
+        return self.first_half if paths.index(layer.path) < math.ceil(len(paths) / 2) else self.second_half

@@ -68,10 +68,11 @@ def covered(model: Model, layers: Sequence[Layer], frozen: Collection[str], augm
     """Lines for the user: parameters of a model that are projected, frozen, and neither."""
     projected = {name for layer in layers for name in names(layer, augment)}
     heads = set(model.head(0)) if model.multi_head else set()
+    moving = set(model.trainable(0)) - model.frozen - heads
     groups = {
         "projected": [f"{'+'.join(names(layer, augment))} (d={width(layer, augment)})" for layer in layers],
-        "frozen after the first task": sorted(set(frozen) & set(model.trainable(0)) - heads),
-        "not protected, free to change in every task": sorted({*model.trainable(0)} - projected - {*frozen} - heads),
+        "frozen after the first task": sorted(moving & set(frozen)),
+        "not protected, free to change in every task": sorted(moving - projected - set(frozen)),
         "one per task, not projected": ["heads"] if heads else [],
     }
     return [f"{title}: {', '.join(members)}" for title, members in groups.items() if members]

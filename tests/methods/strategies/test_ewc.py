@@ -1,7 +1,10 @@
 """EWC: Fisher against loops over samples, the penalty against a sum over tasks, uploads and storage of runs."""
 
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +13,7 @@ from torch import Tensor, nn
 import cfl
 from cfl.contract import Batch, Client, LocalRegularizer, Phase, RoundInfo, Share, Strategy
 from cfl.contract.composed import ComposedMethod
-from cfl.core import ConfigError, optim, rng, tree
+from cfl.core import ConfigError, UpdateError, optim, rng, tree
 from cfl.core.options import build
 from cfl.engines.step import LocalStep, StepInputs
 from cfl.methods.strategies.ewc import EWC
@@ -139,6 +142,27 @@ def test_a_limit_of_one_over_lr_and_lambda_brings_a_step_to_the_old_weights_and_
         step = 1.0 * pull(rule, away, toy.context({}, state, None, model, task=1))["weight"]
         reached[limit] = (away["weight"] - step).flatten().tolist()
     assert reached == {None: [1.0 - 9 * 2, 1.0], 0.25: [1.0, 1.0], 3.0: [1.0 - 9 * 2, 1.0]}
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_by_default_no_step_of_the_penalty_goes_beyond_the_old_weights(half):
+    """|w - old| after a step of size lr lies between 0, where F is above 1 / (lr lambda), and |w - old| before."""
+    model, state, _ = two_tasks()
+    params = {name: leaf + random(*leaf.shape, seed=5) for name, leaf in model.params.items()}
+    reached_zero = 0
+    for lr in (1e-3, 0.1, 10.0):
+        ctx = toy.context({}, state, None, model, task=2, lr=lr)
+        for name, pulled in pull(EWC(strength=40.0, half=half), params, ctx).items():
+            before = params[name] - state[f"anchor/{name}"]
+            share = 1 - lr * pulled / before  # what is left of the distance
+            assert share.min() > -1e-9 and share.max() <= 1
+            full = state[f"fisher/{name}"] >= 1 / (lr * 40.0 * (1 if half else 2))
+            assert share[full].abs().max() < 1e-9 if full.any() else True
+            reached_zero += int(full.sum())
+    assert reached_zero > 0
+    assert EWC().max_fisher == "auto" and EWC(strength=0.0).max_fisher == "auto"
+    still = pull(EWC(strength=0.0), params, toy.context({}, state, None, model, task=2))
+    assert all(not leaf.any() for leaf in still.values())
 
 
 def test_the_limit_is_of_the_sum_over_tasks_and_changes_nothing_that_is_stored():
@@ -383,3 +407,35 @@ def test_consolidation_sends_nothing_up_and_stores_eight_bytes_a_parameter(multi
     assert moved["consolidate"] == {"up": 0, "down": 2 * 4 * 4 * 110}  # after two tasks, the model to four clients
     assert moved["train"] == {"up": 3 * 2 * 3 * 4 * 110, "down": 3 * 2 * 3 * 4 * 110}
     assert result.metrics["client_bytes"] == result.metrics["client_bytes_max"] == 8 * covered
+
+
+@pytest.mark.parametrize("options", [["local.lr=1.0"], ["local.lr=0.3", "strategy.strength=400"]])
+def test_the_default_is_stable_where_no_limit_diverges(options):
+    long = ["strategy.strength=40", "rounds=6", *options]
+    with pytest.raises(
+        UpdateError, match=r"lower local\.lr, strategy\.strength \(now 4.*strategy\.max_fisher \(now none\)"
+    ):
+        cfl.run(toy.config("strategy.max_fisher=none", *long, method="ewc"), stream=toy.stream())
+    found = cfl.run(toy.config("strategy.max_fisher=auto", *long, method="ewc"), stream=toy.stream())
+    assert found.metrics["acc"] > 0.6  # a coin gets 0.5
+
+
+def test_a_stream_that_nobody_tuned():
+    """Four rotations of the same images under one head, and no option of EWC is set; without a limit, it diverges."""
+    toy.need_data("fashion-mnist")
+    with np.load(Path(toy.DATA, "fashion-mnist.npz")) as data:
+        train, test = (
+            (data[f"x_{part}"][:size], data[f"y_{part}"][:size]) for part, size in (("train", 5000), ("test", 1000))
+        )
+    x, y, *others = (
+        torch.as_tensor(part) for part in (train[0][:, None] / 255, train[1], test[0][:, None] / 255, test[1])
+    )
+    turned = [
+        (x.rot90(k, (2, 3)).float(), y.long(), others[0].rot90(k, (2, 3)).float(), others[1].long()) for k in range(4)
+    ]
+    options = ["tasks=4", "rounds=4", "cohort=10", "partition.clients=10", "local.lr=0.05", "model.hidden=[64]"]
+    config = partial(cfl.resolve, "custom", method="ewc")
+    assert config(overrides=options).strategy == {"strength": 40.0, "half": True, "max_fisher": "auto"}
+    with pytest.raises(UpdateError, match="max_fisher"):
+        cfl.run(config(overrides=[*options, "strategy.max_fisher=none"]), stream=cfl.from_tensors(turned))
+    assert cfl.run(config(overrides=options), stream=cfl.from_tensors(turned)).metrics["acc"] > 0.25

@@ -1,0 +1,46 @@
+"""Members of a run with checked hooks: a hook that fails or returns a wrong result raises an error that names it."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from cfl.contract.promises import PROMISES
+from cfl.contract.regularizer import LocalRegularizer
+from cfl.core import RAW, HookError
+
+
+class Checked:
+    """A member whose hooks raise HookError if they fail or return another result than they have to.
+
+    Other attributes are those of the member.
+    """
+
+    def __init__(self, member: LocalRegularizer) -> None:
+        self._member = member
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_member":  # of a copy that is being made
+            raise AttributeError(name)
+        value = getattr(self._member, name)
+        return partial(_called, self._member, name, value) if name in PROMISES else value
+
+
+def fault(member: LocalRegularizer, hook: str, result: Any, args: Sequence[Any]) -> str:
+    """Describe what is wrong with a hook's result, as a sentence without its subject; empty if nothing is wrong.
+
+    hook: also "around gradient", for a call of the function that `around` returned; args: of the call.
+    """
+    found = PROMISES[hook].fault(result, member, *args)
+    return f"returned {found}; it has to return {PROMISES[hook].text}" if found else ""
+
+
+def _called(member: LocalRegularizer, hook: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a hook, or the function that `around` returned, and check the result."""
+    name = f"{type(member).__name__}.{hook.removesuffix(' gradient')}"
+    try:
+        result = function(*args)
+    except RAW as error:
+        raise HookError(f"{name} raises {type(error).__name__}: {error}") from error
+    if text := fault(member, hook, result, args):
+        raise HookError(f"{name} {text}")
+    return partial(_called, member, "around gradient", result) if hook == "around" else result

@@ -1,0 +1,100 @@
+"""What a run is made of beyond its options: data, network, methods, and the code of other packages, each as a hash."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from cfl.assembly import methods, resolve
+from cfl.config.overrides import change
+from cfl.config.schema import RunConfig
+from cfl.contract.composed import STRATEGY, ComposedMethod
+from cfl.core import content, plugins
+from cfl.runtime import checkpoint
+from cfl.streams import Stream
+
+Options = Mapping[str, Any]
+
+
+class Fingerprint:
+    """What the checkpoints of a run depend on.
+
+    network: the module before it has run, since it may keep what it computes; own: whether it is the user's;
+    public: whether the methods read the stream's public data.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        composed: ComposedMethod,
+        network: nn.Module,
+        stream: Stream,
+        public: bool,
+        own: bool,
+    ) -> None:
+        self.config, self.composed, self.network, self.stream = config, composed, network, stream
+        self._public, self._own_network = public, own
+
+    @cached_property
+    def text(self) -> str:
+        """Hash of options and parts. Checkpoints store it."""
+        return checkpoint.fingerprint({**decisive(resolve.dump(self.config)), "parts": self.parts})
+
+    @cached_property
+    def parts(self) -> dict[str, str]:
+        """Hashes of all that the options do not describe, by names for messages."""
+        return {**self.stream.digests(self._public), **self._methods(), **self._network()}
+
+    def changed(self, there: Options, parts: Mapping[str, str]) -> str:
+        """Name the first thing that differs from the options and the parts in the run's folder; empty if unknown."""
+        here = resolve.dump(self.config)
+        if there and (text := change(decisive(there), decisive(here))):
+            return text
+        for name in {**self.parts, **parts} if parts else ():
+            if parts.get(name) != self.parts.get(name):
+                return f"{name} changed since the run began"
+        return ""
+
+    def _methods(self) -> dict[str, str]:
+        members, built = self.composed.members, methods.build(self.config)
+        found = {"the list of methods": content.digest([[owner, _name(own)] for owner, own in members.items()])}
+        for owner, member in members.items():
+            own = {name: content.digest(value) for name, value in content.state(member).items()}
+            plain = {name: content.digest(value) for name, value in content.state(built.get(owner)).items()}
+            if content.foreign(type(member)):
+                found[f"the code of {_name(member)}"] = content.digest(type(member))
+            if content.foreign(type(member)) or own != plain:
+                prefix = owner if owner == STRATEGY else f"regularizer.{owner}"
+                found |= {f"{prefix}.{name}": value for name, value in own.items()}
+        return found
+
+    def _network(self) -> dict[str, str]:
+        factory = plugins.models.get(self.config.model.name)
+        if not self._own_network and not content.foreign(factory):
+            leaves = {name: [str(leaf.dtype), list(leaf.shape)] for name, leaf in self.network.named_parameters()}
+            return {"the network": content.digest(leaves)}
+        kinds = {_name(part): type(part) for part in self.network.modules() if content.foreign(type(part))}
+        named = {} if self._own_network else {f"the code of model '{self.config.model.name}'": factory}
+        named |= {f"the code of {name}": kind for name, kind in sorted(kinds.items())}
+        return {name: content.digest(part) for name, part in {**named, "the network": self.network}.items()}
+
+
+def code(config: RunConfig) -> dict[str, str]:
+    """Hash the code of other packages that a configuration names: a name for messages to the hash."""
+    named = {f"method '{config.method}'": plugins.strategies.get(config.method)}
+    named |= {f"regularizer '{name}'": plugins.local.get(name) for name in config.regularizers}
+    named |= {f"model '{config.model.name}'": plugins.models.get(config.model.name)}
+    if config.benchmark in plugins.benchmarks.names():  # else the run has a stream of the user's own
+        named |= {f"benchmark '{config.benchmark}'": plugins.benchmarks.get(config.benchmark).build}
+    return {f"the code of {name}": content.digest(item) for name, item in named.items() if content.foreign(item)}
+
+
+def decisive(options: Options) -> dict[str, Any]:
+    """The options that a checkpoint depends on: all but the number of worker processes, which changes no result."""
+    return {name: value for name, value in options.items() if name != "workers"}
+
+
+def _name(item: Any) -> str:
+    kind = type(item)
+    return f"{kind.__module__}.{kind.__qualname__}" if content.foreign(kind) else kind.__qualname__

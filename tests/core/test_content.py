@@ -1,0 +1,148 @@
+"""Hashes of values: equal for equal content, whatever the addresses, and different for what differs anywhere."""
+
+import functools
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from cfl.core import content
+
+
+def factor(value: float) -> Callable[[float], float]:
+    return lambda x: x * value
+
+
+class Net(nn.Module):
+    def __init__(self, activation: Callable = functional.relu, width: int = 4) -> None:
+        super().__init__()
+        self.layer, self.activation = nn.Linear(3, width), activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.activation(self.layer(x))
+
+
+@dataclass
+class Pair:
+    first: object
+    second: object
+
+
+class Slots:
+    __slots__ = ("a",)
+
+    def __init__(self, a: float) -> None:
+        self.a = a
+
+
+def long(at: int) -> torch.Tensor:
+    """A tensor that `repr` shortens, with a 1 at a place."""
+    return torch.zeros(5000).index_fill(0, torch.tensor([at]), 1.0)
+
+
+EQUAL = {
+    "numbers": lambda: [1, 2.5, True, None, "text", b"bytes", 1j],
+    "not a number": lambda: float("nan"),
+    "a closure": lambda: factor(2.0),
+    "a partial": lambda: functools.partial(functional.relu, inplace=True),
+    "a method of an object": lambda: Pair(1, 2).__repr__,
+    "a long tensor": lambda: long(2500),
+    "an array": lambda: np.arange(9.0).reshape(3, 3).T,
+    "a set": lambda: {"c", "b", "a"},
+    "a sparse tensor": lambda: torch.eye(3).to_sparse(),
+    "a fresh network": Net,  # other initial weights
+    "an object with an address": lambda: [threading.Lock(), object(), torch.Generator()],
+    "an object in itself": lambda: (lambda one: one.append(one) or one)([]),
+}
+
+
+@pytest.mark.parametrize("make", EQUAL.values(), ids=EQUAL)
+def test_equal_values_have_equal_hashes(make):
+    assert content.digest(make()) == content.digest(make())
+
+
+DIFFERENT = {
+    "a captured number": (factor(2.0), factor(3.0)),
+    "functions": (functional.relu, functional.gelu),
+    "a number in the middle of a long tensor": (long(2500), long(2501)),
+    "dtypes": (torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
+    "shapes": (torch.zeros(2, 3), torch.zeros(3, 2)),
+    "strides": (torch.arange(4).view(2, 2), torch.arange(4).view(2, 2).T),
+    "an activation that has no weights": (Net(functional.relu), Net(functional.gelu)),
+    "a layer that has no weights": (nn.Sequential(nn.ReLU()), nn.Sequential(nn.GELU())),
+    "a rate of dropout": (nn.Dropout(0.1), nn.Dropout(0.2)),
+    "a frozen weight": (Net(), Net().requires_grad_(False)),
+    "fields of an object": (Pair(1, 2), Pair(2, 1)),
+    "items of a mapping": ({"a": 1}, {"a": 2}),
+    "slots of an object": (Slots(1), Slots(2)),
+    "a sparse tensor": (torch.eye(3).to_sparse(), (2 * torch.eye(3)).to_sparse()),
+    "arguments of a partial": (functools.partial(factor, 1), functools.partial(factor, 2)),
+}
+
+
+@pytest.mark.parametrize("pair", DIFFERENT.values(), ids=DIFFERENT)
+def test_different_values_have_different_hashes(pair):
+    assert content.digest(pair[0]) != content.digest(pair[1])
+
+
+def test_rows_are_hashed_in_pieces_as_a_whole(monkeypatch):
+    """And from whatever pool they come."""
+    rows = torch.arange(120.0).view(40, 3)
+    index = torch.tensor([5, 3, 39, 0])
+    whole = content.of_rows(rows, index)
+    assert whole == content.of_rows(rows[index], torch.arange(4)) != content.of_rows(rows, index.flip(0))
+    assert whole != content.of_rows(rows.to(torch.float64), index)
+    monkeypatch.setattr(content, "_PIECE", 24)  # two rows of 12 bytes
+    assert content.of_rows(rows, index) == whole
+
+
+MODULE = "STRENGTH = {strength}\n\n\ndef helper(x):\n    return x * {helper}\n\n\nclass Mine:\n    def hook(self, x):\n"
+CALL = "        return helper(x) * STRENGTH\n"
+
+
+def test_the_code_of_another_package_counts_and_that_of_this_one_does_not(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def hashed(name, **values):
+        (tmp_path / f"{name}.py").write_text(MODULE.format(**values) + CALL)
+        code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nfrom {name} import Mine\n"
+        code += "from cfl.core import content; print(content.digest(Mine), content.foreign(Mine))"
+        return ran(code)
+
+    first = hashed("plugin", strength=1, helper=2)
+    assert first.endswith("True")
+    assert hashed("plugin", strength=1, helper=2) == first
+    assert hashed("plugin", strength=11, helper=2) != first and hashed("plugin", strength=1, helper=22) != first
+    assert not content.foreign(nn.Linear) and not content.foreign(content.digest) and not content.foreign(np.mean)
+
+
+def test_a_script_counts_by_what_its_classes_use(tmp_path):
+    """The call that resumes a run stands in the same file."""
+
+    def hashed(last, **values):
+        text = MODULE.format(**values) + CALL + "from cfl.core import content\nprint(content.digest(Mine))\n" + last
+        (tmp_path / "script.py").write_text(text)
+        return ran(tmp_path / "script.py")
+
+    first = hashed("resume = False\n", strength=1, helper=2)
+    assert hashed("resume = True\n", strength=1, helper=2) == first
+    assert len({first, hashed("", strength=11, helper=2), hashed("", strength=1, helper=22)}) == 3
+
+
+def ran(code):
+    """What a fresh process prints, whose sets have another order."""
+    words = [str(code)] if isinstance(code, Path) else ["-c", code]
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, *words], env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
