@@ -1,12 +1,15 @@
 """Members of a run with checked hooks: a hook that fails or returns a wrong result raises an error that names it."""
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from cfl.contract.promises import PROMISES
 from cfl.contract.regularizer import LocalRegularizer
 from cfl.core import RAW, HookError
+
+T = TypeVar("T", bound=LocalRegularizer)
 
 
 class Checked:
@@ -23,6 +26,13 @@ class Checked:
             raise AttributeError(name)
         value = getattr(self._member, name)
         return partial(_called, self._member, name, value) if name in PROMISES else value
+
+
+def with_hooks(member: T, hooks: Mapping[str, Callable[..., Any]]) -> T:
+    """Return a copy of a member with these hooks in place of its own."""
+    clone, base = copy.copy(member), type(member)
+    object.__setattr__(clone, "__class__", type(base.__name__, (base,), {"__slots__": (), **hooks}))
+    return clone
 
 
 def fault(member: LocalRegularizer, hook: str, result: Any, args: Sequence[Any]) -> str:

@@ -16,6 +16,7 @@ from cfl.contract.rounds import Phase, RoundInfo, Server
 from cfl.contract.samples import Batch
 from cfl.contract.strategy import Strategy
 from cfl.core import Tree, unknown
+from cfl.core.errors import few
 from cfl.models import Model
 
 FIGURES = frozenset(
@@ -53,11 +54,6 @@ def _article(noun: str) -> str:
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
-def _named(names: Iterable[str]) -> str:
-    first, *others = map(repr, names)
-    return first + (f" and {len(others)} more" if others else "")
-
-
 def _tree(value: Any, *_: Any) -> str:
     if not isinstance(value, dict):
         return kind(value)
@@ -76,9 +72,9 @@ def _matches(
     if text := _tree(value):
         return text
     if missing := [name for name in needed if name not in value]:
-        return f"{what} without {_named(missing)}"
+        return f"{what} without {few([*map(repr, missing)], 1)}"
     if others := [name for name in value if name not in like]:
-        return f"{what} with the unknown name {_named(others)}"
+        return f"{what} with the unknown name {few([*map(repr, others)], 1)}"
     for name, leaf in value.items():
         if leaf.shape != like[name].shape or (types and leaf.dtype != like[name].dtype):
             return f"{what} whose leaf '{name}' is {kind(leaf)} instead of {kind(like[name])}"

@@ -1,6 +1,6 @@
 """Errors that a user can act on: each message names the thing at fault and says what to do."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from math import inf
 from typing import Any
@@ -58,6 +58,11 @@ def unknown(kind: str, name: str, known: Iterable[object]) -> ConfigError:
     if near and len(known) <= FEW_NAMES:
         hint = f"{hint} {names}"
     return ConfigError(f"unknown {kind} '{name}'; {hint}")
+
+
+def few(names: Sequence[str], most: int) -> str:
+    """Join the first names, and say how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def reason(error: BaseException) -> str:

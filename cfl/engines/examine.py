@@ -1,6 +1,5 @@
 """Find out why an update is not finite: a client is trained again, with hooks that look at their results."""
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 
 from cfl.contract import Ctx, GradFn, LocalRegularizer, Strategy
+from cfl.contract.checked import with_hooks
 from cfl.contract.composed import ComposedMethod, prefix
 from cfl.contract.finite import fault
 from cfl.core.functorch import transforming
@@ -31,15 +31,13 @@ class Watched(ComposedMethod):
         return super().around(_looking(grad_fn, "", "the gradient of the loss"))
 
 
-def _watched(owner: str, member: LocalRegularizer) -> Any:
+def _watched(owner: str, member: LocalRegularizer) -> LocalRegularizer:
     """A copy of the member whose own hooks look at their results."""
     base, name = type(member), f"{prefix(owner)} ({type(member).__name__})"
     kind = Strategy if isinstance(member, Strategy) else LocalRegularizer
     own = [hook for hook in _HOOKS if hook == "loss" or getattr(base, hook, None) is not getattr(kind, hook, None)]
     hooks = {hook: _looking(getattr(base, hook), hook, f"{hook} of {name}") for hook in own if hasattr(base, hook)}
-    clone = copy.copy(member)
-    object.__setattr__(clone, "__class__", type(base.__name__, (base,), {"__slots__": (), **hooks}))
-    return clone
+    return with_hooks(member, hooks)
 
 
 def _looking(call: Callable[..., Any], hook: str, what: str) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from cfl.contract import MEMORY, Batch, Client, Gathers, RoundInfo, RoundInputs,
 from cfl.contract.composed import STRATEGY, ComposedMethod, own_state
 from cfl.contract.finite import any_of
 from cfl.core import RAW, HookError, Tree, UpdateError, rng
-from cfl.core.errors import MOST_NAMES
+from cfl.core.errors import MOST_NAMES, few
 from cfl.core.optim import Optimizer
 from cfl.engines.base import Collected, Engine, Observe, Sums
 from cfl.engines.examine import NotFinite, Watched
@@ -223,9 +223,8 @@ def _check_writes(before: Mapping[str, int], after: Mapping[str, int], info: Rou
     """Raise UpdateError for in-place writes of hooks: those of a worker process would be lost."""
     written = [what for what, writes in after.items() if writes != before[what]]
     if written:
-        places = ", ".join(written[:MOST_NAMES]) + ", ..." * (len(written) > MOST_NAMES)
         raise UpdateError(
-            f"a hook writes in place to {places} ({info.place}); "
+            f"a hook writes in place to {few(written, MOST_NAMES)} ({info.place}); "
             "hooks must not change their inputs; return new tensors instead"
         )
 

@@ -1,8 +1,7 @@
 """Checks of single hooks: a subclass of the method's class checks arguments, result and side effects of each call."""
 
-import copy
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -12,8 +11,9 @@ import torch
 from torch import Tensor
 
 from cfl.contract import Client, LocalRegularizer, Strategy
-from cfl.contract.checked import fault
+from cfl.contract.checked import fault, with_hooks
 from cfl.core import Tree
+from cfl.core.errors import few
 
 Uploads = dict[tuple[str, int, str], dict[str, Any]]  # (hook, task, phase) to name to shape and type
 CLIENT_HOOKS = ("init_client", "augment", "penalty", "around", "adjust", "finish", "send")
@@ -73,7 +73,7 @@ def watched(method: LocalRegularizer, faults: Faults) -> Any:
             except TypeError as error:
                 faults.add(hook, f"does not take the arguments ({', '.join(names)}): {error}")
                 raise HookFailed from error
-            result = _observed(partial(getattr(super(watcher, self), hook), *args, **named), hook, given, self, faults)
+            result = _observed(partial(getattr(base, hook), self, *args, **named), hook, given, self, faults)
             if hook == "around":
                 return lambda *places: _observed(
                     partial(result, *places), "around gradient", dict(zip(("params", "ctx"), places)), self, faults
@@ -84,10 +84,7 @@ def watched(method: LocalRegularizer, faults: Faults) -> Any:
 
         return call
 
-    watcher = type(base.__name__, (base,), {hook: watch(hook) for hook in hooks})
-    clone = copy.copy(method)
-    object.__setattr__(clone, "__class__", watcher)
-    return clone
+    return with_hooks(method, {hook: watch(hook) for hook in hooks})
 
 
 def _check_upload(hook: str, given: Mapping[str, Any], upload: Tree, uploads: Uploads, faults: Faults) -> None:
@@ -142,9 +139,9 @@ def _observed(call: Callable[[], Any], hook: str, given: Mapping[str, Any], meth
         raise HookFailed from error
     after = dict(_tensors(given))
     if written := [path for path in before if path not in after or not same(before[path], after[path])]:
-        faults.add(name, f"writes to {some(written)} in place; make a new tensor or dictionary")
+        faults.add(name, f"writes to {few(written, 2)} in place; make a new tensor or dictionary")
     if added := [path for path in after if path not in before]:
-        faults.add(name, f"adds {some(added)} to its arguments; make a new dictionary")
+        faults.add(name, f"adds {few(added, 2)} to its arguments; make a new dictionary")
     if _global_draws() != draws:
         faults.add(name, "draws from a global generator; use cfl.rng.generator(ctx.key) or cfl.rng.generator(info.key)")
     if text := fault(method, hook, result, [*given.values()]):
@@ -160,11 +157,11 @@ def _observed(call: Callable[[], Any], hook: str, given: Mapping[str, Any], meth
 def _check_values(hook: str, name: str, result: Any, again: Any, faults: Faults) -> None:
     """Compare the results of two calls with the same arguments, and look for NaN."""
     if differing := [*unlike(result, again)]:
-        text = f"returns different results for the same arguments ({some(differing)} differs)"
+        text = f"returns different results for the same arguments ({few(differing, 2)} differs)"
         faults.add(name, f"{text}; draw from ctx.key or info.key, keep no state")
     leaves = dict(_tensors(torch.as_tensor(result) if isinstance(result, float) else result))
     if bad := [path for path, leaf in leaves.items() if hook in FINITE and not bool(torch.isfinite(leaf).all())]:
-        where = f" in {some(bad)}" if bad[0] else ""
+        where = f" in {few(bad, 2)}" if bad[0] else ""
         faults.add(name, f"returns NaN or infinity{where}; guard divisions, roots and logarithms")
         raise HookFailed  # later hooks would pass it on
 
@@ -186,11 +183,6 @@ def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(getattr(value, name), f"{path}.{name}")
     elif isinstance(value, Client):
         yield from _tensors({task: share.rows for task, share in value.shares.items()}, f"{path}.rows")
-
-
-def some(names: Sequence[str]) -> str:
-    """The first of several names, for messages."""
-    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
 def _global_draws() -> tuple[Any, ...]:

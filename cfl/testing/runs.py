@@ -10,13 +10,14 @@ from cfl.config.schema import RunConfig
 from cfl.contract import LocalRegularizer, RoundInputs, Strategy
 from cfl.contract.composed import STRATEGY
 from cfl.core import CflError, Tree, tree
+from cfl.core.errors import few
 from cfl.runtime import checkpoint
 from cfl.runtime.builder import build_session
 from cfl.runtime.runner import run
 from cfl.runtime.session import Session
 from cfl.runtime.sinks import NullSink
 from cfl.streams import Stream
-from cfl.testing.hooks import Faults, HookFailed, some, unlike
+from cfl.testing.hooks import Faults, HookFailed, unlike
 
 TOLERANCE = 1e-5  # float32 error between single clients and blocks, with and without padding
 
@@ -61,11 +62,11 @@ def check_rounds(session: Session, faults: Faults) -> None:
             for id, leaves in outcome.states.items():
                 if differing := [*unlike(_begun(leaves, prefix), after.get(id, {}))]:
                     text = "the state of a client depends on the other clients in the round, or on their order"
-                    faults.add(hook, f"{text} ({some(differing)}); use only the state that the hook gets and returns")
+                    faults.add(hook, f"{text} ({few(differing, 2)}); use only the state that the hook gets and returns")
         for id, leaves in kept.items():
             if id not in info.clients and (differing := [*unlike(_begun(leaves, prefix), after[id])]):
                 text = "the state of a client changes in a round without it"
-                faults.add(hook, f"{text} ({some(differing)}); do not write to a state in place")
+                faults.add(hook, f"{text} ({few(differing, 2)}); do not write to a state in place")
 
 
 def _begun(leaves: Tree, prefix: str) -> Tree:
@@ -126,7 +127,7 @@ def check_resume(
             for name, leaves in expected.items():
                 if differing := [*unlike(leaves, found.get(name), name)]:
                     text = (
-                        f"killed in round {after} of {total} and resumed, the run ends with another {some(differing)}"
+                        f"killed in round {after} of {total} and resumed, the run ends with another {few(differing, 2)}"
                     )
                     remedy = "keep all that later rounds need in client states or the server's trees"
                     faults.add("finish" if name.startswith("client/") else "absorb", f"{text}; {remedy}")

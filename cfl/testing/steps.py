@@ -1,11 +1,11 @@
 """Checks of one local step and `finish`: hidden state, padding, and many clients under vmap."""
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from cfl.contract import MEMORY, Batch, LocalRegularizer, RoundInputs, Strategy
+from cfl.contract.checked import with_hooks
 from cfl.contract.composed import STRATEGY, ComposedMethod, own_state
 from cfl.core import RAW, HookError, Tree, optim, tree
 from cfl.engines.loop import recalled
@@ -124,10 +124,7 @@ class _Steps:
         for hook in (*CLIENT_HOOKS, "loss"):
             if getattr(type(members[owner]), hook, None) is getattr(base, hook, None):
                 continue
-            clone = copy.copy(members[owner])
-            lacking = type(type(clone).__name__, (type(clone),), {hook: getattr(base, hook)})
-            object.__setattr__(clone, "__class__", lacking)
-            if not fails({**members, owner: clone}):
+            if not fails({**members, owner: with_hooks(members[owner], {hook: getattr(base, hook)})}):
                 return hook
         return "local step"
 
