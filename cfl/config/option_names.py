@@ -50,7 +50,9 @@ def unknown_option(dotted: str, names: Iterable[str], method: str = "") -> Confi
 
     method: of the run; empty for several methods, with the names of all their options.
     """
-    names, group = list(names), dotted.partition(".")[0]
+    names, (group, _, rest) = list(names), dotted.partition(".")
+    if dotted in names:  # as one key of a mapping
+        return ConfigError(f"'{dotted}' must be nested in a mapping, as {{'{group}': {{'{rest}': ...}}}}")
     if f"regularizer.{dotted}" in names:
         return ConfigError(f"unknown option '{dotted}'; did you mean 'regularizer.{dotted}'?")
     others = {} if group in RunConfig.model_fields and group != "strategy" else _strategy_options()

@@ -227,8 +227,6 @@ def _one_line(error: ValidationError, schema: Mapping[str, Any]) -> ConfigError:
     if fault["type"] == "missing":
         return ConfigError(f"no {dotted} is given; name one (see 'cfl-run list {dotted}s')")
     if fault["type"] == "extra_forbidden":
-        if "." in str(place[-1]):
-            return ConfigError(f"unknown option '{dotted}'; nest options of a group, as in {{'local': {{'lr': 0.1}}}}")
         return unknown("option", dotted, [*schema["properties"]])
     depth = 0
     while depth < len(place) and place[depth] in schema.get("properties", {}):

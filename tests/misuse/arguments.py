@@ -423,6 +423,11 @@ RESOLVE = {
         ConfigError,
         "tasks must be .*, not '2 rounds=3'",
     ),
+    "run: a dotted key in a dict": (
+        lambda: run({"benchmark": "mine", "local.lr": 0.1}),
+        ConfigError,
+        r"'local\.lr' must be nested in a mapping, as \{'local': \{'lr': ",
+    ),
     "resolve: overrides without value": (
         lambda: resolve(overrides="tasks"),
         ConfigError,
