@@ -387,6 +387,19 @@ def test_the_growth_on_the_speed_page_is_the_stored_one():
     assert {f"{row['imported_bytes'] / 1e6:.0f}" for row in stored} == {"250"}
 
 
+def test_figures_of_the_checkpoints_are_the_stored_ones():
+    found, page = json.loads((ROOT / "benchmarks/results/checkpoints/checkpoints.json").read_text()), "docs/speed.md"
+    assert f"{found['command']}\n" in (ROOT / page).read_text(encoding="utf-8")
+    expected = []
+    for row in found["rows"]:
+        for mode, what in (("changed", "of what changed"), ("all", "of everything")):
+            own = row["modes"][mode]
+            written, seconds = f"{own['checkpoint_bytes'] / 1e6:,.1f}", f"{own['checkpoint_seconds']:.3f}"
+            factor = f"{own['round_seconds'] / row['modes']['none']['round_seconds']:.1f}"
+            expected.append([row["method"], str(row["cohort"]), what, written, seconds, factor])
+    assert rows(ROOT / page, after="### Checkpoints") == expected
+
+
 def test_figures_of_the_fidelity_page_are_the_stored_ones():
     def shown(value, form):
         if isinstance(value, list):

@@ -69,7 +69,7 @@ def degree(clients: int, population: int, *, threshold: float, dropped: float) -
     a client drops out, independently of others.
     Safe, up to a probability of 2^-40: no client has enough colluding holders to rebuild its secrets, and the honest
     clients that stay are connected. Alive, up to a probability of 2^-20: each client keeps enough holders.
-    Source: Bell et al. (CCS 2020), section 3, with exact tails instead of bounds.
+    Source: Bell et al. (CCS 2020), section 3, with exact tails of the share holders instead of bounds.
     """
     return next(
         (k for k in range(2, clients - 1) if _suffices(k, clients, population, threshold, dropped)), clients - 1

@@ -9,7 +9,7 @@ from cfl.assembly import methods
 from cfl.assembly.resolve import dump, load
 from cfl.config.schema import RunConfig
 from cfl.contract import Gathers, LocalRegularizer, Strategy
-from cfl.contract.composed import STRATEGY
+from cfl.contract.composed import STRATEGY, prefix
 from cfl.core import ConfigError, options, plugins, unknown
 from cfl.core.typed import described
 from cfl.streams import Stream
@@ -80,14 +80,14 @@ def _named(regularizers: Given, config: RunConfig) -> dict[str, Any]:
 
 def _made(given: Any, base: type[T], owner: str) -> T:
     """Return the object, or an object of a class that needs no arguments. Raises ConfigError for any other."""
-    prefix = STRATEGY if owner == STRATEGY else f"regularizer.{owner}"
+    group = prefix(owner)
     if isinstance(given, type) and issubclass(given, base):
-        given = options.build(given, {}, prefix)
+        given = options.build(given, {}, group)
     if not isinstance(given, base):
         remedy = "pass a local regularizer as regularizers={name: object}" if owner == STRATEGY else "see cfl.run"
-        raise ConfigError(f"{prefix} must be a cfl.{base.__name__}, not {described(given)}; {remedy}")
+        raise ConfigError(f"{group} must be a cfl.{base.__name__}, not {described(given)}; {remedy}")
     if owner != STRATEGY and isinstance(given, Strategy):
-        raise ConfigError(f"{prefix} is the strategy {type(given).__name__}; pass it as strategy=...")
+        raise ConfigError(f"{group} is the strategy {type(given).__name__}; pass it as strategy=...")
     if given.gathers not in get_args(Gathers):
         raise unknown(f"value of {type(given).__name__}.gathers", str(given.gathers), get_args(Gathers))
     return given

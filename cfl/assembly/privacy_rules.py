@@ -41,18 +41,11 @@ def check_schedule(phases: Iterable[Phase], owners: Mapping[int, int], config: R
                 "partition.task_share or set secagg=none"
             )
     cohorts = {phase.cohort for phase in phases if not (phase.diagnostic or phase.stores)}
-    _check_cohorts(cohorts, owners.values(), config)
-
-
-def _check_cohorts(cohorts: Iterable[str], owners: Iterable[int], config: RunConfig) -> None:
-    """Raise ConfigError if accomplices of the server could open a secure sum, or a client has too few neighbours.
-
-    For Poisson cohorts this checks the mean size. A round whose cohort is not safe is aborted.
-    """
-    sizes = {(min(config.cohort, count) if kind == "sampled" else count, count) for kind in cohorts for count in owners}
+    # Of Poisson cohorts the mean size; a round whose cohort is not safe is aborted.
+    sizes = {(min(config.cohort, n) if kind == "sampled" else n, n) for kind in cohorts for n in owners.values()}
     for size, count in sorted(sizes):
-        if fault := unsafe(size, count, config):
-            raise ConfigError(fault)
+        if danger := unsafe(size, count, config):
+            raise ConfigError(danger)
 
 
 def _secure_sums(methods: Mapping[str, Any], config: RunConfig) -> Iterator[str]:

@@ -11,7 +11,7 @@ from cfl.aggregation.protected import UploadProtection
 from cfl.assembly import methods, privacy_rules
 from cfl.config.schema import RunConfig
 from cfl.contract import LocalRegularizer
-from cfl.contract.composed import STRATEGY, ComposedMethod
+from cfl.contract.composed import STRATEGY, ComposedMethod, prefix
 from cfl.core import ConfigError, machine, optim, options, rng
 from cfl.engines import Engine
 from cfl.engines.choose import choose, undecided
@@ -73,7 +73,7 @@ def _checked_public(
 ) -> TaskSamples | None:
     """Check the methods, and return the public data if a method reads them."""
     for owner, member in members.items():
-        options.check(member, owner if owner == STRATEGY else f"regularizer.{owner}")
+        options.check(member, prefix(owner))
     methods.check(members, config, public=stream.public is not None)
     privacy_rules.check(members, config)
     if not methods.need_public(members):

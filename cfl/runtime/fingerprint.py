@@ -9,7 +9,7 @@ from torch import nn
 from cfl.assembly import methods, resolve
 from cfl.config.overrides import change
 from cfl.config.schema import RunConfig
-from cfl.contract.composed import STRATEGY, ComposedMethod
+from cfl.contract.composed import ComposedMethod, prefix
 from cfl.core import content, plugins
 from cfl.runtime import checkpoint
 from cfl.streams import Stream
@@ -65,8 +65,7 @@ class Fingerprint:
             if content.foreign(type(member)):
                 found[f"the code of {_name(member)}"] = content.digest(type(member))
             if content.foreign(type(member)) or own != plain:
-                prefix = owner if owner == STRATEGY else f"regularizer.{owner}"
-                found |= {f"{prefix}.{name}": value for name, value in own.items()}
+                found |= {f"{prefix(owner)}.{name}": value for name, value in own.items()}
         return found
 
     def _network(self) -> dict[str, str]:

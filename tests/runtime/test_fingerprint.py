@@ -209,11 +209,12 @@ class Keeps(nn.Module):
 
 @pytest.mark.parametrize("engine", ["loop", "vmapped"])
 def test_what_a_network_keeps_from_its_forward_does_not_count(engine, tmp_path):
-    """A fresh object has other initial weights, so it keeps other numbers."""
-    killed(tmp_path, plain(f"engine={engine}"), model=Keeps())
-    cfl.run(
-        plain(f"engine={engine}"), stream=toy.stream(), output=tmp_path, resume=True, sink=Sink(False), model=Keeps()
-    )
+    """A fresh object has other initial weights, so it keeps other numbers. The run goes on from the checkpoint."""
+    config, first = plain(f"engine={engine}"), Keeps()
+    killed(tmp_path, config, model=first)
+    whole = cfl.run(config, stream=toy.stream(), model=first)
+    again = cfl.run(config, stream=toy.stream(), output=tmp_path, resume=True, sink=Sink(False), model=Keeps())
+    assert all(leaf.equal(again.params[name]) for name, leaf in whole.params.items())
 
 
 def test_the_number_of_tasks_of_the_users_own_stream_is_recorded(tmp_path):
