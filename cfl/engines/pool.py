@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import signal
-import warnings
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from itertools import count
@@ -23,7 +22,8 @@ from torch import Tensor
 
 from cfl.aggregation.plain import UploadSum
 from cfl.contract import Client, Gathers, RoundInfo, RoundInputs
-from cfl.core import ConfigError, Tree, UpdateError, machine, tree
+from cfl.core import ConfigError, Tree, UpdateError, machine
+from cfl.engines import parts
 from cfl.engines.base import Collected, Engine, Observe, Sums
 from cfl.engines.loop import LoopEngine
 from cfl.engines.shared_memory import Arena, ArenaFull, portable
@@ -72,7 +72,9 @@ class PoolEngine(Engine):
             for number, result in results:
                 early[number] = result if number == due else _copied(result)  # the worker overwrites a waiting result
                 while due in early:  # in the order of the chunks, which decides how sums round
-                    self._merge(early.pop(due), inputs.states, total, found, observe)
+                    done = early.pop(due)
+                    self.grown = max(self.grown, done["grown"])
+                    parts.merge(done, inputs.states, total, found, self.inner, observe)
                     due += 1
         return found
 
@@ -146,30 +148,6 @@ class PoolEngine(Engine):
             )
         worker.start()
 
-    def _merge(
-        self,
-        result: Mapping[str, Any],
-        states: Mapping[int, Tree],
-        total: UploadSum,
-        found: Collected,
-        observe: Observe | None,
-    ) -> None:
-        """Add the result of a chunk to `total` and `found`, without references to the worker's memory."""
-        total.merge(result["part"])
-        for id, state in result["states"].items():
-            found.states[id] = {
-                name: states[id][name] if leaf is None else leaf.clone() for name, leaf in state.items()
-            }
-        found.losses.update((id, loss.clone()) for id, loss in result["losses"].items())
-        found.excluded += result["excluded"]
-        self.grown = max(self.grown, result["grown"])
-        for category, text in result["warnings"]:
-            warnings.warn(text, category, stacklevel=2)
-        if observe is not None:
-            with self.inner.model.evaluation():
-                for id, params in result["models"].items():
-                    observe(id, tree.clone(params))
-
     def known_key(self, value: object) -> Any:
         """Return the key by which workers find an object that they inherit, None for other objects."""
         return self._known_keys.get(id(value))
@@ -180,23 +158,8 @@ class PoolEngine(Engine):
         before: peak bytes of the process when it started.
         """
         _, info, shared, observed = round
-        total, models = self.sums(info, self.gathers), dict[int, Tree]()
-        keep = (lambda id, params: models.update({id: tree.clone(params)})) if observed else None
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            found = self.inner.collect(total, RoundInputs(info, shared, clients, states), keep)
-        changed = {  # None for an unchanged leaf
-            id: {name: None if leaf is states[id].get(name) else leaf for name, leaf in state.items()}
-            for id, state in found.states.items()
-        }
-        return {
-            "part": total.part(),
-            **vars(found),
-            "states": changed,
-            "models": models,
-            "grown": machine.peak_bytes() - before,
-            "warnings": list(dict.fromkeys((each.category, str(each.message)) for each in said)),
-        }
+        result = parts.compute(self.inner, RoundInputs(info, shared, clients, states), observed)
+        return {**result, "grown": machine.peak_bytes() - before}
 
 
 def forks() -> bool:

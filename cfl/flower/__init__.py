@@ -1,0 +1,8 @@
+"""Runs on Flower (flwr): clients on the nodes of a federation, or of a simulation on a cluster."""
+
+from importlib.util import find_spec
+
+from cfl.core import ConfigError
+
+if find_spec("flwr") is None:
+    raise ConfigError("engine=flower needs Flower; install it with: pip install 'cfl[flower]'")
