@@ -127,6 +127,15 @@ class PrivacyConfig(Section):
         return {"level": "client", **data} if budget else data
 
 
+class FlowerConfig(Section):
+    """Nodes that compute the clients with `engine=flower`."""
+
+    address: str | None = Field(
+        None, description="Ray cluster of a simulation; null: this machine; in-process: no Ray, one after another"
+    )
+    deadline: float = Field(600.0, gt=0, description="seconds in which a node has to answer")
+
+
 class RunConfig(Section):
     """All options that decide the result of a run. `resolve` and `load` make one; `dump` converts it to plain data.
 
@@ -152,14 +161,15 @@ class RunConfig(Section):
     )
     drop_rate: float = Field(0.0, ge=0, lt=1, description="probability that a client of a cohort drops out of a round")
     class_order: Literal["random", "natural"] = Field("random", description="order of the classes over the tasks")
-    engine: Literal["loop", "vmapped", "pool", "pool+vmapped", "auto"] = Field(
+    engine: Literal["loop", "vmapped", "pool", "pool+vmapped", "flower", "auto"] = Field(
         "loop",
-        description="clients one by one, in vectorised blocks, in processes, both, or the fastest in the first steps",
+        description="clients one by one, in vectorised blocks, in processes, both, in blocks on the nodes of a Flower "
+        "simulation, or the fastest of the first four in the first steps",
     )
     block: Positive | None = Field(
         None, description="clients trained, or sent to a process, at once; null: measured, or a 16th of the cohort"
     )
-    workers: int | None = Field(None, ge=1, le=1024, description="processes of a pool; null: one per core")
+    workers: int | None = Field(None, ge=1, le=1024, description="processes of a pool or a simulation; null: one per core")
     device: str = Field("cpu", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
     partition: PartitionConfig = PartitionConfig()
     local: LocalConfig = LocalConfig()
@@ -184,6 +194,7 @@ class RunConfig(Section):
     )
     secure: SecureConfig = SecureConfig()
     dp: PrivacyConfig = PrivacyConfig()
+    flower: FlowerConfig = FlowerConfig()
 
     @model_validator(mode="wrap")
     @classmethod

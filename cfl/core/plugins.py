@@ -122,6 +122,7 @@ local = Registry(
 )  # fmt: skip
 benchmarks = Registry("benchmark", "cfl.benchmarks", "cfl.streams", "cfl.streams.benchmark:Benchmark")
 models = Registry("model", "cfl.models", "cfl.models", "collections.abc:Callable")
+engines = Registry("engine", "cfl.engines", "cfl.flower", "collections.abc:Callable")
 
 DEFAULT_METHOD = "fedavg"
 

@@ -15,7 +15,10 @@ CHUNKS = 16  # default number of chunks of a cohort in a pool; fixed, because re
 def build(
     name: str, *, block: int | None, cohort: int, workers: int, known: Iterable[object], **options: Any
 ) -> Engine:
-    """Return the engine `name`. block: number of clients in a block or chunk; options: of `LoopEngine`."""
+    """Return the engine `name`, for "flower" that of its nodes. block: clients in a block; options: of `LoopEngine`."""
+    if name == "flower":
+        block = block or -(-cohort // CHUNKS)
+        name = "vmapped" if block > 1 else "loop"
     inner = VmappedEngine(**options, block=block or cohort) if "vmapped" in name else LoopEngine(**options)
     return PoolEngine(inner, workers, block or -(-cohort // CHUNKS), known) if "pool" in name else inner
 

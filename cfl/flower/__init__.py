@@ -6,3 +6,7 @@ from cfl.core import ConfigError
 
 if find_spec("flwr") is None:
     raise ConfigError("engine=flower needs Flower; install it with: pip install 'cfl[flower]'")
+
+from cfl.flower import simulation  # registers the engine
+
+__all__ = ["simulation"]

@@ -18,7 +18,7 @@ from torch import Tensor
 from cfl.core import CflError, Tree
 
 BODY, TENSORS = "body", "tensors"
-_FORMAT = "safetensors"
+FORMAT = "safetensors"
 
 
 class WireError(CflError):
@@ -47,13 +47,13 @@ def unpack(records: RecordDict) -> Any:
 def array(leaves: Tree) -> Array:
     """Return the tensors of a tree as one Flower array."""
     data = save({name: leaf.detach().cpu().contiguous().clone() for name, leaf in leaves.items()})
-    return Array(dtype="uint8", shape=(len(data),), stype=_FORMAT, data=data)
+    return Array(dtype="uint8", shape=(len(data),), stype=FORMAT, data=data)
 
 
 def tree(packed: Array) -> Tree:
     """Return the tree of `array`, sorted by name. Raises WireError for other bytes."""
-    if packed.stype != _FORMAT:
-        raise WireError(f"tensors must come as {_FORMAT}, not {packed.stype}")
+    if packed.stype != FORMAT:
+        raise WireError(f"tensors must come as {FORMAT}, not {packed.stype}")
     try:
         found: Tree = load(packed.data)
     except (SafetensorError, KeyError) as error:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from cfl.assembly import methods, privacy_rules
 from cfl.config.schema import RunConfig
 from cfl.contract import LocalRegularizer
 from cfl.contract.composed import STRATEGY, ComposedMethod, prefix
-from cfl.core import ConfigError, machine, optim, options, rng
+from cfl.core import ConfigError, machine, optim, options, plugins, rng
 from cfl.engines import Engine
 from cfl.engines.choose import choose, undecided
 from cfl.runtime.fingerprint import Fingerprint
@@ -35,10 +36,12 @@ def build_session(
     module: nn.Module | None = None,
     folder: RunFolder | None = None,
     sink: Sink | None = None,
+    data_root: Path | None = None,
 ) -> Session:
     """Build a run that has not begun.
 
-    members: "strategy" and regularizers by name; module: a network of your own, None for the configured model.
+    members: "strategy" and regularizers by name; module: a network of your own, None for the configured model;
+    data_root: folder of the data sets, for engines that build the stream elsewhere.
     Measures which engine is fastest if the configuration leaves that open. Raises ConfigError if the configuration, the
     methods, the model and the stream do not fit together.
     """
@@ -60,11 +63,12 @@ def build_session(
     state = RunState({"params": model.params, **own}, len(stream))
     lenient = config.model_copy(update={"on_bad_update": "exclude"})  # a measurement judges no update
     config = _with_measured_engine(config, rounds, state, partial(_engine, lenient, stream, rounds, protection))
+    fingerprint = Fingerprint(config, composed, network, stream, public is not None, module is not None)
     engine = _engine(config, stream, rounds, protection, config.engine, config.block)
-    recorder = Recorder(
-        folder, sink, state, rounds, budget, [task.name for task in stream.tasks],
-        Fingerprint(config, composed, network, stream, public is not None, module is not None),
-    )  # fmt: skip
+    if config.engine not in engines.ENGINES:
+        engine = plugins.engines.get(config.engine)(engine, rounds, fingerprint, data_root)
+    names = [task.name for task in stream.tasks]
+    recorder = Recorder(folder, sink, state, rounds, budget, names, fingerprint)
     return Session(config, label, stream, composed, model, population, rounds, budget, state, engine, recorder)
 
 

@@ -1,18 +1,28 @@
 """The rounds of a run before they run: cohort, learning rate, broadcast, and the client states that go in."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from cfl.aggregation import scope
 from cfl.assembly import privacy_rules
 from cfl.config.schema import RunConfig
-from cfl.contract import RoundInfo, RoundInputs
+from cfl.contract import RoundInfo, RoundInputs, TreesByOwner
 from cfl.contract.composed import ComposedMethod
+from cfl.core import Tree
 from cfl.models import Model
 from cfl.runtime import schedule
 from cfl.runtime.population import Population
 from cfl.runtime.state import RunState
 from cfl.streams import Stream
 from cfl.streams.store import TaskSamples
+
+
+class ClientStates(Protocol):
+    """clients: id to state, if not empty; last_task: id to the last task in which the client took part."""
+
+    clients: Mapping[int, Tree]
+    last_task: Mapping[int, int]
 
 
 class Rounds:
@@ -58,14 +68,18 @@ class Rounds:
         tasks, ids = self.sees(info.task), info.uploading
         if not ids and info.privacy and info.privacy.hidden:  # noise for an empty cohort takes its shape from an upload
             ids = self.population.owners(tasks)[:1]
-        clients = [self.population.client(id, info.task, tasks) for id in ids]
+        return self.of_clients(ids, info, shared, state)
+
+    def of_clients(self, ids: Sequence[int], info: RoundInfo, shared: TreesByOwner, state: ClientStates) -> RoundInputs:
+        """Add the data of clients, and their states as they enter the round, to its description and broadcast."""
+        sees = self.sees(info.task)
         states = {
             id: state.clients.get(id, {})
             if state.last_task.get(id) == info.task
             else self.composed.client_state(state.clients.get(id), shared["params"], self.model)
             for id in ids
         }
-        return RoundInputs(info, shared, clients, states)
+        return RoundInputs(info, shared, [self.population.client(id, info.task, sees) for id in ids], states)
 
     def info(self, position: int) -> RoundInfo:
         """Describe a round to the strategy."""

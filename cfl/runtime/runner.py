@@ -61,19 +61,19 @@ def run(
     members = arguments.members(settings, strategy, regularizers)
     network = None if isinstance(model, str) else model
     with machine.threads(settings.threads), contextlib.ExitStack() as at_end:
+        root = Path(data_root) if data_root else None
         if isinstance(stream, Stream):
             if settings.tasks == presets.tasks_of(settings.benchmark, settings.scale):
                 settings = settings.model_copy(update={"tasks": None})  # is for the stream of the benchmark
             stream = streams.selected(stream, settings.tasks)
         else:
-            root = Path(data_root) if data_root else None
-            stream = _stream(settings, root, download, public=methods.need_public(members))
+            stream = stream_of(settings, root, download, public=methods.need_public(members))
         folder = RunFolder(output, resume=resume) if output is not None else None
         if folder is not None:
             at_end.callback(folder.close)
             if resume and undecided(settings.engine, settings.block):
                 settings = _settled(settings, folder.read_config())
-        session = build_session(settings, stream, members, network, folder, sink)
+        session = build_session(settings, stream, members, network, folder, sink, root)
         torch.set_num_threads(session.config.threads)  # may have been measured
         at_end.enter_context(contextlib.closing(session))
         at_end.enter_context(session.recorder.writer)
@@ -96,7 +96,7 @@ def _settled(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
     return config.model_copy(update=chosen) if wanted and same else config
 
 
-def _stream(config: RunConfig, data_root: Path | None, download: bool, public: bool) -> Stream:
+def stream_of(config: RunConfig, data_root: Path | None, download: bool, public: bool) -> Stream:
     """The stream of the benchmark, with the configured public data if a method needs them."""
     try:
         stream = streams.build(

@@ -1,0 +1,70 @@
+"""The `flower` engine: the nodes of a Flower grid compute the clients of a round."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from cfl.aggregation.plain import UploadSum
+from cfl.contract import Client, Gathers, RoundInputs
+from cfl.core import CflError, UpdateError, errors
+from cfl.engines import parts
+from cfl.engines.base import Collected, Engine, Observe, Sums
+from cfl.engines.loop import LoopEngine
+from cfl.engines.vmapped import VmappedEngine
+from cfl.flower.link import Answer, Link
+from cfl.flower.messages import described
+from cfl.flower.trees import Broadcast
+
+
+class SimulationEngine(Engine):
+    """Clients without a home: their states travel with the messages, so any node can compute any of them.
+
+    inner: the engine on each node, whose blocks are the units of work; link: to the nodes.
+    The nodes get equal numbers of blocks, and the server merges the results in the order of the blocks. So the number
+    of nodes does not change a bit of the result.
+    """
+
+    def __init__(self, inner: LoopEngine, link: Link) -> None:
+        self.inner, self.link = inner, link
+
+    @property
+    def gathers(self) -> Mapping[str, Gathers]:
+        return self.inner.gathers
+
+    @property
+    def sums(self) -> Sums:
+        return self.inner.sums
+
+    def collect(self, total: UploadSum, inputs: RoundInputs, observe: Observe | None) -> Collected:
+        blocks, nodes = self._blocks(inputs), sorted(self.link.grid.get_node_ids())
+        shares = {node: blocks[place :: len(nodes)] for place, node in enumerate(nodes[: len(blocks)])}
+        known = {"info": described(inputs.info), "observed": observe is not None}
+        requests = {
+            node: {**known, "blocks": [{client.id: inputs.states[client.id] for client in block} for block in share]}
+            for node, share in shares.items()
+        }
+        answers = self.link.ask("train", requests, Broadcast(inputs.shared))
+        results: dict[int, Any] = {}
+        for place, (node, answer) in enumerate(answers.items()):
+            results.update(zip(range(place, len(blocks), len(nodes)), _results(node, answer, inputs), strict=True))
+        found = Collected()
+        for number in sorted(results):
+            parts.merge(results[number], inputs.states, total, found, self.inner, observe)
+        return found
+
+    def fault(self, inputs: RoundInputs, client: Client) -> str:
+        return self.inner.fault(inputs, client)
+
+    def _blocks(self, inputs: RoundInputs) -> list[list[Client]]:
+        if isinstance(self.inner, VmappedEngine):
+            return self.inner.blocks(inputs.clients, inputs.states)
+        return [[client] for client in inputs.clients]
+
+
+def _results(node: int, answer: Answer, inputs: RoundInputs) -> Any:
+    """The results of a node. Raises the error of the node."""
+    if answer.fault is None:
+        return answer.value
+    kind = getattr(errors, answer.error, None)
+    if isinstance(kind, type) and issubclass(kind, CflError):
+        raise kind(answer.fault)
+    raise UpdateError(f"node {node} of the simulation failed ({inputs.info.place}): {answer.fault}")

@@ -1,0 +1,51 @@
+"""A grid whose nodes are in this process, for checks and debugging: they answer one after another, without a network."""
+
+from collections.abc import Iterable, Sequence
+
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+
+class InProcessGrid(Grid):
+    """Nodes 1 to n, one for each ClientApp."""
+
+    def __init__(self, apps: Sequence[ClientApp]) -> None:
+        self.apps = dict(enumerate(apps, 1))
+        self.contexts = {
+            node: Context(run_id=1, node_id=node, node_config={}, state=RecordDict(), run_config={})
+            for node in self.apps
+        }
+        self._replies: dict[str, Message] = {}
+        TaskIdentity.task_id = TaskIdentity.run_id = 1  # messages carry them
+        TaskIdentity.node_id = 0
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self.apps)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        found = []
+        for message in messages:
+            node = message.metadata.dst_node_id
+            id = message.metadata.__dict__["_message_id"] = f"message {len(found)} to {node}"
+            self._replies[id] = self.apps[node](message, self.contexts[node])
+            found.append(id)
+        return found
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return [self._replies.pop(id) for id in list(message_ids) if id in self._replies]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        return self.pull_messages(self.push_messages(messages))
+
+    def create_message(self, *args: object, **options: object) -> Message:
+        raise NotImplementedError("deprecated by Flower; make a flwr.app.Message")
+
+    def set_run(self, run: Run) -> None:
+        raise NotImplementedError("this grid belongs to no run of Flower's")
+
+    @property
+    def run(self) -> Run:
+        raise NotImplementedError("this grid belongs to no run of Flower's")

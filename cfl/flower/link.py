@@ -1,0 +1,107 @@
+"""The server's conversation with the nodes: requests of one kind to several nodes, and their answers."""
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from cfl.core import CflError
+from cfl.core.errors import reason
+from cfl.flower import wire
+from cfl.flower.trees import Broadcast
+
+SHARED = "shared"  # entry of a request: the names of the broadcast
+TREES, MISSING, FAULT = "trees", "missing", "fault"  # further records of a message
+PATIENCE = 0.02  # seconds between looks for answers
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a node answers: a value, or the reason why there is none. error: class of an error of `cfl`, by name."""
+
+    value: Any = None
+    fault: str | None = None
+    error: str = ""
+
+
+@dataclass
+class Link:
+    """Requests over a grid. deadline: seconds for the answers to a request.
+
+    bytes_down, bytes_up: content of all messages so far to and from the nodes.
+    """
+
+    grid: Grid
+    deadline: float
+    bytes_down: int = 0
+    bytes_up: int = 0
+    _held: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))  # by node, hashes of its trees
+
+    def ask(self, kind: str, requests: Mapping[int, Any], broadcast: Broadcast | None = None) -> dict[int, Answer]:
+        """Send each node its request, and return the answers by node, in the order of the requests.
+
+        kind: a message type of Flower, such as "train"; broadcast: trees that all of the requests refer to.
+        A node that has lost its trees gets them again.
+        """
+        replies = self._exchange(kind, requests, broadcast)
+        lost = [node for node, reply in replies.items() if MISSING in _configs(reply)]
+        self._held.update((node, set()) for node in lost)
+        replies |= self._exchange(kind, {node: requests[node] for node in lost}, broadcast)
+        answers = {node: self._answer(replies.get(node)) for node in requests}
+        if broadcast is not None:
+            self._held.update((node, set() if answer.fault else broadcast.hashes) for node, answer in answers.items())
+        return answers
+
+    def _message(self, kind: str, node: int, request: Any, broadcast: Broadcast | None) -> Message:
+        records = wire.pack(request if broadcast is None else {**request, SHARED: broadcast.names})
+        if broadcast is not None:
+            records[TREES] = broadcast.record(but=self._held[node])
+        self.bytes_down += wire.size(records)
+        return Message(records, dst_node_id=node, message_type=kind, ttl=self.deadline)
+
+    def _exchange(self, kind: str, requests: Mapping[int, Any], broadcast: Broadcast | None) -> dict[int, Message]:
+        """Send requests and wait for the replies. Returns those that came in time, by node."""
+        messages = [self._message(kind, node, request, broadcast) for node, request in requests.items()]
+        waiting, end = set(self.grid.push_messages(messages)), time.monotonic() + self.deadline
+        found: dict[int, Message] = {}
+        while waiting and time.monotonic() < end:
+            for reply in self.grid.pull_messages(waiting):
+                waiting.discard(reply.metadata.reply_to_message_id)
+                found[reply.metadata.src_node_id] = reply
+                self.bytes_up += wire.size(reply.content) if reply.has_content() else 0
+            if waiting:
+                time.sleep(PATIENCE)
+        return found
+
+    def _answer(self, reply: Message | None) -> Answer:
+        if reply is None:
+            return Answer(fault=f"it did not answer within {self.deadline:g} seconds")
+        if reply.has_error():
+            return Answer(fault=reply.error.reason or f"its error has the code {reply.error.code}")
+        configs = _configs(reply)
+        if FAULT in configs:
+            return Answer(fault=str(configs[FAULT].get("text")), error=str(configs[FAULT].get("error")))
+        if MISSING in configs:
+            return Answer(fault="it lost the trees of the broadcast")
+        try:
+            return Answer(wire.unpack(reply.content))
+        except CflError as error:
+            return Answer(fault=str(error))
+
+
+def fault(error: Exception) -> RecordDict:
+    """Records of a node that cannot answer, and says why."""
+    return RecordDict({FAULT: ConfigRecord({"text": reason(error), "error": type(error).__name__})})
+
+
+def missing() -> RecordDict:
+    """Records of a node that lacks trees of the broadcast."""
+    return RecordDict({MISSING: ConfigRecord()})
+
+
+def _configs(reply: Message) -> Mapping[str, ConfigRecord]:
+    return reply.content.config_records if reply.has_content() else {}
