@@ -169,7 +169,9 @@ class RunConfig(Section):
     block: Positive | None = Field(
         None, description="clients trained, or sent to a process, at once; null: measured, or a 16th of the cohort"
     )
-    workers: int | None = Field(None, ge=1, le=1024, description="processes of a pool or a simulation; null: one per core")
+    workers: int | None = Field(
+        None, ge=1, le=1024, description="processes of a pool or a simulation; null: one per core"
+    )
     device: str = Field("cpu", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
     partition: PartitionConfig = PartitionConfig()
     local: LocalConfig = LocalConfig()

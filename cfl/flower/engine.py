@@ -1,11 +1,13 @@
 """The `flower` engine: the nodes of a Flower grid compute the clients of a round."""
 
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from cfl.aggregation.plain import UploadSum
 from cfl.contract import Client, Gathers, RoundInputs
-from cfl.core import CflError, UpdateError, errors
+from cfl.core import CflError, ConfigError, UpdateError, errors
 from cfl.engines import parts
 from cfl.engines.base import Collected, Engine, Observe, Sums
 from cfl.engines.loop import LoopEngine
@@ -13,18 +15,21 @@ from cfl.engines.vmapped import VmappedEngine
 from cfl.flower.link import Answer, Link
 from cfl.flower.messages import described
 from cfl.flower.trees import Broadcast
+from cfl.runtime.fingerprint import Fingerprint
 
 
 class SimulationEngine(Engine):
     """Clients without a home: their states travel with the messages, so any node can compute any of them.
 
-    inner: the engine on each node, whose blocks are the units of work; link: to the nodes.
+    inner: the engine on each node, whose blocks are the units of work; link: to the nodes; folder: of the nodes on this
+    machine, removed at the end.
     The nodes get equal numbers of blocks, and the server merges the results in the order of the blocks. So the number
     of nodes does not change a bit of the result.
     """
 
-    def __init__(self, inner: LoopEngine, link: Link) -> None:
-        self.inner, self.link = inner, link
+    def __init__(self, inner: LoopEngine, link: Link, fingerprint: Fingerprint, folder: Path) -> None:
+        self.inner, self.link, self.fingerprint, self.folder = inner, link, fingerprint, folder
+        self._nodes: list[int] = []
 
     @property
     def gathers(self) -> Mapping[str, Gathers]:
@@ -35,7 +40,7 @@ class SimulationEngine(Engine):
         return self.inner.sums
 
     def collect(self, total: UploadSum, inputs: RoundInputs, observe: Observe | None) -> Collected:
-        blocks, nodes = self._blocks(inputs), sorted(self.link.grid.get_node_ids())
+        blocks, nodes = self._blocks(inputs), self._nodes or self._join()
         shares = {node: blocks[place :: len(nodes)] for place, node in enumerate(nodes[: len(blocks)])}
         known = {"info": described(inputs.info), "observed": observe is not None}
         requests = {
@@ -53,6 +58,23 @@ class SimulationEngine(Engine):
 
     def fault(self, inputs: RoundInputs, client: Client) -> str:
         return self.inner.fault(inputs, client)
+
+    def close(self) -> None:
+        self.link.grid.close()
+        self._nodes = []
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _join(self) -> list[int]:
+        """Return the ids of the nodes. Raises ConfigError if one would compute with other data or code."""
+        self._nodes, own = sorted(self.link.grid.get_node_ids()), self.fingerprint.parts
+        remedy = "engine=flower rebuilds data, model and methods on its nodes by name, so register those of your own"
+        for node, answer in self.link.ask("query.join", dict.fromkeys(self._nodes)).items():
+            if answer.fault is not None:
+                raise ConfigError(f"node {node} cannot take part: {answer.fault}; {remedy}")
+            theirs = answer.value["parts"]
+            if other := next((name for name in {**own, **theirs} if own.get(name) != theirs.get(name)), None):
+                raise ConfigError(f"node {node} differs in {other}; {remedy}")
+        return self._nodes
 
     def _blocks(self, inputs: RoundInputs) -> list[list[Client]]:
         if isinstance(self.inner, VmappedEngine):

@@ -1,16 +1,14 @@
-"""A grid whose nodes are in this process, for checks and debugging: they answer one after another, without a network."""
+"""A grid whose nodes are in this process, for checks and debugging: they answer one after another."""
 
 from collections.abc import Iterable, Sequence
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid
-from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 
-class InProcessGrid(Grid):
-    """Nodes 1 to n, one for each ClientApp."""
+class InProcessGrid:
+    """Nodes 1 to n, one for each ClientApp; the part of a Flower grid that `Link` uses."""
 
     def __init__(self, apps: Sequence[ClientApp]) -> None:
         self.apps = dict(enumerate(apps, 1))
@@ -26,7 +24,7 @@ class InProcessGrid(Grid):
         return list(self.apps)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        found = []
+        found = list[str]()
         for message in messages:
             node = message.metadata.dst_node_id
             id = message.metadata.__dict__["_message_id"] = f"message {len(found)} to {node}"
@@ -37,15 +35,5 @@ class InProcessGrid(Grid):
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         return [self._replies.pop(id) for id in list(message_ids) if id in self._replies]
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        return self.pull_messages(self.push_messages(messages))
-
-    def create_message(self, *args: object, **options: object) -> Message:
-        raise NotImplementedError("deprecated by Flower; make a flwr.app.Message")
-
-    def set_run(self, run: Run) -> None:
-        raise NotImplementedError("this grid belongs to no run of Flower's")
-
-    @property
-    def run(self) -> Run:
-        raise NotImplementedError("this grid belongs to no run of Flower's")
+    def close(self) -> None:
+        """Do nothing: the nodes hold no process."""

@@ -2,12 +2,11 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from flwr.app import ConfigRecord, Message, RecordDict
-from flwr.serverapp import Grid
 
 from cfl.core import CflError
 from cfl.core.errors import reason
@@ -17,6 +16,19 @@ from cfl.flower.trees import Broadcast
 SHARED = "shared"  # entry of a request: the names of the broadcast
 TREES, MISSING, FAULT = "trees", "missing", "fault"  # further records of a message
 PATIENCE = 0.02  # seconds between looks for answers
+
+
+class Grid(Protocol):
+    """The part of `flwr.serverapp.Grid` that is used, and its end."""
+
+    def get_node_ids(self) -> Iterable[int]: ...
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]: ...
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]: ...
+
+    def close(self) -> None:
+        """End what answers, if it belongs to the run."""
 
 
 @dataclass(frozen=True)

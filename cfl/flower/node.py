@@ -1,6 +1,7 @@
 """A node: it computes the clients that a message names, with a local engine, and answers with their result."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,19 +9,25 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from cfl.contract import RoundInputs
+from cfl.core.version import __version__
 from cfl.engines import parts
 from cfl.engines.loop import LoopEngine
 from cfl.flower import link, wire
 from cfl.flower.messages import rebuilt
 from cfl.flower.trees import Missing, TreeFolder
+from cfl.runtime.fingerprint import Fingerprint
 from cfl.runtime.rounds import Rounds
 
 
 class Node:
     """The part of a run that a node has. engine: computes clients; folder: for the trees of broadcasts."""
 
-    def __init__(self, engine: LoopEngine, rounds: Rounds, folder: Path) -> None:
-        self.engine, self.rounds, self.trees = engine, rounds, TreeFolder(folder)
+    def __init__(self, engine: LoopEngine, rounds: Rounds, fingerprint: Fingerprint, folder: Path) -> None:
+        self.engine, self.rounds, self.fingerprint, self.trees = engine, rounds, fingerprint, TreeFolder(folder)
+
+    def join(self, request: Any, records: RecordDict) -> dict[str, Any]:
+        """Return what the node would compute with: the version of `cfl`, and hashes of data, network and methods."""
+        return {"version": __version__, "parts": self.fingerprint.parts}
 
     def train(self, request: Any, records: RecordDict) -> list[dict[str, Any]]:
         """Compute blocks of clients. Returns a result of `parts.compute` for each block. Raises Missing."""
@@ -36,19 +43,18 @@ class Node:
 
 
 def client_app(build: Callable[[Context], Node]) -> ClientApp:
-    """Return a Flower ClientApp. build: makes the node when its first message comes."""
-    app, built = ClientApp(), list[Node]()
+    """Return a Flower ClientApp. build: makes the node, or returns the one that it made before."""
+    app = ClientApp()
 
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
+    def answer(act: Callable[[Node, Any, RecordDict], Any], message: Message, context: Context) -> Message:
         try:
-            if not built:
-                built.append(build(context))
-            answer = wire.pack(built[0].train(wire.unpack(message.content), message.content))
+            records = wire.pack(act(build(context), wire.unpack(message.content), message.content))
         except Missing:
-            answer = link.missing()
+            records = link.missing()
         except Exception as error:  # of any kind: the server names the node and the error
-            answer = link.fault(error)
-        return Message(answer, reply_to=message)
+            records = link.fault(error)
+        return Message(records, reply_to=message)
 
+    app.train()(partial(answer, Node.train))
+    app.query("join")(partial(answer, Node.join))
     return app

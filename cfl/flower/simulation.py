@@ -1,21 +1,31 @@
 """Flower's simulation as an engine: virtual nodes on this machine or on a Ray cluster."""
 
+import contextlib
+import json
 import logging
+import os
 import tempfile
 import threading
-import uuid
-from collections.abc import Callable
+import time
+from collections.abc import Iterable
+from functools import lru_cache, partial
 from pathlib import Path
-from queue import Queue
+from queue import Empty, Queue
+from typing import Any
 
-from flwr.app import Context
+import torch
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
+from flwr.simulation import run_simulation
 
 from cfl.assembly import methods, resolve
-from cfl.core import ConfigError, machine
+from cfl.core import UpdateError, machine
+from cfl.core.errors import reason
 from cfl.core.plugins import engines
 from cfl.engines.base import Engine
 from cfl.engines.loop import LoopEngine
+from cfl.engines.vmapped import VmappedEngine
 from cfl.flower.engine import SimulationEngine
 from cfl.flower.in_process import InProcessGrid
 from cfl.flower.link import Link
@@ -26,15 +36,126 @@ from cfl.runtime.rounds import Rounds
 from cfl.runtime.runner import stream_of
 
 IN_PROCESS = "in-process"
-START = 300.0  # seconds within which a simulation has to start
 
 
 @engines.register("flower")
 def engine(inner: LoopEngine, rounds: Rounds, fingerprint: Fingerprint, data_root: Path | None) -> Engine:
-    """Return the engine of a run. inner: computes the clients of a node."""
+    """Return the engine of a run. inner: computes the clients of a node; data_root: the data sets, on each machine."""
     config = rounds.config
-    workers, folder = config.workers or machine.cores(), tempfile.mkdtemp(prefix="cfl-flower-")
+    workers, folder = config.workers or machine.cores(), Path(tempfile.mkdtemp(prefix="cfl-flower-"))
+    grid: InProcessGrid | SimulatedGrid
     if config.flower.address == IN_PROCESS:
-        apps = [client_app(lambda context: Node(inner, rounds, Path(folder, str(node)))) for node in range(workers)]
-        return SimulationEngine(inner, Link(InProcessGrid(apps), config.flower.deadline))
-    raise NotImplementedError
+        nodes = [Node(inner, rounds, fingerprint, folder / str(number)) for number in range(workers)]
+        grid = InProcessGrid([client_app(partial(_known, node)) for node in nodes])
+    else:
+        block = inner.block if isinstance(inner, VmappedEngine) else None
+        local = config.model_copy(update={"engine": "vmapped" if block else "loop", "block": block})
+        options, root = json.dumps(resolve.dump(local)), str(data_root) if data_root else None
+        grid = SimulatedGrid(client_app(partial(_rebuilt, options, root, str(folder))), workers, config.flower.address)
+    return SimulationEngine(inner, Link(grid, config.flower.deadline), fingerprint, folder)
+
+
+class SimulatedGrid:
+    """The grid of a simulation of Flower's, which runs in a thread from the first use until `close`.
+
+    address: of a Ray cluster, None for one on this machine that ends with the simulation.
+    """
+
+    def __init__(self, app: ClientApp, workers: int, address: str | None) -> None:
+        self.app, self.workers, self.address = app, workers, address
+        self._grid: Grid | None = None
+        self._failed: list[BaseException] = []
+        self._done = threading.Event()
+        self._thread = threading.Thread()
+
+    def get_node_ids(self) -> Iterable[int]:
+        return self._started().get_node_ids()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        return self._started().push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        self._check()
+        return self._started().pull_messages(message_ids)
+
+    def close(self) -> None:
+        """End the simulation."""
+        if self._grid is not None:
+            self._done.set()
+            self._thread.join()
+            self._grid = None
+
+    def _started(self) -> Grid:
+        if self._grid is None:
+            handed: Queue[Grid] = Queue()
+            self._done, self._failed = threading.Event(), []
+            self._thread = threading.Thread(target=self._simulate, args=(handed,), daemon=True)
+            self._thread.start()
+            while self._grid is None:
+                self._check()
+                with contextlib.suppress(Empty):
+                    self._grid = handed.get(timeout=0.1)
+            while len(list(self._grid.get_node_ids())) < self.workers:
+                self._check()
+                time.sleep(0.01)
+        return self._grid
+
+    def _check(self) -> None:
+        """Raise UpdateError if the simulation has ended."""
+        if self._failed:
+            self._grid = None
+            raise UpdateError(f"Flower's simulation ended: {reason(self._failed[0])}") from self._failed[0]
+
+    def _simulate(self, handed: Queue[Grid]) -> None:
+        """Run the simulation, whose ServerApp hands its grid over and waits."""
+        server = ServerApp()
+
+        @server.main()
+        def main(grid: Grid, context: Context) -> None:
+            handed.put(grid)
+            self._done.wait()
+
+        local: dict[str, Any] = {
+            "num_cpus": self.workers,
+            "_node_ip_address": "127.0.0.1",
+        }  # nothing leaves this machine
+        start = {"address": self.address} if self.address else local
+        logging.getLogger("flwr").setLevel(logging.CRITICAL)
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns of its next version
+        try:
+            run_simulation(
+                server, self.app, self.workers,
+                backend_config={
+                    "init_args": {**start, "logging_level": logging.ERROR, "log_to_driver": False},
+                    "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+                },
+            )  # fmt: skip
+        except BaseException as error:  # of any kind: the caller's thread raises it
+            self._failed.append(_first(error))
+
+
+def _first(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _known(node: Node, context: Context) -> Node:
+    return node
+
+
+def _rebuilt(options: str, data_root: str | None, folder: str, context: Context) -> Node:
+    """The node of a process of the simulation, which any of the virtual nodes uses."""
+    return _of_process(options, data_root, folder)
+
+
+@lru_cache(maxsize=1)
+def _of_process(options: str, data_root: str | None, folder: str) -> Node:
+    config = resolve.load(json.loads(options))
+    torch.set_num_threads(config.threads)
+    machine.keep_memory()
+    members = methods.build(config)
+    stream = stream_of(config, Path(data_root) if data_root else None, False, public=methods.need_public(members))
+    session = build_session(config, stream, members)
+    assert isinstance(session.engine, LoopEngine)
+    return Node(session.engine, session.rounds, session.recorder.fingerprint, Path(folder))

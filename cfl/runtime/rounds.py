@@ -1,28 +1,19 @@
 """The rounds of a run before they run: cohort, learning rate, broadcast, and the client states that go in."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from cfl.aggregation import scope
 from cfl.assembly import privacy_rules
 from cfl.config.schema import RunConfig
 from cfl.contract import RoundInfo, RoundInputs, TreesByOwner
 from cfl.contract.composed import ComposedMethod
-from cfl.core import Tree
 from cfl.models import Model
 from cfl.runtime import schedule
 from cfl.runtime.population import Population
 from cfl.runtime.state import RunState
 from cfl.streams import Stream
 from cfl.streams.store import TaskSamples
-
-
-class ClientStates(Protocol):
-    """clients: id to state, if not empty; last_task: id to the last task in which the client took part."""
-
-    clients: Mapping[int, Tree]
-    last_task: Mapping[int, int]
 
 
 class Rounds:
@@ -70,7 +61,7 @@ class Rounds:
             ids = self.population.owners(tasks)[:1]
         return self.of_clients(ids, info, shared, state)
 
-    def of_clients(self, ids: Sequence[int], info: RoundInfo, shared: TreesByOwner, state: ClientStates) -> RoundInputs:
+    def of_clients(self, ids: Sequence[int], info: RoundInfo, shared: TreesByOwner, state: RunState) -> RoundInputs:
         """Add the data of clients, and their states as they enter the round, to its description and broadcast."""
         sees = self.sees(info.task)
         states = {
