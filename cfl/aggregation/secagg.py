@@ -14,126 +14,81 @@ a client detects a swapped key. Keys, seeds and nonces come from the operating s
 runs share a mask.
 """
 
-import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 from Crypto.Protocol.SecretSharing import Shamir
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from cfl.aggregation.mask_graph import connected, degree, graph, honest, needed
+from cfl.aggregation.secagg_client import (
+    CIPHERTEXT,
+    COMMITMENT,
+    ID,
+    KIND,
+    MASK,
+    PUBLIC,
+    SEED,
+    SELF,
+    Client,
+    Shares,
+    agree,
+    apply_masks,
+    commitment,
+    derive,
+    mask_key_of,
+)  # fmt: skip
 from cfl.contract import STAGES
 from cfl.core import RoundAborted
 
-MASK, SELF = "mask", "self"  # the two secrets of a client: the seed of its mask key, the seed of its self-mask
-# Sizes of the parts of messages in bytes.
-ID, KIND, PUBLIC, SEED, NONCE, TAG, COMMITMENT = 4, 1, 32, 16, 12, 16, 32
-CIPHERTEXT = NONCE + 2 * SEED + TAG
-SHARE_OF = {MASK: slice(SEED), SELF: slice(SEED, 2 * SEED)}  # position of each secret's share in a ciphertext
-CHUNK = 2**18  # bytes of a vector that are masked at a time: they and their mask fit into the cache
+
+class Parties(Protocol):
+    """The clients of a round. A client that drops out at a stage is not in the answer."""
+
+    def advertise(self, ids: Iterable[int], threshold: int) -> dict[int, bytes]:
+        """Stage "keys": public keys by id. threshold: number of share holders that rebuild a secret."""
+        ...
+
+    def share(self, keys: Mapping[int, Mapping[int, bytes]]) -> dict[int, Shares]:
+        """Stage "shares". keys: for each client, the keys of its neighbours."""
+        ...
+
+    def receive(self, sealed: Mapping[int, Mapping[int, bytes]]) -> None:
+        """End of "shares": pass each client the ciphertexts of its neighbours."""
+        ...
+
+    def mask(self, id: int, vector: np.ndarray) -> np.ndarray:
+        """Stage "upload": a client's masked vector."""
+        ...
+
+    def reveal(self, wanted: Mapping[int, Mapping[int, str]]) -> dict[int, dict[int, bytes]]:
+        """Stage "unmask": each client's share of a secret of each owner."""
+        ...
 
 
-def _derive(secret: bytes, purpose: str, size: int = SEED) -> bytes:
-    return HKDF(SHA256(), size, salt=None, info=purpose.encode()).derive(secret)
+class LocalParties:
+    """Clients in this process, for a simulation. clients: by id."""
 
+    def __init__(self) -> None:
+        self.clients: dict[int, Client] = {}
 
-def _agree(own: X25519PrivateKey, other: bytes, purpose: str) -> bytes:
-    return _derive(own.exchange(X25519PublicKey.from_public_bytes(other)), purpose)
+    def advertise(self, ids: Iterable[int], threshold: int) -> dict[int, bytes]:
+        self.clients = {i: Client(i, threshold) for i in ids}
+        return {i: client.advertise() for i, client in self.clients.items()}
 
+    def share(self, keys: Mapping[int, Mapping[int, bytes]]) -> dict[int, Shares]:
+        return {i: self.clients[i].share(near) for i, near in keys.items()}
 
-def _mask_key_of(seed: bytes) -> X25519PrivateKey:
-    return X25519PrivateKey.from_private_bytes(_derive(seed, "mask key", PUBLIC))
+    def receive(self, sealed: Mapping[int, Mapping[int, bytes]]) -> None:
+        for i, texts in sealed.items():
+            self.clients[i].receive(texts)
 
+    def mask(self, id: int, vector: np.ndarray) -> np.ndarray:
+        return self.clients[id].mask(vector)
 
-def _commitment(seed: bytes) -> bytes:
-    return _derive(seed, "commitment", COMMITMENT)
-
-
-def _apply(masks: Iterable[tuple[bytes, bool]], vector: np.ndarray) -> None:
-    """Add masks to the vector in place, modulo its 2^bits. masks: pairs of a key and False to subtract its mask."""
-    streams: list[tuple[Callable, np.ufunc]] = [
-        (Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor().update_into, np.add if plus else np.subtract)
-        for key, plus in masks
-    ]
-    zeros, buffer = memoryview(bytes(CHUNK)), np.empty(CHUNK + 16, np.uint8)  # old versions need one block more
-    words = buffer[:CHUNK].view(vector.dtype)
-    for part in np.split(vector, range(len(words), len(vector), len(words))):
-        for stream, combine in streams:
-            stream(zeros[: part.nbytes], buffer)
-            combine(part, words[: len(part)], out=part)
-
-
-class Client:
-    """Client of one round, with fresh keys and a method per stage; invalid messages raise RoundAborted.
-
-    threshold: t, the number of share holders that rebuild a secret.
-    seeds: seed of each of its two secrets; held: owner to that owner's shares of both secrets.
-    """
-
-    def __init__(self, id: int, threshold: int) -> None:
-        self.id, self.threshold = id, threshold
-        self.seeds = {MASK: os.urandom(SEED), SELF: os.urandom(SEED)}
-        self._cipher_key, self._mask_key = X25519PrivateKey.generate(), _mask_key_of(self.seeds[MASK])
-        self._boxes: dict[int, AESGCM] = {}
-        self.held: dict[int, bytes] = {}
-        self._revealed = {id: SELF}  # owner -> the only secret to reveal; never its own mask key
-        self._masked = False
-
-    def advertise(self) -> bytes:
-        """Stage "keys": return the public keys for ciphertexts and for masks."""
-        return b"".join(key.public_key().public_bytes_raw() for key in (self._cipher_key, self._mask_key))
-
-    def share(self, keys: Mapping[int, bytes]) -> tuple[bytes, dict[int, bytes]]:
-        """Stage "shares": return a commitment, and a ciphertext for each neighbour. keys: as neighbours advertised."""
-        self._keys = {**keys, self.id: self.advertise()}
-        split = [Shamir.split(self.threshold, len(self._keys), self.seeds[kind], ssss=False) for kind in SHARE_OF]
-        shares = {holder: mask + own for holder, (_, mask), (_, own) in zip(sorted(self._keys), *split, strict=True)}
-        self.held[self.id] = shares[self.id]
-        sealed = {}
-        for other in keys:
-            self._boxes[other] = AESGCM(_agree(self._cipher_key, keys[other][:PUBLIC], "shares"))
-            nonce = os.urandom(NONCE)
-            sealed[other] = nonce + self._boxes[other].encrypt(nonce, shares[other], self._route(self.id, other))
-        return _commitment(self.seeds[SELF]), sealed
-
-    def receive(self, sealed: Mapping[int, bytes]) -> None:
-        """End of "shares": decrypt the ciphertexts of the neighbours that take part in the upload."""
-        for other, text in sealed.items():
-            try:
-                self.held[other] = self._boxes[other].decrypt(text[:NONCE], text[NONCE:], self._route(other, self.id))
-            except (InvalidTag, ValueError):  # ValueError: shorter than a nonce
-                raise RoundAborted(
-                    f"client {self.id} cannot decrypt the shares of client {other}: they or a public key were changed"
-                ) from None
-
-    def mask(self, vector: np.ndarray) -> np.ndarray:
-        """Stage "upload": return the vector (n,) plus all masks; only once, as two uploads reveal their difference."""
-        if self._masked:
-            raise RoundAborted(f"client {self.id} refuses to mask a second vector with the same keys")
-        self._masked = True
-        pairs = self.held.keys() - {self.id}
-        masks = [(_agree(self._mask_key, self._keys[j][PUBLIC:], "mask"), self.id < j) for j in pairs]
-        masks.append((_derive(self.seeds[SELF], "self-mask"), True))
-        masked = vector.copy()
-        _apply(masks, masked)
-        return masked
-
-    def reveal(self, wanted: Mapping[int, str]) -> dict[int, bytes]:
-        """Stage "unmask": return a share of each owner's wanted secret (MASK or SELF); never both of one owner."""
-        for owner, kind in wanted.items():
-            if self._revealed.setdefault(owner, kind) != kind:
-                raise RoundAborted(f"client {self.id} refuses to reveal both secrets of client {owner}")
-        return {owner: self.held[owner][SHARE_OF[kind]] for owner, kind in wanted.items()}
-
-    def _route(self, sender: int, receiver: int) -> bytes:
-        """Ids and public keys of both clients, to which a ciphertext is bound."""
-        return b"".join(id.to_bytes(ID, "little") + self._keys[id] for id in (sender, receiver))
+    def reveal(self, wanted: Mapping[int, Mapping[int, str]]) -> dict[int, dict[int, bytes]]:
+        return {i: self.clients[i].reveal(owners) for i, owners in wanted.items()}
 
 
 class SecureSum:
@@ -143,10 +98,11 @@ class SecureSum:
     server. threshold: fraction of the clients, and of each client's share holders, that must stay to the end.
     neighbours: of each client in the graph; None takes `degree`; drop_rate: probability that a client drops out.
     dropped: client to the stage from which on it is silent; key: of the graph's random draw.
-    masked: False leaves out all cryptography; sums, byte counts and aborts are the same.
+    masked: False leaves out all cryptography; sums, byte counts and aborts are the same. parties: the clients; None
+    simulates them here.
     Attributes: uploading: clients that have to upload, ascending; needed: number of clients that must stay; honest:
     lower bound of the honest clients among these; bytes_up, bytes_down: bytes of all clients' messages so far, also
-    after a RoundAborted; clients: the parties by id, after `setup` with `masked`.
+    after a RoundAborted.
     """
 
     def __init__(
@@ -161,6 +117,7 @@ class SecureSum:
         drop_rate: float,
         key: int,
         masked: bool,
+        parties: Parties | None = None,
     ) -> None:
         if neighbours is None:
             neighbours = degree(len(ids), population, threshold=threshold, dropped=drop_rate)
@@ -174,24 +131,23 @@ class SecureSum:
         self.bytes_up = self.bytes_down = 0
         self._silent_from = {id: STAGES.index(stage) for id, stage in dropped.items()}
         self._near = self.graph  # links between clients that still take part
-        self.clients: dict[int, Client] = {}
+        self.parties = parties or LocalParties()
         self._total: np.ndarray | None = None
         self._awaited: set[int] = set()
 
     def setup(self) -> None:
         """Run the stages "keys" and "shares". Raises RoundAborted if too few clients are left."""
-        advertised = self._remaining("keys", self.ids)
+        advertised = self._advertised()
         self.bytes_up += len(advertised) * 2 * PUBLIC
         self._check_quorum("keys", advertised, advertised)
         self.bytes_down += self._keep_links(advertised) * (ID + 2 * PUBLIC)
-        shared = self._remaining("shares", advertised)
-        links = sum(len(self._near[i]) for i in shared)
-        self.bytes_up += len(shared) * COMMITMENT + links * (ID + CIPHERTEXT)
-        self._holders = {i: sorted((*self._near[i], i)) for i in shared}  # in the order of the shares
+        self._holders = {i: sorted((*near, i)) for i, near in self._near.items()}  # in the order of the shares
+        shared = self._shared(advertised)
+        self.bytes_up += len(shared) * COMMITMENT + sum(len(self._near[i]) for i in shared) * (ID + CIPHERTEXT)
         self._check_quorum("shares", shared, shared)
         self.bytes_down += self._keep_links(shared) * (ID + CIPHERTEXT)
         if self.masked:
-            self._exchange(advertised, shared)
+            self.parties.receive({i: {j: self._sent[j].sealed[i] for j in self._near[i]} for i in shared})
         self.uploading = self._remaining("upload", shared)
         self._awaited = set(self.uploading)
 
@@ -209,7 +165,7 @@ class SecureSum:
         self.bytes_up += vector.nbytes
         if self._total is None:
             self._total = np.zeros_like(vector)
-        self._total += self.clients[id].mask(vector) if self.masked else vector
+        self._total += self.parties.mask(id, vector) if self.masked else vector
 
     def close(self) -> np.ndarray:
         """Stage "unmask": return the sum (n,) of the added vectors modulo 2^bits.
@@ -230,12 +186,30 @@ class SecureSum:
         asked = {i: {owner: wanted[owner] for owner in (*self._near[i], i)} for i in uploaded}
         self.bytes_down += sum(map(len, asked.values())) * (ID + KIND)
         answering = self._remaining("unmask", uploaded)
+        revealed = self.parties.reveal({i: asked[i] for i in answering}) if self.masked else {}
+        answering = tuple(i for i in answering if i in revealed or not self.masked)
         self.bytes_up += sum(len(asked[i]) for i in answering) * (ID + SEED)
         self._check_quorum("unmask", answering, wanted)
         assert self._total is not None
         if self.masked:
-            self._unmask({i: self.clients[i].reveal(asked[i]) for i in answering}, wanted)
+            self._unmask(revealed, wanted)
         return self._total
+
+    def _advertised(self) -> tuple[int, ...]:
+        """Run the stage "keys"; return the clients that advertised theirs."""
+        asked = self._remaining("keys", self.ids)
+        if not self.masked:
+            return asked
+        self._keys = self.parties.advertise(asked, self.holders_needed)
+        return tuple(i for i in asked if i in self._keys)
+
+    def _shared(self, advertised: Iterable[int]) -> tuple[int, ...]:
+        """Run the stage "shares"; return the clients that sent theirs."""
+        asked = self._remaining("shares", advertised)
+        if not self.masked:
+            return asked
+        self._sent = self.parties.share({i: {j: self._keys[j] for j in self._near[i]} for i in asked})
+        return tuple(i for i in asked if i in self._sent)
 
     def _remaining(self, stage: str, ids: Iterable[int]) -> tuple[int, ...]:
         """Clients among `ids` that have not dropped out by the end of the stage."""
@@ -262,17 +236,6 @@ class SecureSum:
                     f"{stage}, {self.holders_needed} are needed; lower secure.quorum or raise secure.neighbours"
                 )
 
-    def _exchange(self, advertised: Iterable[int], shared: Iterable[int]) -> None:
-        """Create the clients, and forward their keys and ciphertexts."""
-        self.clients = {i: Client(i, self.holders_needed) for i in advertised}
-        self._keys = {i: client.advertise() for i, client in self.clients.items()}
-        self._commitments, ciphertexts = {}, {}
-        for i in shared:
-            keys = {j: self._keys[j] for j in self._holders[i] if j != i}
-            self._commitments[i], ciphertexts[i] = self.clients[i].share(keys)
-        for i in shared:
-            self.clients[i].receive({j: ciphertexts[j][i] for j in self._near[i]})
-
     def _unmask(self, revealed: Mapping[int, Mapping[int, bytes]], wanted: Mapping[int, str]) -> None:
         """Rebuild and check the wanted secrets, and subtract their masks. revealed: holder to owner to share."""
         shares = defaultdict(list)
@@ -283,17 +246,17 @@ class SecureSum:
         for owner, kind in wanted.items():
             seed = Shamir.combine(shares[owner][: self.holders_needed], ssss=False)
             if kind == SELF:
-                false = _commitment(seed) != self._commitments[owner]
-                masks.append((_derive(seed, "self-mask"), False))
+                false = commitment(seed) != self._sent[owner].commitment
+                masks.append((derive(seed, "self-mask"), False))
             else:
-                key = _mask_key_of(seed)
+                key = mask_key_of(seed)
                 false = key.public_key().public_bytes_raw() != self._keys[owner][PUBLIC:]
                 masks += [  # of client j, with the opposite sign
-                    (_agree(key, self._keys[j][PUBLIC:], "mask"), j > owner)
+                    (agree(key, self._keys[j][PUBLIC:], "mask"), j > owner)
                     for j in self._near[owner]
                     if wanted.get(j) == SELF  # j uploaded; `wanted` may lack other neighbours
                 ]
             if false:
                 raise RoundAborted(f"the revealed shares do not rebuild client {owner}'s {kind} seed")
         assert self._total is not None
-        _apply(masks, self._total)
+        apply_masks(masks, self._total)

@@ -118,7 +118,7 @@ class SimulatedGrid:
         local: dict[str, Any] = {
             "num_cpus": self.workers,
             "_node_ip_address": "127.0.0.1",
-        }  # nothing leaves this machine
+        }
         start = {"address": self.address} if self.address else local
         logging.getLogger("flwr").setLevel(logging.CRITICAL)
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns of its next version

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from cfl.aggregation import secagg
 from cfl.aggregation.mask_graph import ABORT, BREACH, CORRUPT, accomplices, connected, degree, graph, needed
-from cfl.aggregation.secagg import MASK, SELF, Client, SecureSum
+from cfl.aggregation.secagg import SecureSum
+from cfl.aggregation.secagg_client import CHUNK, MASK, SELF, SHARE_OF, Client
 from cfl.contract import STAGES
 from cfl.core import RoundAborted
 
@@ -135,7 +136,7 @@ def test_a_drop_out_whose_neighbours_all_drop_out_leaves_the_sum_exact():
 
 
 def test_a_vector_longer_than_a_chunk_of_the_mask():
-    size = secagg.CHUNK + 3  # two whole chunks of 2-byte entries and a short one
+    size = CHUNK + 3  # two whole chunks of 2-byte entries and a short one
     vectors = _vectors(range(4), size, bits=16)
     assert _sum(_round(range(4), {3: "upload"}, bits=16), vectors) == (_plain(range(3), vectors, 16), None)
 
@@ -174,7 +175,7 @@ def _recorded(monkeypatch, ids, dropped=None, **kwargs):
     secure = _round(ids, dropped, **kwargs)
     total, why = _sum(secure, _vectors(ids, 10_000))
     assert why is None
-    return secure.clients, secure
+    return secure.parties.clients, secure
 
 
 def test_a_lone_upload_is_uniform(monkeypatch):
@@ -235,7 +236,7 @@ def test_a_seed_takes_the_threshold_of_shares():
         other.share({1: client.advertise()} | {j: key for j, key in keys.items() if j != i})
         other.receive({1: sealed[i]})
         held[i] = other.held[1]
-    for kind, part in secagg.SHARE_OF.items():
+    for kind, part in SHARE_OF.items():
         shares = [(holder + 1, parts[part]) for holder, parts in sorted(held.items())]
         assert {Shamir.combine(list(some)) for some in combinations(shares, 3)} == {client.seeds[kind]}
         assert client.seeds[kind] not in {Shamir.combine(list(some)) for some in combinations(shares, 2)}
@@ -293,7 +294,7 @@ def _tamper(monkeypatch, name, client, change_arguments=lambda x: x, change_answ
 
 @pytest.mark.parametrize("change", [_flipped, lambda text: _flipped(text, 0), lambda text: text[:-1], lambda text: b""])
 def test_a_changed_ciphertext_is_seen(monkeypatch, change):
-    _tamper(monkeypatch, "share", 1, change_answer=lambda sent: (sent[0], sent[1] | {2: change(sent[1][2])}))
+    _tamper(monkeypatch, "share", 1, change_answer=lambda sent: sent._replace(sealed=sent[1] | {2: change(sent[1][2])}))
     total, why = _sum(_round(range(5)), _vectors(range(5)))
     assert total is None and why.startswith("client 2 cannot decrypt the shares of client 1")
 
