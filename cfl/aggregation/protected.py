@@ -25,7 +25,7 @@ from cfl.contract import Gathers, RoundInfo, TreesByOwner
 from cfl.core import ConfigError, RoundAborted, UpdateError, rng, tree
 
 if TYPE_CHECKING:
-    from cfl.aggregation.secagg import SecureSum
+    from cfl.aggregation.secagg import Parties, SecureSum
 
 DEVIATIONS = 6  # standard deviations of the noise that must fit; a normal draw exceeds them with probability 2e-9
 
@@ -34,11 +34,14 @@ DEVIATIONS = 6  # standard deviations of the noise that must fit; a normal draw 
 class UploadProtection:
     """Protection of a run's uploads. multiplier: standard deviation of the noise over dp.clip.
 
+    parties: the clients of secure aggregation; None simulates them.
+
     Raises ConfigError if the integers of secure aggregation are too coarse or their range is too small for the noise.
     """
 
     config: RunConfig
     multiplier: float
+    parties: Parties | None = None
 
     def __post_init__(self) -> None:
         secure, dp, clients = self.config.secure, self.config.dp, self.config.partition.clients
@@ -124,6 +127,7 @@ class ProtectedSum(UploadSum):
                 drop_rate=config.drop_rate,
                 key=rng.key(info.key, "graph"),
                 masked=config.secagg == "full",
+                parties=protection.parties,
             )
 
     def open(self) -> None:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from Crypto.Protocol.SecretSharing import Shamir
@@ -73,8 +73,27 @@ class Client:
         self._cipher_key, self._mask_key = X25519PrivateKey.generate(), mask_key_of(self.seeds[MASK])
         self._boxes: dict[int, AESGCM] = {}
         self.held: dict[int, bytes] = {}
+        self._keys: dict[int, bytes] = {}
         self._revealed = {id: SELF}  # owner -> the only secret to reveal; never its own mask key
         self._masked = False
+
+    def saved(self) -> dict[str, Any]:
+        """Return all that the client knows, its secrets included, as plain data for `restored`."""
+        return {
+            "id": self.id, "threshold": self.threshold, "cipher": self._cipher_key.private_bytes_raw(),
+            "seeds": self.seeds, "held": self.held, "keys": self._keys, "revealed": self._revealed,
+            "masked": self._masked,
+        }  # fmt: skip
+
+    @classmethod
+    def restored(cls, saved: Mapping[str, Any]) -> Self:
+        """Return the client of `saved`, between two stages."""
+        client = cls(saved["id"], saved["threshold"])
+        client._cipher_key = X25519PrivateKey.from_private_bytes(saved["cipher"])
+        client.seeds, client._mask_key = saved["seeds"], mask_key_of(saved["seeds"][MASK])
+        client.held, client._keys = saved["held"], saved["keys"]
+        client._revealed, client._masked = saved["revealed"], saved["masked"]
+        return client
 
     def advertise(self) -> bytes:
         """Stage "keys": return the public keys for ciphertexts and for masks."""
@@ -88,16 +107,15 @@ class Client:
         self.held[self.id] = shares[self.id]
         sealed = {}
         for other in keys:
-            self._boxes[other] = AESGCM(agree(self._cipher_key, keys[other][:PUBLIC], "shares"))
             nonce = os.urandom(NONCE)
-            sealed[other] = nonce + self._boxes[other].encrypt(nonce, shares[other], self._route(self.id, other))
+            sealed[other] = nonce + self._box(other).encrypt(nonce, shares[other], self._route(self.id, other))
         return Shares(commitment(self.seeds[SELF]), sealed)
 
     def receive(self, sealed: Mapping[int, bytes]) -> None:
         """End of "shares": decrypt the ciphertexts of the neighbours that take part in the upload."""
         for other, text in sealed.items():
             try:
-                self.held[other] = self._boxes[other].decrypt(text[:NONCE], text[NONCE:], self._route(other, self.id))
+                self.held[other] = self._box(other).decrypt(text[:NONCE], text[NONCE:], self._route(other, self.id))
             except (InvalidTag, ValueError):  # ValueError: shorter than a nonce
                 raise RoundAborted(
                     f"client {self.id} cannot decrypt the shares of client {other}: they or a public key were changed"
@@ -121,6 +139,12 @@ class Client:
             if self._revealed.setdefault(owner, kind) != kind:
                 raise RoundAborted(f"client {self.id} refuses to reveal both secrets of client {owner}")
         return {owner: self.held[owner][SHARE_OF[kind]] for owner, kind in wanted.items()}
+
+    def _box(self, other: int) -> AESGCM:
+        """The cipher for messages from and to a neighbour."""
+        if other not in self._boxes:
+            self._boxes[other] = AESGCM(agree(self._cipher_key, self._keys[other][:PUBLIC], "shares"))
+        return self._boxes[other]
 
     def _route(self, sender: int, receiver: int) -> bytes:
         """Ids and public keys of both clients, to which a ciphertext is bound."""

@@ -134,6 +134,7 @@ class FlowerConfig(Section):
         None, description="Ray cluster of a simulation; null: this machine; in-process: no Ray, one after another"
     )
     deadline: float = Field(600.0, gt=0, description="seconds in which a node has to answer")
+    quorum: float = Field(0.5, gt=0, le=1, description="share of a cohort that has to answer, without secagg")
 
 
 class RunConfig(Section):

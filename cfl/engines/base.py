@@ -25,7 +25,8 @@ class Outcome:
     bytes_up, bytes_down: bytes of all clients, the second without the broadcast; noise: see `Privacy`;
     clipped: number of entries beyond the range of integers; shortened: number of clients whose upload was scaled down
     to dp.clip; zeroed: ids of those among them whose upload was not finite, which counts as zero and leaves their
-    state as it was; loss: mean training loss of the clients' last local epochs, None if no client trained.
+    state as it was; loss: mean training loss of the clients' last local epochs, None if no client trained;
+    missing: client to the reason why it did not answer; wire: bytes of messages between processes by direction.
     """
 
     mean: TreesByOwner = field(default_factory=dict)
@@ -39,11 +40,14 @@ class Outcome:
     shortened: int = 0
     zeroed: list[int] = field(default_factory=list)
     loss: float | None = None
+    missing: dict[int, str] = field(default_factory=dict)
+    wire: dict[str, int] = field(default_factory=dict)
 
     def figures(self) -> dict[str, Any]:
         """Return the figures that a run records."""
         names = ("excluded", "aborted", "clipped", "shortened", "loss")
-        return {"clients": len(self.states), **{name: getattr(self, name) for name in names}}
+        missing = {"missing": self.missing} if self.missing else {}
+        return {"clients": len(self.states), **{name: getattr(self, name) for name in names}, **missing, **self.wire}
 
     def traffic(self, info: RoundInfo, shared: TreesByOwner) -> dict[str, int]:
         """Return the bytes of all clients, including the broadcast `shared` to each; 0 in a diagnostic phase."""
@@ -57,6 +61,8 @@ class Outcome:
             yield f"client {client} excluded: NaN or infinity in its update ({info.place})"
         for client in self.zeroed:  # the run's owner sees this, not the server
             yield f"client {client} counts as zero: NaN or infinity in its update ({info.place}); lower local.lr"
+        for client, why in self.missing.items():
+            yield f"client {client} is missing ({info.place}): {why}"
         if self.aborted is not None:
             yield f"round aborted, nothing is changed ({info.place}): {self.aborted}"
         if self.clipped:

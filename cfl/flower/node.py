@@ -18,6 +18,8 @@ from cfl.flower.trees import Missing, TreeFolder
 from cfl.runtime.fingerprint import Fingerprint
 from cfl.runtime.rounds import Rounds
 
+QUERIES = ("join", "keys", "shares", "unmask")  # methods of a node, beside `train`
+
 
 class Node:
     """The part of a run that a node has. engine: computes clients; folder: for the trees of broadcasts."""
@@ -25,11 +27,11 @@ class Node:
     def __init__(self, engine: LoopEngine, rounds: Rounds, fingerprint: Fingerprint, folder: Path) -> None:
         self.engine, self.rounds, self.fingerprint, self.trees = engine, rounds, fingerprint, TreeFolder(folder)
 
-    def join(self, request: Any, records: RecordDict) -> dict[str, Any]:
+    def join(self, request: Any, records: RecordDict, context: Context) -> dict[str, Any]:
         """Return what the node would compute with: the version of `cfl`, and hashes of data, network and methods."""
         return {"version": __version__, "parts": self.fingerprint.parts}
 
-    def train(self, request: Any, records: RecordDict) -> list[dict[str, Any]]:
+    def train(self, request: Any, records: RecordDict, context: Context) -> Any:
         """Compute blocks of clients. Returns a result of `parts.compute` for each block. Raises Missing."""
         info = rebuilt(request["info"], self.rounds.model, self.rounds.public)
         shared = self.trees.shared(request[link.SHARED], records.array_records[link.TREES])
@@ -46,15 +48,17 @@ def client_app(build: Callable[[Context], Node]) -> ClientApp:
     """Return a Flower ClientApp. build: makes the node, or returns the one that it made before."""
     app = ClientApp()
 
-    def answer(act: Callable[[Node, Any, RecordDict], Any], message: Message, context: Context) -> Message:
+    def answer(act: str, message: Message, context: Context) -> Message:
         try:
-            records = wire.pack(act(build(context), wire.unpack(message.content), message.content))
+            node = build(context)
+            records = wire.pack(getattr(node, act)(wire.unpack(message.content), message.content, context))
         except Missing:
             records = link.missing()
         except Exception as error:  # of any kind: the server names the node and the error
             records = link.fault(error)
         return Message(records, reply_to=message)
 
-    app.train()(partial(answer, Node.train))
-    app.query("join")(partial(answer, Node.join))
+    app.train()(partial(answer, "train"))
+    for name in QUERIES:
+        app.query(name)(partial(answer, name))
     return app

@@ -30,18 +30,18 @@ from cfl.flower.engine import SimulationEngine
 from cfl.flower.in_process import InProcessGrid
 from cfl.flower.link import Link
 from cfl.flower.node import Node, client_app
-from cfl.runtime.builder import build_session
-from cfl.runtime.fingerprint import Fingerprint
-from cfl.runtime.rounds import Rounds
+from cfl.runtime.builder import EngineParts, build_session
 from cfl.runtime.runner import stream_of
 
 IN_PROCESS = "in-process"
 
 
 @engines.register("flower")
-def engine(inner: LoopEngine, rounds: Rounds, fingerprint: Fingerprint, data_root: Path | None) -> Engine:
-    """Return the engine of a run. inner: computes the clients of a node; data_root: the data sets, on each machine."""
+def engine(made_from: EngineParts) -> Engine:
+    """Return the engine of a run."""
+    inner, rounds, fingerprint, _, data_root, *_ = made_from
     config = rounds.config
+    assert isinstance(inner, LoopEngine)
     workers, folder = config.workers or machine.cores(), Path(tempfile.mkdtemp(prefix="cfl-flower-"))
     grid: InProcessGrid | SimulatedGrid
     if config.flower.address == IN_PROCESS:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -29,6 +30,37 @@ from cfl.streams import Stream
 from cfl.streams.store import TaskSamples
 
 
+class EngineParts(NamedTuple):
+    """What an engine outside of `cfl.engines` is made from.
+
+    inner: the engine that computes clients there; multiplier: standard deviation of the noise over dp.clip;
+    data_root: folder of the data sets; checkpoints: folder of the run's checkpoints, None for a run in memory;
+    say: prints a line of warning.
+    """
+
+    inner: Engine
+    rounds: Rounds
+    fingerprint: Fingerprint
+    multiplier: float
+    data_root: Path | None
+    checkpoints: Path | None
+    say: Callable[[str], None]
+
+
+class Place(NamedTuple):
+    """Where the clients of a run are: by default in this process, or where the configured engine has them.
+
+    engine: None for the configured one.
+    """
+
+    rounds: type[Rounds] = Rounds
+    population: type[Population] = Population
+    engine: Callable[[EngineParts], Engine] | None = None
+
+
+HERE = Place()
+
+
 def build_session(
     config: RunConfig,
     stream: Stream,
@@ -37,6 +69,7 @@ def build_session(
     folder: RunFolder | None = None,
     sink: Sink | None = None,
     data_root: Path | None = None,
+    place: Place = HERE,
 ) -> Session:
     """Build a run that has not begun.
 
@@ -54,8 +87,8 @@ def build_session(
     model = _model(config, stream, network)
     methods.check_model(model.module, config)
     composed = ComposedMethod(members)
-    population = Population(stream, config)
-    rounds = Rounds(composed, label, model, stream, population, config, public)
+    population = place.population(stream, config)
+    rounds = place.rounds(composed, label, model, stream, population, config, public)
     budget = Budget(config, rounds.schedule, population, rounds.sees)
     protection = UploadProtection(config, budget.multiplier)
     own = composed.strategy.init_server(model.params, model)
@@ -65,8 +98,11 @@ def build_session(
     config = _with_measured_engine(config, rounds, state, partial(_engine, lenient, stream, rounds, protection))
     fingerprint = Fingerprint(config, composed, network, stream, public is not None, module is not None)
     engine = _engine(config, stream, rounds, protection, config.engine, config.block)
-    if config.engine not in engines.ENGINES:
-        engine = plugins.engines.get(config.engine)(engine, rounds, fingerprint, data_root)
+    make = place.engine or (None if config.engine in engines.ENGINES else plugins.engines.get(config.engine))
+    if make is not None:
+        checkpoints = folder.checkpoints if folder else None
+        parts = EngineParts(engine, rounds, fingerprint, budget.multiplier, data_root, checkpoints, sink.warn)
+        engine = make(parts)
     names = [task.name for task in stream.tasks]
     recorder = Recorder(folder, sink, state, rounds, budget, names, fingerprint)
     return Session(config, label, stream, composed, model, population, rounds, budget, state, engine, recorder)

@@ -56,6 +56,11 @@ def save(
     return target
 
 
+def oldest(folder: Path) -> int:
+    """Return the serial of the oldest checkpoint in a folder, 0 if there is none."""
+    return min((int(found[1]) for path in folder.glob("*") if (found := _NAME.fullmatch(path.name))), default=0)
+
+
 class Writer:
     """Writes checkpoints to a folder (None: nowhere) in a background thread, one at a time.
 

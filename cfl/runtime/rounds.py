@@ -1,13 +1,16 @@
 """The rounds of a run before they run: cohort, learning rate, broadcast, and the client states that go in."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+
+import torch
 
 from cfl.aggregation import scope
 from cfl.assembly import privacy_rules
 from cfl.config.schema import RunConfig
-from cfl.contract import RoundInfo, RoundInputs, TreesByOwner
-from cfl.contract.composed import ComposedMethod
+from cfl.contract import MEMORY, RoundInfo, RoundInputs, TreesByOwner
+from cfl.contract.composed import STRATEGY, ComposedMethod
+from cfl.core import Tree, tree
 from cfl.models import Model
 from cfl.runtime import schedule
 from cfl.runtime.population import Population
@@ -20,6 +23,7 @@ class Rounds:
     """The rounds of a run. schedule: (task, phase, round within the phase) of each.
 
     label: name of the method in error messages; public: public data, if a method reads them;
+    positions: the key of each round to its place in the schedule;
     usual_cohort: clients in a training round of the task with the most owners, for which engines size their blocks.
     Raises ConfigError if the strategy's plan cannot be run.
     """
@@ -40,6 +44,7 @@ class Rounds:
         self._rates = schedule.rates(self.schedule, config.local)
         self._trained = schedule.trained(self.schedule)
         self._keys = schedule.keys(config.seed, self.schedule)
+        self.positions = {key: position for position, key in enumerate(self._keys)}
         owners = {task: len(population.owners(self.sees(task))) for task in range(self.tasks)}
         privacy_rules.check_schedule((phase for _, phase, _ in self.schedule), owners, config)
         self.usual_cohort = min(config.cohort, max(owners.values()))
@@ -59,18 +64,35 @@ class Rounds:
         tasks, ids = self.sees(info.task), info.uploading
         if not ids and info.privacy and info.privacy.hidden:  # noise for an empty cohort takes its shape from an upload
             ids = self.population.owners(tasks)[:1]
-        return self.of_clients(ids, info, shared, state)
+        return self.of_clients(ids, info, shared, state.clients, state.last_task)
 
-    def of_clients(self, ids: Sequence[int], info: RoundInfo, shared: TreesByOwner, state: RunState) -> RoundInputs:
-        """Add the data of clients, and their states as they enter the round, to its description and broadcast."""
+    def of_clients(
+        self,
+        ids: Sequence[int],
+        info: RoundInfo,
+        shared: TreesByOwner,
+        stored: Mapping[int, Tree],
+        last_task: Mapping[int, int],
+    ) -> RoundInputs:
+        """Add the data of clients, and their states as they enter the round, to its description and broadcast.
+
+        stored: id to state, if not empty; last_task: id to the last task in which the client took part.
+        """
         sees = self.sees(info.task)
         states = {
-            id: state.clients.get(id, {})
-            if state.last_task.get(id) == info.task
-            else self.composed.client_state(state.clients.get(id), shared["params"], self.model)
+            id: stored.get(id, {})
+            if last_task.get(id) == info.task
+            else self.composed.client_state(stored.get(id), shared["params"], self.model)
             for id in ids
         }
         return RoundInputs(info, shared, [self.population.client(id, info.task, sees) for id in ids], states)
+
+    def stored_bytes(self, state: Tree) -> int:
+        """Bytes of a client's trees and of the samples in its memory."""
+        state = dict(state)
+        memory = state.pop(f"{STRATEGY}/{MEMORY}", torch.empty(0, 2))
+        tasks = self.population.stream.tasks
+        return tree.nbytes(state) + sum(tasks[int(task)].train.sample_bytes for task, _ in memory.tolist())
 
     def info(self, position: int) -> RoundInfo:
         """Describe a round to the strategy."""

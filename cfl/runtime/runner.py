@@ -16,13 +16,13 @@ from cfl import streams
 from cfl.assembly import arguments, methods, resolve
 from cfl.config import presets
 from cfl.config.schema import RunConfig
-from cfl.contract import Strategy
+from cfl.contract import LocalRegularizer, Strategy
 from cfl.core import CflError, ConfigError, DataError, machine
 from cfl.core.errors import reason
 from cfl.core.typed import typed
 from cfl.engines.choose import Choice, undecided
 from cfl.engines.evaluate import Observer
-from cfl.runtime.builder import build_session
+from cfl.runtime.builder import HERE, Place, build_session
 from cfl.runtime.run_folder import RunFolder
 from cfl.runtime.session import Result
 from cfl.runtime.sinks import Sink
@@ -60,20 +60,37 @@ def run(
     settings = arguments.configured(config, stream, strategy, regularizers, model)
     members = arguments.members(settings, strategy, regularizers)
     network = None if isinstance(model, str) else model
-    with machine.threads(settings.threads), contextlib.ExitStack() as at_end:
-        root = Path(data_root) if data_root else None
+    root = Path(data_root) if data_root else None
+    with machine.threads(settings.threads):
         if isinstance(stream, Stream):
             if settings.tasks == presets.tasks_of(settings.benchmark, settings.scale):
                 settings = settings.model_copy(update={"tasks": None})  # is for the stream of the benchmark
             stream = streams.selected(stream, settings.tasks)
         else:
             stream = stream_of(settings, root, download, public=methods.need_public(members))
+        return carry_out(settings, stream, members, network, output, resume, sink, root, observe)
+
+
+def carry_out(
+    settings: RunConfig,
+    stream: Stream,
+    members: Mapping[str, LocalRegularizer],
+    network: nn.Module | None = None,
+    output: Path | str | None = None,
+    resume: bool = False,
+    sink: Sink | None = None,
+    data_root: Path | None = None,
+    observe: Observer | None = None,
+    place: Place = HERE,
+) -> Result:
+    """Run a configuration with these objects, as `run` does. place: where the clients are."""
+    with contextlib.ExitStack() as at_end:
         folder = RunFolder(output, resume=resume) if output is not None else None
         if folder is not None:
             at_end.callback(folder.close)
             if resume and undecided(settings.engine, settings.block):
                 settings = _settled(settings, folder.read_config())
-        session = build_session(settings, stream, members, network, folder, sink, root)
+        session = build_session(settings, stream, members, network, folder, sink, data_root, place)
         torch.set_num_threads(session.config.threads)  # may have been measured
         at_end.enter_context(contextlib.closing(session))
         at_end.enter_context(session.recorder.writer)

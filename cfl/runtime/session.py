@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from cfl.config.schema import RunConfig
-from cfl.contract import MEMORY, RoundInfo, RoundInputs, Server, Strategy, TreesByOwner
+from cfl.contract import RoundInfo, RoundInputs, Server, Strategy, TreesByOwner
 from cfl.contract.composed import STRATEGY, ComposedMethod
 from cfl.core import HookError, UpdateError, metrics, tree
 from cfl.engines import Engine, Outcome
@@ -186,8 +185,6 @@ class Session:
 
     def _stored(self, state: tree.Tree) -> int:
         """Bytes of a client's trees, of the samples in its memory, and of the public inputs."""
-        state, public = dict(state), self.rounds.public
-        memory = state.pop(f"{STRATEGY}/{MEMORY}", torch.empty(0, 2))
+        public = self.rounds.public
         inputs = len(public) * public.pool.images[0].nbytes if public else 0  # public samples have no labels
-        samples = sum(self.stream.tasks[int(task)].train.sample_bytes for task, _ in memory.tolist())
-        return inputs + tree.nbytes(state) + samples
+        return inputs + self.rounds.stored_bytes(state)

@@ -11,6 +11,9 @@ import torch
 from cfl.contract import Server
 from cfl.core import Tree, tree
 
+WIRE = ("wire_bytes_up", "wire_bytes_down")
+"""Bytes of the content of messages to and from nodes, beside the bytes that the method sends."""
+
 
 class RunState:
     """State of a run. server: its trees; clients: id to state, if not empty; position: completed rounds.
@@ -35,8 +38,10 @@ class RunState:
     def count(self, row: Mapping[str, Any]) -> None:
         """Add a round's bytes to its phase."""
         sums = self.bytes.setdefault(row["phase"], {"up": 0, "down": 0})
-        sums["up"] += row["bytes_up"]
-        sums["down"] += row["bytes_down"]
+        for name in ("bytes_up", "bytes_down", *WIRE):
+            if name in row:
+                short = name.removeprefix("bytes_")
+                sums[short] = sums.get(short, 0) + row[name]
 
     def spent(self, kind: str, what: str, seconds: float) -> None:
         """Add seconds of a kind to a phase."""
@@ -50,9 +55,15 @@ class RunState:
             "bytes_by_phase": {
                 name: {"up": sums["up"], "down": sums["down"]} for name, sums in sorted(self.bytes.items())
             },
+            **self._wire(),
             "seconds": sum(sum(by_phase.values()) for by_phase in self.seconds.values()),
             **({"local_accuracy": self.local["accuracy"]} if self.local else {}),
         }
+
+    def _wire(self) -> dict[str, int]:
+        """Bytes of messages between processes, if the engine counts them."""
+        found = {name: sum(sums.get(name, 0) for sums in self.bytes.values()) for name in WIRE}
+        return found if any(found.values()) else {}
 
     def saved(self) -> tuple[dict[str, Tree], dict[str, Any], dict[str, Tree]]:
         """Trees, JSON data and the clients' states for a checkpoint; later rounds do not change them."""

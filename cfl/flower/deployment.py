@@ -1,0 +1,203 @@
+"""The engine of a deployment: each client has a node, which keeps its data and state; the server sees sums alone."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from cfl.aggregation.plain import UploadSum
+from cfl.aggregation.protected import UploadProtection
+from cfl.contract import Client, Gathers, RoundInfo, RoundInputs, TreesByOwner
+from cfl.core import ConfigError, RoundAborted, Tree, tree
+from cfl.engines.base import Collected, Engine, Observe, Outcome
+from cfl.engines.loop import LoopEngine
+from cfl.flower.client_states import reference, stored_bytes, version
+from cfl.flower.members import Members
+from cfl.flower.messages import described
+from cfl.flower.parties import RemoteParties
+from cfl.flower.trees import Broadcast
+from cfl.runtime.rounds import Rounds
+
+Outlines = frozenset[tuple[str, str, tuple[int, ...]]]
+
+
+class RemoteRounds(Rounds):
+    """Rounds whose clients are elsewhere: the server has neither their data nor their states, but references."""
+
+    def of_clients(
+        self,
+        ids: Sequence[int],
+        info: RoundInfo,
+        shared: TreesByOwner,
+        stored: Mapping[int, Tree],
+        last_task: Mapping[int, int],
+    ) -> RoundInputs:
+        clients = [Client(id, {}, info.task, self.sees(info.task)) for id in ids]
+        return RoundInputs(info, shared, clients, {id: stored.get(id, {}) for id in ids})
+
+    def stored_bytes(self, state: Tree) -> int:
+        return stored_bytes(state)
+
+
+class DeploymentEngine(Engine):
+    """Rounds on the nodes that have joined. A node that fails is named, and its clients are left out of the round.
+
+    inner: for the rules of sums; multiplier: of the run's noise; oldest: returns the oldest round to which the run may
+    return, from a checkpoint.
+    """
+
+    def __init__(
+        self, inner: LoopEngine, rounds: Rounds, members: Members, multiplier: float, oldest: Callable[[], int]
+    ) -> None:
+        self.inner, self.rounds, self.members, self.oldest = inner, rounds, members, oldest
+        self.config, self.multiplier = rounds.config, multiplier
+        self._parties: RemoteParties | None = None
+        self._missing: dict[int, str] = {}
+
+    @property
+    def gathers(self) -> Mapping[str, Gathers]:
+        return self.inner.gathers
+
+    def sums(self, info: RoundInfo, gathers: Mapping[str, Gathers]) -> UploadSum:
+        """Return an empty sum, whose secure aggregation speaks with the nodes."""
+        self._parties = RemoteParties(self.members, self.rounds.positions[info.key])
+        return UploadProtection(self.config, self.multiplier, self._parties).sum(info, gathers)
+
+    def round(self, inputs: RoundInputs, observe: Observe | None = None) -> Outcome:
+        if observe is not None:
+            raise ConfigError("local models stay on their nodes; set eval_local=0, and run without observe")
+        link = self.members.link
+        before, self._missing = (link.bytes_up, link.bytes_down), {}
+        self.members.refresh()
+        outcome = super().round(inputs)
+        outcome.missing = dict(sorted({**self._missing, **(self._parties.missing if self._parties else {})}.items()))
+        up, down = before
+        outcome.wire = {"wire_bytes_up": link.bytes_up - up, "wire_bytes_down": link.bytes_down - down}
+        return outcome
+
+    def collect(self, total: UploadSum, inputs: RoundInputs, observe: Observe | None) -> Collected:
+        info, position = inputs.info, self.rounds.positions[inputs.info.key]
+        asked = [client.id for client in inputs.clients]
+        sealed = self._parties.sealed if self._parties and self._secure(info) else None
+        if sealed is not None:
+            asked = [id for id in asked if id in sealed]  # the others dropped out at an earlier stage
+        homes, absent = self.members.of(asked)
+        self._missing |= dict.fromkeys(absent, "its node is not connected")
+        known = {"info": described(info), "round": position, "kept": self.oldest()}
+        requests = {
+            node: {
+                **known,
+                "clients": {id: version(inputs.states[id]) for id in ids},
+                "sealed": None if sealed is None else {id: sealed[id] for id in ids},
+            }
+            for node, ids in homes.items()
+        }
+        answers = self.members.link.ask("train", requests, Broadcast(inputs.shared))
+        results = {}
+        for node, answer in answers.items():
+            try:
+                if answer.fault is not None:
+                    raise ValueError(answer.fault)
+                results[node] = _Checked(answer.value, homes[node])
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                self._leave_out(node, homes[node], str(error))
+        found = Collected()
+        for result in self._alike(results, homes).values():
+            total.merge(result.part)
+            for id in result.done:
+                found.states[id] = reference(position + 1, info.task, result.sizes[id]) if id in result.sizes else {}
+            found.losses |= result.losses
+            found.excluded += result.excluded
+        self._check_quorum(info, len(found.states))
+        return found
+
+    def fault(self, inputs: RoundInputs, client: Client) -> str:
+        return "its node knows more; lower local.lr"
+
+    def _secure(self, info: RoundInfo) -> bool:
+        return self.config.secagg == "full" and not (info.phase.diagnostic or info.phase.stores)
+
+    def _leave_out(self, node: int, ids: Sequence[int], why: str) -> None:
+        self._missing |= dict.fromkeys(ids, f"{self.members.name(node)}: {why}")
+
+    def _alike(self, results: dict[int, "_Checked"], homes: Mapping[int, Sequence[int]]) -> dict[int, "_Checked"]:
+        """Return the results with the shapes that most clients sent, in the order of their lowest clients."""
+        results = dict(sorted(results.items(), key=lambda item: min(homes[item[0]])))
+        votes = Counter[Outlines]()
+        for node, result in results.items():
+            votes[result.outlines] += len(homes[node])
+        usual = max(votes, key=lambda outlines: votes[outlines]) if votes else frozenset()
+        for node in [node for node, result in results.items() if result.outlines != usual]:
+            owner, name, shape = min(results.pop(node).outlines ^ usual)
+            self._leave_out(node, homes[node], f"its '{owner}/{name}' of shape {shape} is not what other nodes sent")
+        return results
+
+    def _check_quorum(self, info: RoundInfo, clients: int) -> None:
+        """Raise RoundAborted if too few clients have answered; secure aggregation has a quorum of its own."""
+        least = math.ceil(self.config.flower.quorum * len(info.uploading))
+        if self.config.secagg == "none" and clients < least:
+            raise RoundAborted(
+                f"{clients} of {len(info.uploading)} clients answered, {least} are needed; lower flower.quorum, or "
+                "raise flower.deadline"
+            )
+
+
+@dataclass(init=False)
+class _Checked:
+    """The answer of a node, found to be of the right kinds. Raises ValueError, TypeError or KeyError if it is not."""
+
+    part: dict[str, Any]
+    done: list[int]
+    sizes: dict[int, list[int]]
+    losses: dict[int, Tensor]
+    excluded: list[int]
+
+    def __init__(self, answer: Any, ids: Sequence[int]) -> None:
+        self.part, own = dict(answer["part"]), set(ids)
+        self.done, self.excluded = _ids(answer["done"], own), _ids(answer["excluded"], own)
+        self.sizes = {id: list(map(int, answer["sizes"][id])) for id in _ids(answer["sizes"], own)}
+        self.losses = {id: answer["losses"][id] for id in _ids(answer["losses"], own)}
+        if any(len(sizes) != 2 or min(sizes) < 0 for sizes in self.sizes.values()):
+            raise ValueError("its sizes of states are not byte counts")
+        if any(not isinstance(loss, Tensor) or loss.shape != () for loss in self.losses.values()):
+            raise ValueError("its losses are not numbers")
+        part = self.part
+        if not math.isfinite(part["_weight"]) or part["_weight"] < 0 or part["_bytes_up"] < 0:
+            raise ValueError("its weight is not a number of samples")
+        _ids(part["_stacks"], own)
+        _ids(part.get("_integers", {}), own)
+        for trees in (part["_sums"], *part["_stacks"].values()):
+            for owner, leaves in trees.items():
+                if not tree.all_finite(leaves):
+                    raise ValueError(f"its sum of '{owner}' has NaN or infinity")
+                if {name: leaf.shape for name, leaf in leaves.items()} != self._shapes(owner):
+                    raise ValueError(f"its sum of '{owner}' has other names or shapes than it says")
+        if "_vector" in part and not tree.all_finite({"": part["_vector"]}):
+            raise ValueError("its sum has NaN or infinity")
+
+    def _shapes(self, owner: str) -> dict[str, Any]:
+        return {name: leaf.shape for name, leaf in self.part["_outlines"][owner].items()}
+
+    @property
+    def outlines(self) -> Outlines:
+        """Owner, name and shape of all that a client uploads, and the length of its integers."""
+        shapes = {
+            (owner, name, tuple(shape))
+            for owner in self.part["_outlines"]
+            for name, shape in self._shapes(owner).items()
+        }
+        lengths = {
+            ("integers", str(vector.dtype), np.shape(vector)) for vector in self.part.get("_integers", {}).values()
+        }
+        return frozenset(shapes | lengths | {("vector", "", tuple(self.part.get("_vector", np.empty(0)).shape))})
+
+
+def _ids(found: Any, own: set[int]) -> list[int]:
+    """Return ids as a list. Raises ValueError if a client is not the node's."""
+    if not own.issuperset(found):
+        raise ValueError("it answers for clients that it was not asked for")
+    return list(found)

@@ -1,0 +1,134 @@
+"""A node of a deployment: it has clients of its own, with their data, states and secrets."""
+
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ConfigRecord, Context, RecordDict
+
+from cfl.aggregation.mask_graph import needed
+from cfl.aggregation.secagg_client import Client as Party
+from cfl.core import ConfigError
+from cfl.core.errors import FEW_NAMES, few
+from cfl.engines import parts
+from cfl.engines.loop import LoopEngine
+from cfl.flower import client_states, link, wire
+from cfl.flower.client_states import ClientStates
+from cfl.flower.messages import rebuilt
+from cfl.flower.node import Node
+from cfl.runtime.fingerprint import Fingerprint
+from cfl.runtime.rounds import Rounds
+
+_SECRETS = "cfl-secagg"  # record of the node's memory: they are never on disk
+
+
+class HomeNode(Node):
+    """A node whose folder holds the states of its clients. name: for messages; clients: their ids.
+
+    options: hash of the resolved configuration.
+    """
+
+    def __init__(
+        self,
+        engine: LoopEngine,
+        rounds: Rounds,
+        fingerprint: Fingerprint,
+        folder: Path,
+        *,
+        name: str,
+        clients: tuple[int, ...],
+        options: str,
+    ) -> None:
+        super().__init__(engine, rounds, fingerprint, folder / "trees")
+        self.name, self.clients, self.options = name, clients, options
+        self.states, self._token = ClientStates(folder / "states" / fingerprint.text[:16]), folder / "token"
+
+    def join(self, request: Any, records: RecordDict, context: Context) -> dict[str, Any]:
+        if not self._token.exists():
+            self._token.parent.mkdir(parents=True, exist_ok=True)
+            self._token.write_text(secrets.token_hex(16))
+        mine = {"name": self.name, "token": self._token.read_text(), "clients": self.clients, "samples": None}
+        return {**super().join(request, records, context), **mine, "options": self.options}
+
+    def train(self, request: Any, records: RecordDict, context: Context) -> dict[str, Any]:
+        """Compute the node's clients of a round, and keep their new states. Returns what the server may see.
+
+        request: "clients" maps ids to version and task of their states; "sealed" has the ciphertexts of neighbours
+        under secure aggregation, and is None without; "kept" is the oldest version to which the run may return.
+        """
+        info = rebuilt(request["info"], self.rounds.model, self.rounds.public)
+        shared = self.trees.shared(request[link.SHARED], records.array_records[link.TREES])
+        versions = {id: (int(version), int(task)) for id, (version, task) in self._own(request["clients"]).items()}
+        stored = {id: self.states.load(id, version) for id, (version, _) in versions.items() if version}
+        inputs = self.rounds.of_clients(list(versions), info, shared, stored, {id: versions[id][1] for id in stored})
+        result = parts.compute(self.engine, inputs, observed=False)
+        states = {
+            id: {name: inputs.states[id][name] if leaf is None else leaf for name, leaf in state.items()}
+            for id, state in result["states"].items()
+        }
+        states = {id: state for id, state in states.items() if state or id in stored}
+        self.states.store(request["round"] + 1, states, request["kept"])
+        sizes = {
+            id: [self.rounds.stored_bytes(part) for part in client_states.parts(state)] for id, state in states.items()
+        }
+        seen = {name: result[name] for name in ("part", "losses", "excluded", "warnings")}
+        return {**self._protected(seen, request, context), "done": list(result["states"]), "sizes": sizes}
+
+    def keys(self, request: Any, records: RecordDict, context: Context) -> dict[int, bytes]:
+        """Stage "keys" of secure aggregation, with fresh secrets. request: clients to thresholds."""
+        context.state.pop(_SECRETS, None)  # those of the last round
+        parties = {id: Party(id, int(threshold)) for id, threshold in self._own(request["clients"]).items()}
+        self._remember(context, request["round"], parties)
+        return {id: party.advertise() for id, party in parties.items()}
+
+    def shares(self, request: Any, records: RecordDict, context: Context) -> dict[int, Any]:
+        """Stage "shares". request: clients to the public keys of their neighbours."""
+        asked, parties = self._own(request["clients"]), self._recalled(context, request["round"])
+        least = self.rounds.config.secure.quorum
+        for id, keys in asked.items():
+            if parties[id].threshold < needed(least, len(keys) + 1):
+                raise ConfigError(f"the server asks client {id} for a lower threshold than secure.quorum={least} gives")
+        found = {id: parties[id].share(keys) for id, keys in asked.items()}
+        self._remember(context, request["round"], parties)
+        return found
+
+    def unmask(self, request: Any, records: RecordDict, context: Context) -> dict[int, dict[int, bytes]]:
+        """Stage "unmask". request: clients to the secret that is wanted of each owner."""
+        asked, parties = self._own(request["clients"]), self._recalled(context, request["round"])
+        found = {id: parties[id].reveal(wanted) for id, wanted in asked.items()}
+        self._remember(context, request["round"], parties)
+        return found
+
+    def _protected(self, seen: dict[str, Any], request: Any, context: Context) -> dict[str, Any]:
+        """Mask the integers of secure sums, and leave out what depends on the data of single clients."""
+        config, part = self.rounds.config, seen["part"]
+        if (config.secagg, config.dp.level) != ("none", "none"):
+            seen["losses"] = {}
+        if config.dp.level != "none":
+            part |= {"zeroed": [], "shortened": 0, "clipped": 0}
+        if request["sealed"] is not None:
+            parties = self._recalled(context, request["round"])
+            for id, vector in part["_integers"].items():
+                parties[id].receive(request["sealed"][id])
+                part["_integers"][id] = parties[id].mask(vector)
+            self._remember(context, request["round"], parties)
+        return seen
+
+    def _own(self, asked: Mapping[int, Any]) -> Mapping[int, Any]:
+        """Return `asked` if all of its clients are this node's, else raise ConfigError."""
+        if strangers := [str(id) for id in asked if id not in self.clients]:
+            raise ConfigError(f"node '{self.name}' has no client {few(strangers, FEW_NAMES)}")
+        return asked
+
+    def _remember(self, context: Context, round: int, parties: Mapping[int, Party]) -> None:
+        saved = {id: party.saved() for id, party in parties.items()}
+        context.state[_SECRETS] = ConfigRecord({"text": wire.text({"round": round, "parties": saved})})
+
+    def _recalled(self, context: Context, round: int) -> dict[int, Party]:
+        if _SECRETS not in context.state:
+            raise ConfigError(f"node '{self.name}' has lost its keys of this round, as by a restart")
+        saved = wire.value(str(context.state.config_records[_SECRETS]["text"]))
+        if saved["round"] != round:
+            raise ConfigError(f"node '{self.name}' has keys of another round")
+        return {id: Party.restored(one) for id, one in saved["parties"].items()}

@@ -1,0 +1,97 @@
+"""The nodes of a deployment: who has joined, and which clients each of them computes."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cfl.core.errors import FEW_NAMES, few
+from cfl.core.version import __version__
+from cfl.flower.link import Link
+
+
+@dataclass(frozen=True)
+class Member:
+    """A node that has joined. name: for messages; token: stays with the node's folder when the node restarts.
+
+    clients: ids of its clients; samples: for each task the number of samples, of nodes with data of their own.
+    """
+
+    node: int
+    name: str
+    token: str
+    clients: tuple[int, ...]
+    samples: tuple[int, ...] | None = None
+
+
+class Members:
+    """The nodes that have joined. parts: hashes of what the server's run is made of; population: number of clients.
+
+    refused: node to the reason, for nodes that may not join; say: called with a line for each change.
+    """
+
+    def __init__(
+        self, link: Link, parts: Mapping[str, str], options: str, population: int, say: Callable[[str], None]
+    ) -> None:
+        self.link, self.parts, self.options, self.population, self.say = link, parts, options, population, say
+        self.joined: dict[int, Member] = {}
+        self.refused: dict[int, str] = {}
+
+    def refresh(self) -> None:
+        """Ask new nodes to join, and forget those that have left."""
+        present = set(self.link.grid.get_node_ids())
+        for node in sorted(self.joined.keys() - present):
+            self.say(f"{_named(self.joined.pop(node))} has left")
+        new = sorted(present - self.joined.keys() - self.refused.keys())
+        for node, answer in self.link.ask("query.join", dict.fromkeys(new)).items():
+            fault = answer.fault or self._fault(node, answer.value)
+            if fault:
+                self.refused[node] = fault
+                self.say(f"node {node} may not join: {fault}")
+
+    def of(self, clients: Iterable[int]) -> tuple[dict[int, list[int]], list[int]]:
+        """Return the clients by node, and those whose node is not there."""
+        home = {client: node for node, member in self.joined.items() for client in member.clients}
+        found: dict[int, list[int]] = {}
+        absent = []
+        for client in clients:
+            if client in home:
+                found.setdefault(home[client], []).append(client)
+            else:
+                absent.append(client)
+        return found, absent
+
+    def name(self, node: int) -> str:
+        """Name of a node for messages."""
+        return _named(self.joined[node]) if node in self.joined else f"node {node}"
+
+    def _fault(self, node: int, answer: Any) -> str | None:
+        """Take a node in, or return why it may not join."""
+        try:
+            clients = tuple(sorted({int(client) for client in answer["clients"]}))
+            samples = None if answer["samples"] is None else tuple(map(int, answer["samples"]))
+            member = Member(node, str(answer["name"]), str(answer["token"]), clients, samples)
+            version, options, parts = str(answer["version"]), str(answer["options"]), dict(answer["parts"])
+        except (KeyError, TypeError, ValueError) as error:
+            return f"its answer is not one of cfl's ({type(error).__name__}: {error})"
+        if version != __version__:
+            return f"it has cfl {version}, the server {__version__}; install the same version"
+        if options != self.options:
+            return "it resolves the configuration to other options; give it the server's config.yaml"
+        own = self.parts if samples is None else {name: self.parts[name] for name in parts if name in self.parts}
+        if other := next((name for name in {**own, **parts} if own.get(name) != parts.get(name)), None):
+            return f"it differs from the server in {other}; install the same packages and data"
+        if not clients or clients[-1] >= self.population or clients[0] < 0:
+            return f"its clients are {few([*map(str, clients)], FEW_NAMES) or 'none'}, of 0 to {self.population - 1}"
+        for other_member in [*self.joined.values()]:
+            if other_member.token == member.token:  # the node has restarted, and Flower still counts the old one
+                del self.joined[other_member.node]
+            elif shared := set(clients) & set(other_member.clients):
+                return f"{_named(other_member)} has client {min(shared)} already; give each node clients of its own"
+        self.joined[node] = member
+        self.say(f"{_named(member)} has joined")
+        return None
+
+
+def _named(member: Member) -> str:
+    ids = few([*map(str, member.clients)], FEW_NAMES)
+    return f"node '{member.name}' (client{'s' * (len(member.clients) > 1)} {ids})"
