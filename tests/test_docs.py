@@ -432,7 +432,8 @@ def test_rank_rules_at_full_length_are_the_stored_runs():
         config, metrics = read_yaml(folder / "config.yaml"), json.loads((folder / "metrics.json").read_text())
         if (config["method"], config["partition"]["name"], config["seed"]) == ("fot", "shards", 0):
             own, use = config["strategy"], metrics["subspace_use"]
-            name = f"{own['criterion']}, dropout {'on' if own.get('dropout') else 'off'} in GPSE"
+            name = f"{own['criterion']}, dropout {'on' if own.get('dropout') else 'off'}, {own['model']} model"
+            name += "s" * (own["model"] == "local")
             shares = metrics["acc"], metrics["fgt"], metrics["accuracy_matrix"][9][9], mean(use.values()), use["1"]
             found[name] = [f"{100 * share:.2f}" for share in shares]
             left[name] = [f"{100 * (1 - share):.1f}" for share in use.values()]  # nothing joins after the last task

@@ -31,11 +31,12 @@ def test_preset_of_permuted_digits_is_the_setting_of_the_issue():
 
 def test_paper_presets_use_the_official_codes_choices():
     # algorithms: FOT's code has weight decay 1e-5, uniform weights, the norm-ratio rule; thresholds are FOT's Table 9.
-    for benchmark, threshold in (("permuted-mnist", 0.94), ("split-cifar100", 0.87)):
+    # On Permuted MNIST the text's rule comes nearer to the paper's scores, see docs/fidelity.md.
+    for benchmark, threshold, rule in (("permuted-mnist", 0.94, "energy"), ("split-cifar100", 0.87, "norm_ratio")):
         config = resolve(benchmark, method="fot")
         assert config.local.weight_decay == 1e-5
         assert (config.agg.weights, config.model.norm_stats) == ("uniform", "batch")
-        assert config.strategy["criterion"] == "norm_ratio"
+        assert config.strategy["criterion"] == rule
         assert config.strategy["threshold"] == threshold
 
 

@@ -62,7 +62,7 @@ def test_a_title_has_what_all_groups_set_and_the_setting_does_not_say(collect):
 
 def test_a_label_is_of_what_differs_between_the_rows(collect, tmp_path):
     """Two runs with dropout, which the preset has not, one of them with another rank rule: numbers are put there."""
-    for place, rule in enumerate(([], ["strategy.criterion=energy"])):
+    for place, rule in enumerate(([], ["strategy.criterion=norm_ratio"])):
         options = ["partition.name=shards", "strategy.dropout=true", *rule]
         config = cfl.resolve("permuted-mnist", method="fot", overrides=options, seed=0)
         put(tmp_path / str(place), config)
@@ -70,7 +70,7 @@ def test_a_label_is_of_what_differs_between_the_rows(collect, tmp_path):
     page = collect.page(tmp_path / "runs")
     title = "## permuted-mnist, partition.name=shards, strategy.dropout=true, not in a paper (full length)"
     labels = [line.split(" | ")[0] for line in page.partition(title)[2].splitlines() if line.startswith("| `")]
-    assert sorted(labels) == ["| `fot (strategy.criterion=energy)`", "| `fot`"]
+    assert sorted(labels) == ["| `fot (strategy.criterion=norm_ratio)`", "| `fot`"]
 
 
 def test_a_run_of_a_paper_s_table_stands_beside_the_paper(collect, tmp_path):
