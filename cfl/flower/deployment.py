@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cfl.aggregation.plain import UploadSum
 from cfl.aggregation.protected import UploadProtection
+from cfl.config.schema import RunConfig
 from cfl.contract import Client, Gathers, RoundInfo, RoundInputs, TreesByOwner
 from cfl.core import ConfigError, RoundAborted, Tree, tree
 from cfl.engines.base import Collected, Engine, Observe, Outcome
@@ -20,7 +21,9 @@ from cfl.flower.members import Members
 from cfl.flower.messages import described
 from cfl.flower.parties import RemoteParties
 from cfl.flower.trees import Broadcast
+from cfl.runtime.population import Population
 from cfl.runtime.rounds import Rounds
+from cfl.streams import Stream
 
 Outlines = frozenset[tuple[str, str, tuple[int, ...]]]
 
@@ -41,6 +44,24 @@ class RemoteRounds(Rounds):
 
     def stored_bytes(self, state: Tree) -> int:
         return stored_bytes(state)
+
+
+class MemberPopulation(Population):
+    """The clients of nodes. If nodes have data of their own, clients without a node hold none."""
+
+    def __init__(self, stream: Stream, config: RunConfig, members: Members) -> None:
+        super().__init__(stream, config)
+        self.members = members
+        self.owners, self._weights = self._owners, self._weights_of_all  # type: ignore[assignment]  # they change
+
+    def _samples(self, tasks: tuple[int, ...]) -> np.ndarray:
+        own = {member.clients[0]: member.samples for member in self.members.joined.values() if member.samples}
+        if not own:
+            return super()._samples(tasks)
+        found = np.zeros(self.config.partition.clients, dtype=np.int64)
+        for client, samples in own.items():
+            found[client] = sum(samples[task] for task in tasks)
+        return found
 
 
 class DeploymentEngine(Engine):

@@ -26,7 +26,7 @@ _SECRETS = "cfl-secagg"  # record of the node's memory: they are never on disk
 class HomeNode(Node):
     """A node whose folder holds the states of its clients. name: for messages; clients: their ids.
 
-    options: hash of the resolved configuration.
+    options: hash of the resolved configuration; own_data: whether the data are the node's own, not the benchmark's.
     """
 
     def __init__(
@@ -39,17 +39,21 @@ class HomeNode(Node):
         name: str,
         clients: tuple[int, ...],
         options: str,
+        own_data: bool = False,
     ) -> None:
         super().__init__(engine, rounds, fingerprint, folder / "trees")
-        self.name, self.clients, self.options = name, clients, options
-        self.states, self._token = ClientStates(folder / "states" / fingerprint.text[:16]), folder / "token"
+        self.name, self.clients, self.options, self.own_data = name, clients, options, own_data
+        self.states, self._token = ClientStates(folder / "states" / options[:16]), folder / "token"
 
     def join(self, request: Any, records: RecordDict, context: Context) -> dict[str, Any]:
         if not self._token.exists():
             self._token.parent.mkdir(parents=True, exist_ok=True)
             self._token.write_text(secrets.token_hex(16))
-        mine = {"name": self.name, "token": self._token.read_text(), "clients": self.clients, "samples": None}
-        return {**super().join(request, records, context), **mine, "options": self.options}
+        mine: dict[str, Any] = {"name": self.name, "token": self._token.read_text(), "clients": self.clients}
+        if self.own_data:
+            tasks = self.rounds.population.stream.tasks
+            mine |= {"samples": [len(task.train) for task in tasks], "parts": self.fingerprint.without_data}
+        return {**super().join(request, records, context), "samples": None, **mine, "options": self.options}
 
     def train(self, request: Any, records: RecordDict, context: Context) -> dict[str, Any]:
         """Compute the node's clients of a round, and keep their new states. Returns what the server may see.

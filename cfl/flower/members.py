@@ -1,12 +1,13 @@
 """The nodes of a deployment: who has joined, and which clients each of them computes."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from cfl.core.errors import FEW_NAMES, few
 from cfl.core.version import __version__
 from cfl.flower.link import Link
+from cfl.runtime.fingerprint import Fingerprint
 
 
 @dataclass(frozen=True)
@@ -24,15 +25,14 @@ class Member:
 
 
 class Members:
-    """The nodes that have joined. parts: hashes of what the server's run is made of; population: number of clients.
+    """The nodes that have joined. fingerprint: of the server's run; options: hash of its configuration.
 
     refused: node to the reason, for nodes that may not join; say: called with a line for each change.
     """
 
-    def __init__(
-        self, link: Link, parts: Mapping[str, str], options: str, population: int, say: Callable[[str], None]
-    ) -> None:
-        self.link, self.parts, self.options, self.population, self.say = link, parts, options, population, say
+    def __init__(self, link: Link, fingerprint: Fingerprint, options: str, say: Callable[[str], None]) -> None:
+        self.link, self.fingerprint, self.options, self.say = link, fingerprint, options, say
+        self.population = fingerprint.config.partition.clients
         self.joined: dict[int, Member] = {}
         self.refused: dict[int, str] = {}
 
@@ -77,7 +77,10 @@ class Members:
             return f"it has cfl {version}, the server {__version__}; install the same version"
         if options != self.options:
             return "it resolves the configuration to other options; give it the server's config.yaml"
-        own = self.parts if samples is None else {name: self.parts[name] for name in parts if name in self.parts}
+        own = self.fingerprint.parts if samples is None else self.fingerprint.without_data
+        tasks = len(self.fingerprint.stream)
+        if samples is not None and (len(samples) != tasks or min(samples) < 0 or len(clients) != 1):
+            return f"with data of its own, a node has one client, and a number of samples of each of the {tasks} tasks"
         if other := next((name for name in {**own, **parts} if own.get(name) != parts.get(name)), None):
             return f"it differs from the server in {other}; install the same packages and data"
         if not clients or clients[-1] >= self.population or clients[0] < 0:

@@ -54,7 +54,7 @@ class Place(NamedTuple):
     """
 
     rounds: type[Rounds] = Rounds
-    population: type[Population] = Population
+    population: Callable[[Stream, RunConfig], Population] = Population
     engine: Callable[[EngineParts], Engine] | None = None
 
 

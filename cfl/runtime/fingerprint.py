@@ -44,7 +44,12 @@ class Fingerprint:
     @cached_property
     def parts(self) -> dict[str, str]:
         """Hashes of all that the options do not describe, by names for messages."""
-        return {**self.stream.digests(self._public), **self._methods(), **self._network()}
+        return {**self.stream.digests(self._public), **self.without_data}
+
+    @cached_property
+    def without_data(self) -> dict[str, str]:
+        """The parts other than data."""
+        return {**self._methods(), **self._network()}
 
     def changed(self, there: Options, parts: Mapping[str, str]) -> str:
         """Name the first thing that differs from the options and the parts in the run's folder; empty if unknown."""

@@ -1,0 +1,172 @@
+"""The two apps of a Flower project: the server of a run, and its nodes."""
+
+import sys
+import tempfile
+import time
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+from flwr.app import Context
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+from cfl.assembly import methods, resolve
+from cfl.config.overrides import read_yaml
+from cfl.config.schema import RunConfig
+from cfl.core import ConfigError, machine
+from cfl.engines.loop import LoopEngine
+from cfl.flower import own_data
+from cfl.flower.deployment import DeploymentEngine, MemberPopulation, RemoteRounds
+from cfl.flower.home import HomeNode
+from cfl.flower.link import Link
+from cfl.flower.members import Members
+from cfl.flower.node import client_app
+from cfl.runtime import checkpoint
+from cfl.runtime.builder import EngineParts, Place, build_session
+from cfl.runtime.runner import carry_out, stream_of
+from cfl.runtime.sinks import console_sink
+
+STREAM = "stream.json"  # file beside config.yaml: the tasks of the run, for nodes with data of their own
+LOOK = 1.0  # seconds between looks for new nodes, before the run begins
+
+
+def server(config: Path) -> ServerApp:
+    """Return the ServerApp of a run. config: its resolved config.yaml.
+
+    Of the project's options, `output` is the run's folder, `data-root` that of the data sets, and `wait-for` the number
+    of clients that have to be there before the first round.
+    """
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        settings, given = loaded(config), context.run_config
+        output, root = Path(str(given["output"])), _folder(given.get("data-root"))
+        strategies = methods.build(settings)
+        stream = stream_of(settings, root, False, public=methods.need_public(strategies))
+        sink = console_sink(quiet=False)
+        fingerprint = build_session(settings, stream, strategies).recorder.fingerprint
+        members = Members(Link(Joined(grid), settings.flower.deadline), fingerprint, hash_of(settings), sink.note)
+        await_members(members, int(given.get("wait-for", 0)) or settings.partition.clients)
+        resume = (output / "config.yaml").exists()
+        carry_out(settings, stream, strategies, None, output, resume, sink, root, place=place(members))
+
+    return app
+
+
+def client(config: Path) -> ClientApp:
+    """Return the ClientApp of a run. config: its resolved config.yaml.
+
+    Of the node's options, `clients` names its clients, such as "0-3,7", `folder` is where it keeps their states, `name`
+    stands in messages, `data-root` is the folder of the data sets, and `data` is data of its own. Without them, as in a simulation, the clients
+    are divided among the nodes.
+    """
+    return client_app(partial(_node, config))
+
+
+def loaded(config: Path) -> RunConfig:
+    """Load a resolved configuration and check that it can run on nodes. Raises ConfigError."""
+    settings = resolve.load(read_yaml(config))
+    if settings.engine in ("auto", "flower"):
+        raise ConfigError(f"engine={settings.engine} does not name an engine for the nodes; use loop, vmapped or pool")
+    if settings.secagg == "sum":
+        raise ConfigError("secagg=sum only simulates secure aggregation; use full or none")
+    if settings.eval_local:
+        raise ConfigError("local models stay on their nodes; set eval_local=0")
+    if settings.dp.level != "none" and settings.dp.noise_seed != "system":
+        raise ConfigError("the server knows the run's seed, and so the nodes' noise; set dp.noise_seed=system")
+    return settings
+
+
+def place(members: Members) -> Place:
+    """Return the place of a run whose clients are those of nodes."""
+
+    def engine(parts: EngineParts) -> DeploymentEngine:
+        folder = parts.checkpoints
+        assert isinstance(parts.inner, LoopEngine)
+        return DeploymentEngine(
+            parts.inner, parts.rounds, members, parts.multiplier,
+            oldest=lambda: checkpoint.oldest(folder) if folder else sys.maxsize,
+        )  # fmt: skip
+
+    return Place(RemoteRounds, partial(MemberPopulation, members=members), engine)
+
+
+def hash_of(config: RunConfig) -> str:
+    """Hash a resolved configuration."""
+    return checkpoint.fingerprint(resolve.dump(config))
+
+
+class Joined:
+    """A grid that belongs to Flower, which ends it."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.get_node_ids, self.push_messages, self.pull_messages = (
+            grid.get_node_ids, grid.push_messages, grid.pull_messages,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def await_members(members: Members, clients: int) -> None:
+    """Wait until so many clients are there."""
+    said = -1
+    while (there := sum(len(member.clients) for member in members.joined.values())) < clients:
+        if there != said:
+            print(f"{there} of {clients} clients are there; waiting for the others", flush=True)
+            said = there
+        members.refresh()
+        time.sleep(LOOK)
+
+
+def _node(config: Path, context: Context) -> HomeNode:
+    given, settings = context.node_config, loaded(config)
+    everybody = range(settings.partition.clients)
+    if "clients" in given:
+        clients, folder = _numbers(str(given["clients"])), str(given["folder"])
+        name = str(given.get("name", folder))
+    else:
+        number, count = int(given["partition-id"]), int(given["num-partitions"])
+        clients, name = tuple(everybody[number::count]), f"partition {number}"
+        folder = str(Path(tempfile.gettempdir(), f"cfl-run-{context.run_id}", str(number)))
+    return _built(config, clients, Path(folder), name, str(given.get("data", "")), _folder(given.get("data-root")))
+
+
+@cache
+def _built(
+    config: Path, clients: tuple[int, ...], folder: Path, name: str, data: str, data_root: Path | None
+) -> HomeNode:
+    settings = loaded(config)
+    torch.set_num_threads(settings.threads)
+    machine.keep_memory()
+    strategies = methods.build(settings)
+    if data and len(clients) != 1:
+        raise ConfigError(f"a node with data of its own has one client, not {len(clients)}; start a node for each")
+    if data:
+        stream = own_data.read(data, config.with_name(STREAM).read_text(encoding="utf-8"), data_root)
+        session = build_session(settings, stream, strategies, place=Place(
+            population=partial(own_data.OwnPopulation, client=clients[0])
+        ))  # fmt: skip
+    else:
+        stream = stream_of(settings, data_root, False, public=methods.need_public(strategies))
+        session = build_session(settings, stream, strategies)
+    assert isinstance(session.engine, LoopEngine)
+    return HomeNode(
+        session.engine, session.rounds, session.recorder.fingerprint, folder,
+        name=name, clients=clients, options=hash_of(settings), own_data=bool(data),
+    )  # fmt: skip
+
+
+def _folder(given: object) -> Path | None:
+    return Path(str(given)) if given else None
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Return the numbers of a text such as "0-3,7". Raises ConfigError for another text."""
+    try:
+        ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
+        return tuple(sorted({number for first, *last in ends for number in range(first, (last or [first])[0] + 1)}))
+    except ValueError:
+        raise ConfigError(f"clients must be numbers such as 0-3,7, not '{text}'") from None

@@ -1,0 +1,120 @@
+"""Data of a node's own, in place of a part of the run's benchmark: a file for each task, or a registered benchmark."""
+
+import json
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cfl import streams
+from cfl.config.schema import RunConfig
+from cfl.contract import Client, Share
+from cfl.core import DataError, plugins
+from cfl.runtime.population import Population
+from cfl.streams import Stream, checks
+from cfl.streams.store import Pool, Task, TaskSamples
+from cfl.streams.tensors import as_inputs, as_labels
+
+
+def described(stream: Stream) -> str:
+    """Return as JSON what nodes have to know of the run's tasks: all but samples."""
+
+    def listed(value: Tensor | None) -> Any:
+        return None if value is None else value.tolist()
+
+    pools = [task.train.pool for task in stream.tasks]
+    tasks = [
+        {"name": task.name, "classes": task.classes, "mean": listed(pool.mean), "std": listed(pool.std)}
+        for task, pool in zip(stream.tasks, pools, strict=True)
+    ]
+    run = {"name": stream.name, "input_shape": stream.input_shape, "multi_head": stream.multi_head, "tasks": tasks}
+    return json.dumps(run)
+
+
+def read(source: str, description: str, data_root: Path | None) -> Stream:
+    """Return a node's data as a stream with the tasks of the run.
+
+    source: a folder with task0.npz, task1.npz, ..., each with arrays x (n, ...) and y (n,) as in `cfl.from_tensors`, or
+    the name of a registered benchmark with the same tasks. A task without a file has no samples on this node.
+    Raises DataError for data that do not fit the run.
+    """
+    run = json.loads(description)
+    tasks, shape = run["tasks"], tuple(run["input_shape"])
+    if source in plugins.benchmarks.names():
+        built = streams.build(source, tasks=len(tasks), data_root=data_root)
+        found = [task.train for task in built.tasks]
+    elif Path(source).is_dir():
+        files = [Path(source, f"task{number}.npz") for number in range(len(tasks))]
+        found = [_samples(file, task, shape) for file, task in zip(files, tasks, strict=True)]
+    else:
+        raise DataError(f"'{source}' is neither a folder nor a benchmark; give a folder with task0.npz, task1.npz, ...")
+    if not any(map(len, found)):
+        raise DataError(
+            f"'{source}' has no data of the run's tasks; name the files task0.npz to task{len(tasks) - 1}.npz"
+        )
+    for number, samples in enumerate(found):
+        own = tuple(samples.pool.images.shape[1:])
+        if own != shape:
+            raise DataError(f"samples of task {number} in '{source}' have shape {own}, those of the run {shape}")
+    made = [
+        _OwnTask(task["name"], samples, samples, task["classes"]) for task, samples in zip(tasks, found, strict=True)
+    ]
+    return _OwnStream(run["name"], tuple(made), shape, run["multi_head"])
+
+
+class OwnPopulation(Population):
+    """One client with all samples of a stream; `owners` counts every client, since a node cannot know."""
+
+    def __init__(self, stream: Stream, config: RunConfig, client: int) -> None:
+        self.id = client
+        super().__init__(stream, config)
+
+    def client(self, id: int, task: int, now: tuple[int, ...]) -> Client:
+        assert id == self.id
+        held = {number: own.train for number, own in enumerate(self.stream.tasks)}
+        shares = {number: Share(held[number], torch.arange(len(held[number]))) for number in {*range(task + 1), *now}}
+        return Client(id, dict(sorted(shares.items())), task, now)
+
+    def _samples(self, tasks: tuple[int, ...]) -> np.ndarray:
+        return np.ones(self.config.partition.clients, dtype=np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class _OwnTask(Task):
+    """A task of which a node may have few samples, or none; the server has its test samples."""
+
+    def __post_init__(self) -> None:
+        y = self.train.targets
+        if len(y) and (int(y.min()) < 0 or int(y.max()) >= self.classes):
+            raise DataError(f"labels of task '{self.name}' must be 0 to {self.classes - 1}, not {y.min()} to {y.max()}")
+
+
+@dataclass(frozen=True, eq=False)
+class _OwnStream(Stream):
+    """The tasks of a run with the samples of one node."""
+
+    def __post_init__(self) -> None:
+        for task in self.tasks:
+            checks.check_finite(f"task '{task.name}'", "train", task.train.index, task.train.pool.broken)
+
+
+def _samples(file: Path, task: dict[str, Any], shape: tuple[int, ...]) -> TaskSamples:
+    """Read the samples of a task; none if there is no file."""
+    if not file.exists():
+        return TaskSamples(Pool(torch.empty(0, *shape)), *(torch.empty(0, dtype=torch.int64) for _ in range(2)))
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            x, y = arrays["x"], arrays["y"]
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(
+            f"{file} is not an npz file with arrays x and y ({error}); write it with numpy.savez"
+        ) from error
+    inputs = as_inputs(x, f"samples in {file}")
+    mean, std = (None if task[name] is None else torch.tensor(task[name]) for name in ("mean", "std"))
+    return TaskSamples(
+        Pool(inputs, mean, std), torch.arange(len(inputs)), as_labels(y, f"labels in {file}", len(inputs))
+    )

@@ -1,0 +1,74 @@
+"""A Flower project for a run, as `flwr run` takes it."""
+
+import json
+from pathlib import Path
+
+import yaml
+
+from cfl.assembly import resolve
+from cfl.config.schema import RunConfig
+from cfl.core import ConfigError
+from cfl.core.version import __version__
+
+PACKAGE = "cfl_app"
+
+_PYPROJECT = """\
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "{name}"
+version = "1.0.0"
+description = "{title}"
+license = "Apache-2.0"
+# cfl {version} is installed on the server and on each node, with the packages of the run's method and data.
+dependencies = []
+
+[tool.hatch.build.targets.wheel]
+packages = ["."]
+
+[tool.flwr.app]
+publisher = "cfl"
+
+[tool.flwr.app.components]
+serverapp = "{package}.server:app"
+clientapp = "{package}.client:app"
+
+[tool.flwr.app.config]
+output = {output}
+data-root = {data_root}
+wait-for = {wait_for}
+"""
+_APP = '''\
+"""{what} of the run that config.yaml describes."""
+
+from pathlib import Path
+
+from cfl.flower import apps
+
+app = apps.{kind}(Path(__file__).with_name("config.yaml"))
+'''
+
+
+def write(folder: Path, config: RunConfig, output: Path, data_root: Path | None = None, wait_for: int = 0) -> None:
+    """Write the project of a run. output: folder of the run on the server; data_root: of the data sets there.
+
+    wait_for: number of clients that have to be there before the first round, 0 for all.
+    Raises ConfigError if the folder holds something else.
+    """
+    package = folder / PACKAGE
+    if folder.exists() and any(folder.iterdir()) and not (package / "config.yaml").exists():
+        raise ConfigError(f"'{folder}' holds something else than a project of cfl's; choose another folder")
+    package.mkdir(parents=True, exist_ok=True)
+    title = f"{config.benchmark}, {config.label}, seed {config.seed}"
+    pyproject = _PYPROJECT.format(
+        name=f"cfl-{config.benchmark}", title=title, version=__version__, package=PACKAGE, wait_for=wait_for,
+        output=json.dumps(str(output.absolute())), data_root=json.dumps(str(data_root.absolute()) if data_root else ""),
+    )  # fmt: skip
+    (folder / "pyproject.toml").write_text(pyproject, encoding="utf-8")
+    (package / "__init__.py").write_text(f'"""{title}."""\n', encoding="utf-8")
+    for kind, what in (("server", "The server"), ("client", "The nodes")):
+        (package / f"{kind}.py").write_text(_APP.format(kind=kind, what=what), encoding="utf-8")
+    text = yaml.safe_dump(resolve.dump(config), sort_keys=False, allow_unicode=True)
+    (package / "config.yaml").write_text(text, encoding="utf-8")
