@@ -1,4 +1,4 @@
-"""The two apps of a Flower project: the server of a run, and its nodes."""
+"""The ServerApp of a project, and what its nodes answer; `forward.py` is its ClientApp."""
 
 import sys
 import tempfile
@@ -7,8 +7,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
-from flwr.app import Context
-from flwr.clientapp import ClientApp
+from flwr.app import Context, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
 from cfl.assembly import methods, resolve
@@ -16,12 +15,11 @@ from cfl.config.overrides import read_yaml
 from cfl.config.schema import RunConfig
 from cfl.core import ConfigError, machine
 from cfl.engines.loop import LoopEngine
-from cfl.flower import own_data
+from cfl.flower import node, own_data
 from cfl.flower.deployment import DeploymentEngine, MemberPopulation, RemoteRounds
 from cfl.flower.home import HomeNode
 from cfl.flower.link import Link
 from cfl.flower.members import Members
-from cfl.flower.node import client_app
 from cfl.runtime import checkpoint
 from cfl.runtime.builder import EngineParts, Place, build_session
 from cfl.runtime.runner import carry_out, stream_of
@@ -55,14 +53,14 @@ def server(config: Path) -> ServerApp:
     return app
 
 
-def client(config: Path) -> ClientApp:
-    """Return the ClientApp of a run. config: its resolved config.yaml.
+def answer(action: str, config: Path, records: RecordDict, context: Context) -> RecordDict:
+    """Return the answer of a node to the records of a message. config: the run's resolved config.yaml.
 
     Of the node's options, `clients` names its clients, such as "0-3,7", `folder` is where it keeps their states, `name`
-    stands in messages, `data-root` is the folder of the data sets, and `data` is data of its own. Without them, as in a simulation, the clients
-    are divided among the nodes.
+    stands in messages, `data-root` is the folder of the data sets, and `data` is data of its own. Without them, as in a
+    simulation, the clients are divided among the nodes.
     """
-    return client_app(partial(_node, config))
+    return node.answer(partial(_node, config, context), action, records, context)
 
 
 def loaded(config: Path) -> RunConfig:

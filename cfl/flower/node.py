@@ -13,12 +13,11 @@ from cfl.core.version import __version__
 from cfl.engines import parts
 from cfl.engines.loop import LoopEngine
 from cfl.flower import link, wire
+from cfl.flower.forward import ACTIONS
 from cfl.flower.messages import rebuilt
 from cfl.flower.trees import Missing, TreeFolder
 from cfl.runtime.fingerprint import Fingerprint
 from cfl.runtime.rounds import Rounds
-
-QUERIES = ("join", "keys", "shares", "unmask")  # methods of a node, beside `train`
 
 
 class Node:
@@ -44,21 +43,24 @@ class Node:
         return found
 
 
-def client_app(build: Callable[[Context], Node]) -> ClientApp:
-    """Return a Flower ClientApp. build: makes the node, or returns the one that it made before."""
+def answer(node: Callable[[], Node], action: str, records: RecordDict, context: Context) -> RecordDict:
+    """Return a node's answer to the records of a message. node: makes it; action: name of one of its methods."""
+    try:
+        return wire.pack(getattr(node(), action)(wire.unpack(records), records, context))
+    except Missing:
+        return link.missing()
+    except Exception as error:  # of any kind: the server names the node and the error
+        return link.fault(error)
+
+
+def client_app(node: Callable[[], Node]) -> ClientApp:
+    """Return a Flower ClientApp. node: makes the node, or returns the one that it made before."""
+
+    def act(action: str, message: Message, context: Context) -> Message:
+        return Message(answer(node, action, message.content, context), reply_to=message)
+
     app = ClientApp()
-
-    def answer(act: str, message: Message, context: Context) -> Message:
-        try:
-            node = build(context)
-            records = wire.pack(getattr(node, act)(wire.unpack(message.content), message.content, context))
-        except Missing:
-            records = link.missing()
-        except Exception as error:  # of any kind: the server names the node and the error
-            records = link.fault(error)
-        return Message(records, reply_to=message)
-
-    app.train()(partial(answer, "train"))
-    for name in QUERIES:
-        app.query(name)(partial(answer, name))
+    app.train()(partial(act, "train"))
+    for action in ACTIONS:
+        app.query(action)(partial(act, action))
     return app

@@ -105,7 +105,8 @@ class _OwnStream(Stream):
 def _samples(file: Path, task: dict[str, Any], shape: tuple[int, ...]) -> TaskSamples:
     """Read the samples of a task; none if there is no file."""
     if not file.exists():
-        return TaskSamples(Pool(torch.empty(0, *shape)), *(torch.empty(0, dtype=torch.int64) for _ in range(2)))
+        none = torch.empty(0, dtype=torch.int64)
+        return TaskSamples(Pool(torch.empty(0, *shape)), none, none)
     try:
         with np.load(file, allow_pickle=False) as arrays:
             x, y = arrays["x"], arrays["y"]

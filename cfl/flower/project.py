@@ -1,14 +1,17 @@
 """A Flower project for a run, as `flwr run` takes it."""
 
 import json
+import shutil
 from pathlib import Path
 
 import yaml
 
-from cfl.assembly import resolve
+from cfl.assembly import methods, resolve
 from cfl.config.schema import RunConfig
 from cfl.core import ConfigError
 from cfl.core.version import __version__
+from cfl.flower import apps, forward, own_data
+from cfl.runtime.runner import stream_of
 
 PACKAGE = "cfl_app"
 
@@ -45,16 +48,21 @@ _APP = '''\
 
 from pathlib import Path
 
-from cfl.flower import apps
+from {module} import {kind}
 
-app = apps.{kind}(Path(__file__).with_name("config.yaml"))
+app = {kind}(Path(__file__).with_name("config.yaml"))
 '''
+_APPS = {
+    "server": ("The server", "cfl.flower.apps"),
+    "client": ("The nodes", f"{PACKAGE}.forward"),
+}
 
 
 def write(folder: Path, config: RunConfig, output: Path, data_root: Path | None = None, wait_for: int = 0) -> None:
     """Write the project of a run. output: folder of the run on the server; data_root: of the data sets there.
 
     wait_for: number of clients that have to be there before the first round, 0 for all.
+    The project tells nodes the tasks of the run, for which the server reads its benchmark.
     Raises ConfigError if the folder holds something else.
     """
     package = folder / PACKAGE
@@ -68,7 +76,11 @@ def write(folder: Path, config: RunConfig, output: Path, data_root: Path | None 
     )  # fmt: skip
     (folder / "pyproject.toml").write_text(pyproject, encoding="utf-8")
     (package / "__init__.py").write_text(f'"""{title}."""\n', encoding="utf-8")
-    for kind, what in (("server", "The server"), ("client", "The nodes")):
-        (package / f"{kind}.py").write_text(_APP.format(kind=kind, what=what), encoding="utf-8")
+    for kind, (what, module) in _APPS.items():
+        (package / f"{kind}.py").write_text(_APP.format(kind=kind, what=what, module=module), encoding="utf-8")
+    shutil.copy(Path(forward.__file__), package / "forward.py")
     text = yaml.safe_dump(resolve.dump(config), sort_keys=False, allow_unicode=True)
     (package / "config.yaml").write_text(text, encoding="utf-8")
+    apps.loaded(package / "config.yaml")
+    stream = stream_of(config, data_root, False, public=methods.need_public(methods.build(config)))
+    (package / apps.STREAM).write_text(own_data.described(stream), encoding="utf-8")

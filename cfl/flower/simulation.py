@@ -140,17 +140,13 @@ def _first(error: BaseException) -> BaseException:
     return error
 
 
-def _known(node: Node, context: Context) -> Node:
+def _known(node: Node) -> Node:
     return node
 
 
-def _rebuilt(options: str, data_root: str | None, folder: str, context: Context) -> Node:
-    """The node of a process of the simulation, which any of the virtual nodes uses."""
-    return _of_process(options, data_root, folder)
-
-
 @lru_cache(maxsize=1)
-def _of_process(options: str, data_root: str | None, folder: str) -> Node:
+def _rebuilt(options: str, data_root: str | None, folder: str) -> Node:
+    """The node of a process of the simulation, which any of the virtual nodes uses."""
     config = resolve.load(json.loads(options))
     torch.set_num_threads(config.threads)
     machine.keep_memory()

@@ -1,0 +1,38 @@
+"""The process of `cfl-run join`: it answers the messages that Flower's processes forward, one at a time.
+
+It holds the run of the node, and the secrets of secure aggregation, which are therefore never on disk.
+"""
+
+import os
+import socketserver
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, RecordDict
+
+from cfl.flower import apps
+from cfl.flower.forward import receive, send
+
+LOOK = 0.2  # seconds between looks whether the SuperNode has ended
+
+
+def serve(address: str | Path, options: Mapping[str, str], ended: Callable[[], Any]) -> None:
+    """Answer at a Unix socket until `ended` returns something else than None. options: those of the node."""
+    contexts: dict[tuple[int, int], Context] = {}
+
+    class Handler(socketserver.StreamRequestHandler):
+        wbufsize = -1
+
+        def handle(self) -> None:
+            head, records = receive(self.rfile)
+            run, node = head["run"], head["node"]
+            if (run, node) not in contexts:
+                contexts[run, node] = Context(run, node, dict(options), RecordDict(), {})
+            send(self.wfile, {}, apps.answer(head["action"], Path(head["config"]), records, contexts[run, node]))
+
+    with socketserver.UnixStreamServer(str(address), Handler) as server:
+        os.chmod(address, 0o600)
+        server.timeout = LOOK
+        while ended() is None:
+            server.handle_request()

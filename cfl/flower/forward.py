@@ -1,0 +1,80 @@
+"""The ClientApp of a project: it forwards messages to the process of `cfl-run join`, which computes the answers.
+
+Flower starts a process for each message. So this file imports nothing of `cfl`, which takes seconds, unless no such
+process is there, as in a simulation. A project has a copy of it.
+"""
+
+import json
+import socket
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+ACTIONS = ("join", "keys", "shares", "unmask")  # queries of the server, beside "train"
+
+
+class Stream(Protocol):
+    """One side of a connection, which is read or written."""
+
+    def read(self, size: int, /) -> bytes: ...
+
+    def write(self, data: bytes, /) -> int: ...
+
+    def flush(self) -> None: ...
+
+
+def client(config: Path) -> ClientApp:
+    """Return the ClientApp of a run. config: its resolved config.yaml."""
+    app = ClientApp()
+    app.train()(partial(_answer, config, "train"))
+    for action in ACTIONS:
+        app.query(action)(partial(_answer, config, action))
+    return app
+
+
+def send(stream: Stream, head: dict[str, Any], records: RecordDict) -> None:
+    """Write plain data and records: the length of a JSON text, the text, and the bytes of all arrays."""
+    arrays = [(name, key, item) for name, record in records.array_records.items() for key, item in record.items()]
+    places = [[name, key, item.dtype, list(item.shape), item.stype, len(item.data)] for name, key, item in arrays]
+    empty = [name for name, record in records.array_records.items() if not record]
+    configs = {name: dict(record) for name, record in records.config_records.items()}
+    text = json.dumps({"head": head, "arrays": places, "empty": empty, "configs": configs}).encode()
+    stream.write(len(text).to_bytes(8, "little") + text)
+    for _, _, item in arrays:
+        stream.write(item.data)
+    stream.flush()
+
+
+def receive(stream: Stream) -> tuple[dict[str, Any], RecordDict]:
+    """Read what `send` wrote. Raises EOFError if the other side has gone."""
+    described = json.loads(_exactly(stream, int.from_bytes(_exactly(stream, 8), "little")))
+    records = RecordDict({name: ConfigRecord(values) for name, values in described["configs"].items()})
+    arrays = {name: ArrayRecord() for name in described["empty"]}
+    for name, key, dtype, shape, stype, size in described["arrays"]:
+        item = Array(dtype=dtype, shape=tuple(shape), stype=stype, data=_exactly(stream, size))
+        arrays.setdefault(name, ArrayRecord())[key] = item
+    records.update(arrays)
+    return described["head"], records
+
+
+def _answer(config: Path, action: str, message: Message, context: Context) -> Message:
+    if "socket" in context.node_config:
+        with socket.socket(socket.AF_UNIX) as link:
+            link.connect(str(context.node_config["socket"]))
+            with link.makefile("rwb") as stream:
+                head = {"action": action, "config": str(config), "node": context.node_id, "run": context.run_id}
+                send(stream, head, message.content)
+                return Message(receive(stream)[1], reply_to=message)
+    from cfl.flower import apps
+
+    return Message(apps.answer(action, config, message.content, context), reply_to=message)
+
+
+def _exactly(stream: Stream, size: int) -> bytes:
+    data = stream.read(size)
+    if len(data) < size:
+        raise EOFError("the process of cfl-run join has ended")
+    return data
