@@ -15,14 +15,14 @@ from cfl.config.overrides import read_yaml
 from cfl.config.schema import RunConfig
 from cfl.core import ConfigError, machine
 from cfl.engines.loop import LoopEngine
-from cfl.flower import node, own_data
+from cfl.flower import link, node, own_data
 from cfl.flower.deployment import DeploymentEngine, MemberPopulation, RemoteRounds
 from cfl.flower.home import HomeNode
-from cfl.flower.link import Link
 from cfl.flower.members import Members
 from cfl.runtime import checkpoint
 from cfl.runtime.builder import EngineParts, Place, build_session
 from cfl.runtime.runner import carry_out, stream_of
+from cfl.runtime.session import Result
 from cfl.runtime.sinks import console_sink
 
 STREAM = "stream.json"  # file beside config.yaml: the tasks of the run, for nodes with data of their own
@@ -39,18 +39,28 @@ def server(config: Path) -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        settings, given = loaded(config), context.run_config
-        output, root = Path(str(given["output"])), _folder(given.get("data-root"))
-        strategies = methods.build(settings)
-        stream = stream_of(settings, root, False, public=methods.need_public(strategies))
-        sink = console_sink(quiet=False)
-        fingerprint = build_session(settings, stream, strategies).recorder.fingerprint
-        members = Members(Link(Joined(grid), settings.flower.deadline), fingerprint, hash_of(settings), sink.note)
-        await_members(members, int(given.get("wait-for", 0)) or settings.partition.clients)
-        resume = (output / "config.yaml").exists()
-        carry_out(settings, stream, strategies, None, output, resume, sink, root, place=place(members))
+        given = {name: str(value) for name, value in context.run_config.items()}
+        serve(config, Joined(grid), Path(given["output"]), _folder(given["data-root"]), int(given["wait-for"]))
 
     return app
+
+
+def serve(config: Path, grid: link.Grid, output: Path, data_root: Path | None = None, wait_for: int = 0) -> Result:
+    """Run a configuration on the nodes of a grid. wait_for: clients before the first round, 0 for all of them.
+
+    A run that `output` holds already is continued.
+    """
+    settings = loaded(config)
+    if wait_for and settings.dp.level == "client" and settings.dp.amplify:
+        raise ConfigError("dp.amplify counts on a population that is known; wait for all clients, or set it to false")
+    strategies = methods.build(settings)
+    stream = stream_of(settings, data_root, False, public=methods.need_public(strategies))
+    sink = console_sink(quiet=False)
+    fingerprint = build_session(settings, stream, strategies).recorder.fingerprint
+    members = Members(link.Link(grid, settings.flower.deadline), fingerprint, hash_of(settings), sink.note)
+    await_members(members, wait_for or settings.partition.clients)
+    resume = (output / "config.yaml").exists()
+    return carry_out(settings, stream, strategies, None, output, resume, sink, data_root, place=place(members))
 
 
 def answer(action: str, config: Path, records: RecordDict, context: Context) -> RecordDict:

@@ -1,6 +1,6 @@
 """A grid whose nodes are in this process, for checks and debugging: they answer one after another."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -8,13 +8,13 @@ from flwr.supercore.task_identity import TaskIdentity
 
 
 class InProcessGrid:
-    """Nodes 1 to n, one for each ClientApp; the part of a Flower grid that `Link` uses."""
+    """Nodes 1 to n, one for each ClientApp; the part of a Flower grid that `Link` uses. options: of the nodes."""
 
-    def __init__(self, apps: Sequence[ClientApp]) -> None:
+    def __init__(self, apps: Sequence[ClientApp], options: Sequence[Mapping[str, str]] = ()) -> None:
         self.apps = dict(enumerate(apps, 1))
         self.contexts = {
-            node: Context(run_id=1, node_id=node, node_config={}, state=RecordDict(), run_config={})
-            for node in self.apps
+            node: Context(run_id=1, node_id=node, node_config=dict(given), state=RecordDict(), run_config={})
+            for node, given in zip(self.apps, options or [{}] * len(apps), strict=True)
         }
         self._replies: dict[str, Message] = {}
         TaskIdentity.task_id = TaskIdentity.run_id = 1  # messages carry them

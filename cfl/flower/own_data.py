@@ -12,10 +12,10 @@ from torch import Tensor
 
 from cfl import streams
 from cfl.config.schema import RunConfig
-from cfl.contract import Client, Share
 from cfl.core import DataError, plugins
 from cfl.runtime.population import Population
 from cfl.streams import Stream, checks
+from cfl.streams.partition import Deal
 from cfl.streams.store import Pool, Task, TaskSamples
 from cfl.streams.tensors import as_inputs, as_labels
 
@@ -73,11 +73,11 @@ class OwnPopulation(Population):
         self.id = client
         super().__init__(stream, config)
 
-    def client(self, id: int, task: int, now: tuple[int, ...]) -> Client:
-        assert id == self.id
-        held = {number: own.train for number, own in enumerate(self.stream.tasks)}
-        shares = {number: Share(held[number], torch.arange(len(held[number]))) for number in {*range(task + 1), *now}}
-        return Client(id, dict(sorted(shares.items())), task, now)
+    def _deal(self, task: int) -> Deal:
+        size = len(self.stream.tasks[task].train)
+        return Deal(
+            torch.arange(size), np.array([size if id == self.id else 0 for id in range(self.config.partition.clients)])
+        )
 
     def _samples(self, tasks: tuple[int, ...]) -> np.ndarray:
         return np.ones(self.config.partition.clients, dtype=np.int64)
