@@ -1,12 +1,13 @@
 """Checks of rounds and runs: dependence between clients, absent clients, other engines, and resuming after a kill."""
 
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from cfl.config.schema import RunConfig
+from cfl.config.schema import FlowerConfig, RunConfig
 from cfl.contract import LocalRegularizer, RoundInputs, Strategy
 from cfl.contract.composed import STRATEGY
 from cfl.core import CflError, Tree, tree
@@ -73,15 +74,17 @@ def _begun(leaves: Tree, prefix: str) -> Tree:
     return {name: leaf for name, leaf in leaves.items() if name.startswith(prefix)}
 
 
-ENGINES = {  # blocks and processes are checked one at a time; their combination would only take longer
+ENGINES: dict[str, dict[str, Any]] = {  # blocks and processes are checked one at a time; both would only take longer
     "loop": {},
     "vmapped": {"block": 2},
     "pool": {"block": 2, "workers": 1},
+    "flower": {"block": 1, "workers": 2, "flower": FlowerConfig(address="in-process")},
 }
 ADVICE = {
     "vmapped": "hooks run under torch.func.vmap: use torch.where for branches, do not call .item(), and multiply by "
     "ctx.batch.mask",
     "pool": "client hooks run in other processes: keep nothing outside client states and the server's trees",
+    "flower": "client hooks run on other machines: keep nothing outside client states and the server's trees",
 }
 
 
@@ -89,7 +92,7 @@ def check_engines(config: RunConfig, stream: Stream, method: LocalRegularizer, p
     """Compare the weights of the run between engines."""
     expected = run(config, stream=stream, **_roles(method)).params
     for engine, options in ENGINES.items():
-        if engine == "pool" and not pool:
+        if engine in ("pool", "flower") and not pool or engine == "flower" and find_spec("flwr") is None:
             continue
         settings = config.model_copy(update={"engine": engine, **options})
         try:
