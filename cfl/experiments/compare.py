@@ -24,7 +24,7 @@ from cfl.core.plugins import roles
 from cfl.runtime import checkpoint, fingerprint
 from cfl.runtime.run_folder import MADE_OF, read_json
 
-HOW = ("engine", "block", "workers", "threads", "device", "checkpoint_every")
+HOW = ("engine", "block", "workers", "threads", "device", "checkpoint_every", "flower")
 """Options of how a run is computed. They change results by rounding, and by draws in the network, see `digest`."""
 OWN = ("benchmark", "method", "seed")
 """Options that tell runs apart; commands take them as arguments, not by `--set`."""
@@ -55,6 +55,7 @@ def _draws(config: RunConfig) -> dict[str, Any]:
     """Options that change draws in the network; empty if it has no draws, or each client has a generator on the CPU."""
     shared: dict[str, Any] = {"block": config.block} if "vmapped" in config.engine else {}
     shared |= {"engine": "auto"} if config.engine == "auto" else {}
+    shared |= {"engine": "flower", "block": config.block} if config.engine == "flower" else {}
     shared |= {} if config.device == "cpu" else {"device": config.device}
     return shared if shared and _network_draws(config.model.name, json.dumps(config.model.options)) else {}
 
@@ -272,7 +273,7 @@ def _varying(vary: Sequence[str]) -> dict[str, list[Any]]:
         found = read_value(name, f"[{values}]") if equals and name else []
         if not found:
             raise ConfigError(f"--vary takes key=value,value, such as strategy.threshold=0.8,0.9, not '{text}'")
-        if name in (*HOW, *OWN):
+        if name.partition(".")[0] in (*HOW, *OWN):
             raise ConfigError(
                 f"--vary cannot take {name}: it is not an option of a method; see 'cfl-run compare --help'"
             )

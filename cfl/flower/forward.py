@@ -1,11 +1,12 @@
 """The ClientApp of a project: it forwards messages to the process of `cfl-run join`, which computes the answers.
 
-Flower starts a process for each message. So this file imports nothing of `cfl`, which takes seconds, unless no such
-process is there, as in a simulation. A project has a copy of it.
+Flower starts a process for each message. So this file imports nothing of `cfl`, which takes seconds. A project has a
+copy of it, and loads `cfl` where no such process is there, as in a simulation.
 """
 
 import json
 import socket
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+Answer = Callable[[str, Path, RecordDict, Context], RecordDict]
 ACTIONS = ("join", "keys", "shares", "unmask")  # queries of the server, beside "train"
 
 
@@ -26,12 +28,15 @@ class Stream(Protocol):
     def flush(self) -> None: ...
 
 
-def client(config: Path) -> ClientApp:
-    """Return the ClientApp of a run. config: its resolved config.yaml."""
+def client(config: Path, here: Callable[[], Answer]) -> ClientApp:
+    """Return the ClientApp of a run. config: its resolved config.yaml; here: loads what answers without `cfl-run join`.
+
+    An answer is a function of the action, `config`, and the message's records and context.
+    """
     app = ClientApp()
-    app.train()(partial(_answer, config, "train"))
+    app.train()(partial(_answer, config, here, "train"))
     for action in ACTIONS:
-        app.query(action)(partial(_answer, config, action))
+        app.query(action)(partial(_answer, config, here, action))
     return app
 
 
@@ -60,7 +65,7 @@ def receive(stream: Stream) -> tuple[dict[str, Any], RecordDict]:
     return described["head"], records
 
 
-def _answer(config: Path, action: str, message: Message, context: Context) -> Message:
+def _answer(config: Path, here: Callable[[], Answer], action: str, message: Message, context: Context) -> Message:
     if "socket" in context.node_config:
         with socket.socket(socket.AF_UNIX) as link:
             link.connect(str(context.node_config["socket"]))
@@ -68,9 +73,7 @@ def _answer(config: Path, action: str, message: Message, context: Context) -> Me
                 head = {"action": action, "config": str(config), "node": context.node_id, "run": context.run_id}
                 send(stream, head, message.content)
                 return Message(receive(stream)[1], reply_to=message)
-    from cfl.flower import apps
-
-    return Message(apps.answer(action, config, message.content, context), reply_to=message)
+    return Message(here()(action, config, message.content, context), reply_to=message)
 
 
 def _exactly(stream: Stream, size: int) -> bytes:

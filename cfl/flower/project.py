@@ -43,19 +43,31 @@ output = {output}
 data-root = {data_root}
 wait-for = {wait_for}
 """
-_APP = '''\
-"""{what} of the run that config.yaml describes."""
+_SERVER = '''\
+"""The server of the run that config.yaml describes."""
 
 from pathlib import Path
 
-from {module} import {kind}
+from cfl.flower.apps import server
 
-app = {kind}(Path(__file__).with_name("config.yaml"))
+app = server(Path(__file__).with_name("config.yaml"))
 '''
-_APPS = {
-    "server": ("The server", "cfl.flower.apps"),
-    "client": ("The nodes", f"{PACKAGE}.forward"),
-}
+_CLIENT = '''\
+"""The nodes of the run that config.yaml describes."""
+
+from pathlib import Path
+
+from {package}.forward import client
+
+
+def here():
+    from cfl.flower import apps
+
+    return apps.answer
+
+
+app = client(Path(__file__).with_name("config.yaml"), here)
+'''
 
 
 def write(folder: Path, config: RunConfig, output: Path, data_root: Path | None = None, wait_for: int = 0) -> None:
@@ -76,8 +88,8 @@ def write(folder: Path, config: RunConfig, output: Path, data_root: Path | None 
     )  # fmt: skip
     (folder / "pyproject.toml").write_text(pyproject, encoding="utf-8")
     (package / "__init__.py").write_text(f'"""{title}."""\n', encoding="utf-8")
-    for kind, (what, module) in _APPS.items():
-        (package / f"{kind}.py").write_text(_APP.format(kind=kind, what=what, module=module), encoding="utf-8")
+    for name, source in (("server", _SERVER), ("client", _CLIENT.format(package=PACKAGE))):
+        (package / f"{name}.py").write_text(source, encoding="utf-8")
     shutil.copy(Path(forward.__file__), package / "forward.py")
     text = yaml.safe_dump(resolve.dump(config), sort_keys=False, allow_unicode=True)
     (package / "config.yaml").write_text(text, encoding="utf-8")

@@ -95,8 +95,8 @@ def code(config: RunConfig) -> dict[str, str]:
 
 
 def decisive(options: Options) -> dict[str, Any]:
-    """The options that a checkpoint depends on: all but the number of worker processes, which changes no result."""
-    return {name: value for name, value in options.items() if name != "workers"}
+    """The options that a checkpoint depends on: all but the number and the place of processes, which change no result."""
+    return {name: value for name, value in options.items() if name not in ("workers", "flower")}
 
 
 def _name(item: Any) -> str:

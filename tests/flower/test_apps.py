@@ -23,7 +23,7 @@ def written(folder, *options, method="fot"):
 
 
 def served(path, folder, options):
-    grid = InProcessGrid([client(path) for _ in options], options)
+    grid = InProcessGrid([client(path, lambda: apps.answer) for _ in options], options)
     return apps.serve(path, grid, folder / "out").metrics
 
 
