@@ -333,7 +333,10 @@ def test_bytes_of_the_fot_page_follow_from_the_formulas():
 
 def test_command_page_names_the_fields_of_the_files(tmp_path):
     private = ("dp.noise_multiplier=1", "agg.weights=uniform", "sampling=poisson")
-    config = resolve("permuted-digits", method="fot", overrides=["tasks=2", "rounds=1", "eval_local=1", *private])
+    nodes = ("engine=flower", "flower.address=in-process")
+    config = resolve(
+        "permuted-digits", method="fot", overrides=["tasks=2", "rounds=1", "eval_local=1", *private, *nodes]
+    )
     cfl.run(config, output=tmp_path)
     page = ROOT / "docs/command-line.md"
     for title, found in (

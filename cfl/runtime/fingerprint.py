@@ -95,7 +95,7 @@ def code(config: RunConfig) -> dict[str, str]:
 
 
 def decisive(options: Options) -> dict[str, Any]:
-    """The options that a checkpoint depends on: all but the number and the place of processes, which change no result."""
+    """The options that a checkpoint depends on: all but number and place of processes, which change no result."""
     return {name: value for name, value in options.items() if name not in ("workers", "flower")}
 
 
