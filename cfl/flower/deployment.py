@@ -91,13 +91,11 @@ class DeploymentEngine(Engine):
     def round(self, inputs: RoundInputs, observe: Observe | None = None) -> Outcome:
         if observe is not None:
             raise ConfigError("local models stay on their nodes; set eval_local=0, and run without observe")
-        link = self.members.link
-        before, self._missing = (link.bytes_up, link.bytes_down), {}
+        self._missing = {}
         self.members.refresh()
         outcome = super().round(inputs)
         outcome.missing = dict(sorted({**self._missing, **(self._parties.missing if self._parties else {})}.items()))
-        up, down = before
-        outcome.wire = {"wire_bytes_up": link.bytes_up - up, "wire_bytes_down": link.bytes_down - down}
+        outcome.wire = self.members.link.spent()
         return outcome
 
     def collect(self, total: UploadSum, inputs: RoundInputs, observe: Observe | None) -> Collected:

@@ -9,7 +9,7 @@ from cfl.aggregation.plain import UploadSum
 from cfl.contract import Client, Gathers, RoundInputs
 from cfl.core import CflError, ConfigError, UpdateError, errors
 from cfl.engines import parts
-from cfl.engines.base import Collected, Engine, Observe, Sums
+from cfl.engines.base import Collected, Engine, Observe, Outcome, Sums
 from cfl.engines.loop import LoopEngine
 from cfl.engines.vmapped import VmappedEngine
 from cfl.flower.link import Answer, Link
@@ -38,6 +38,11 @@ class SimulationEngine(Engine):
     @property
     def sums(self) -> Sums:
         return self.inner.sums
+
+    def round(self, inputs: RoundInputs, observe: Observe | None = None) -> Outcome:
+        outcome = super().round(inputs, observe)
+        outcome.wire = self.link.spent()
+        return outcome
 
     def collect(self, total: UploadSum, inputs: RoundInputs, observe: Observe | None) -> Collected:
         blocks, nodes = self._blocks(inputs), self._nodes or self._join()

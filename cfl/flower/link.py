@@ -1,7 +1,7 @@
 """The server's conversation with the nodes: requests of one kind to several nodes, and their answers."""
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -42,15 +42,11 @@ class Answer:
 
 @dataclass
 class Link:
-    """Requests over a grid. deadline: seconds for the answers to a request.
-
-    bytes_down, bytes_up: content of all messages so far to and from the nodes.
-    """
+    """Requests over a grid. deadline: seconds for the answers to a request."""
 
     grid: Grid
     deadline: float
-    bytes_down: int = 0
-    bytes_up: int = 0
+    _bytes: Counter[str] = field(default_factory=Counter)
     _held: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))  # by node, hashes of its trees
 
     def ask(self, kind: str, requests: Mapping[int, Any], broadcast: Broadcast | None = None) -> dict[int, Answer]:
@@ -68,11 +64,16 @@ class Link:
             self._held.update((node, set() if answer.fault else broadcast.hashes) for node, answer in answers.items())
         return answers
 
+    def spent(self) -> dict[str, int]:
+        """Return the bytes of the content of all messages from and to nodes since the last call."""
+        found, self._bytes = dict(self._bytes), Counter()
+        return found
+
     def _message(self, kind: str, node: int, request: Any, broadcast: Broadcast | None) -> Message:
         records = wire.pack(request if broadcast is None else {**request, SHARED: broadcast.names})
         if broadcast is not None:
             records[TREES] = broadcast.record(but=self._held[node])
-        self.bytes_down += wire.size(records)
+        self._bytes["wire_bytes_down"] += wire.size(records)
         return Message(records, dst_node_id=node, message_type=kind, ttl=self.deadline)
 
     def _exchange(self, kind: str, requests: Mapping[int, Any], broadcast: Broadcast | None) -> dict[int, Message]:
@@ -84,7 +85,7 @@ class Link:
             for reply in self.grid.pull_messages(waiting):
                 waiting.discard(reply.metadata.reply_to_message_id)
                 found[reply.metadata.src_node_id] = reply
-                self.bytes_up += wire.size(reply.content) if reply.has_content() else 0
+                self._bytes["wire_bytes_up"] += wire.size(reply.content) if reply.has_content() else 0
             if waiting:
                 time.sleep(PATIENCE)
         return found
