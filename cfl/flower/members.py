@@ -43,8 +43,9 @@ class Members:
             self.say(f"{_named(self.joined.pop(node))} has left")
         new = sorted(present - self.joined.keys() - self.refused.keys())
         for node, answer in self.link.ask("query.join", dict.fromkeys(new)).items():
-            fault = answer.fault or self._fault(node, answer.value)
-            if fault:
+            if answer.fault and not answer.error:  # it may answer the next time
+                self.say(f"node {node} has not joined yet: {answer.fault}")
+            elif fault := answer.fault or self._fault(node, answer.value):
                 self.refused[node] = fault
                 self.say(f"node {node} may not join: {fault}")
 
