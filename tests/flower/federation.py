@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
+from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 from flwr.server.superlink.linkstate.utils import create_message_error_unavailable_res_message
 from safetensors.torch import save
 from torch import Tensor
@@ -70,11 +71,15 @@ def no_fault(node: int, message: Message, deliver: Deliver) -> Message | None:
 
 
 class Network(InProcessGrid):
-    """Nodes that come and go. fault: carries out a request, or loses it, or changes its reply; sent: all messages."""
+    """Nodes that come and go. fault: carries out a request, or loses it, or changes its reply; sent: all messages.
+
+    ghosts: nodes that have gone, but are still counted.
+    """
 
     def __init__(self) -> None:
         super().__init__([])
         self.fault: Fault = no_fault
+        self.ghosts: list[int] = []
         self.sent: list[Sent] = []
         self._serial = itertools.count()
 
@@ -84,6 +89,9 @@ class Network(InProcessGrid):
 
     def remove(self, node: int) -> None:
         del self.apps[node]
+
+    def get_node_ids(self) -> Iterable[int]:
+        return [*self.apps, *self.ghosts]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         found = []
@@ -215,7 +223,7 @@ class LeavesOut(Engine):
     def round(self, inputs: RoundInputs, observe: Any = None) -> Outcome:
         lost = self.lost.get(self.positions[inputs.info.key], {})
         info = replace(inputs.info, dropped={**inputs.info.dropped, **lost})
-        clients = [client for client in inputs.clients if client.id in info.uploading]
+        clients = [client for client in inputs.clients if lost.get(client.id, "unmask") == "unmask"]
         return self.inner.round(RoundInputs(info, inputs.shared, clients, inputs.states), observe)
 
 
@@ -260,8 +268,42 @@ def figures(result: Result, log: Log) -> dict[str, Any]:
 
 
 def asked(message: Message) -> Any:
-    """The request in a message."""
+    """The request in a message, or the value in a reply."""
     return wire.unpack(message.content)
+
+
+def read(data: bytes) -> RecordDict:
+    """The records of a message that has passed."""
+    return recorddict_from_proto(ProtoRecordDict.FromString(data))
+
+
+Act = Callable[[Message, Deliver], Message | None]
+
+
+def at(kind: str, rounds: Collection[int], nodes: Collection[int], act: Act) -> Fault:
+    """A fault of some nodes at one request of some rounds, given by their places in the schedule."""
+
+    def fault(node: int, message: Message, deliver: Deliver) -> Message | None:
+        here = node in nodes and message.metadata.message_type == kind and asked(message)["round"] in rounds
+        return act(message, deliver) if here else deliver()
+
+    return fault
+
+
+def lost(message: Message, deliver: Deliver) -> None:
+    """The node answers, and its reply never comes, or comes too late."""
+    deliver()
+
+
+def changed(change: Callable[[Any], Any]) -> Act:
+    """A reply whose value is changed. change: returns the new value, or None if it changes the value in place."""
+
+    def act(message: Message, deliver: Deliver) -> Message:
+        value = asked(deliver())
+        found = change(value)
+        return answer(message, value if found is None else found)
+
+    return act
 
 
 def answer(message: Message, value: Any) -> Message:
