@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
@@ -262,6 +263,12 @@ def unlike(one: Any, other: Any, tolerance: float = 1e-6, path: str = "") -> Ite
 def figures(result: Result, log: Log) -> dict[str, Any]:
     """All that two equal runs have in common."""
     return {"params": result.params, "rows": log.rows, **result.metrics}
+
+
+def table(names: Iterable[str], faults: Mapping[str, str]) -> list[Any]:
+    """Parameters of a test. faults: those that show a fault of the package, and what it is."""
+    marks = {name: pytest.mark.xfail(strict=True, reason=reason) for name, reason in faults.items()}
+    return [pytest.param(name, marks=marks[name]) if name in marks else name for name in names]
 
 
 # --- messages --------------------------------------------------------------------------------------------------------

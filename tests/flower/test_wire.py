@@ -17,6 +17,7 @@ from safetensors.torch import save
 from cfl.flower import wire
 from cfl.flower.wire import WireError
 from cfl.testing.toys import toy_stream
+from tests.flower.federation import table
 
 
 def carried(value):
@@ -215,12 +216,6 @@ ACCEPTED = {
     "an object of JSON": "wire._value returns any JSON value that is not a list, so also a dict",
     "a type that numpy reads as code": "np.dtype raises SyntaxError, which wire.unpack does not catch",
 }
-
-
-def table(names, faults):
-    """Parameters of a test; those that show a fault of the package are expected to fail."""
-    marks = {name: pytest.mark.xfail(strict=True, reason=reason) for name, reason in faults.items()}
-    return [pytest.param(name, marks=marks[name]) if name in marks else name for name in names]
 
 
 @pytest.mark.parametrize("name", table(FOREIGN, ACCEPTED))
