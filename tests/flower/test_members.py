@@ -5,6 +5,7 @@ import shutil
 from dataclasses import dataclass
 
 import pytest
+from flwr.app import Error, Message
 
 import cfl
 from cfl.core.version import __version__
@@ -93,10 +94,6 @@ REFUSED = {
     "a client beyond the population": (_is(clients=lambda: (2, 6)), "its clients are 2, 6, of 0 to 5; "),
     "a client below": (_is(clients=lambda: (-1, 2)), "its clients are -1, 2, of 0 to 5; "),
     "no clients": (_is(clients=lambda: ()), "its clients are none, of 0 to 5; "),
-    "no answer": ((lambda federation: {}, lost), "it did not answer within 600 seconds"),
-    "garbage": (
-        (lambda federation: {}, lambda message, deliver: raw(message, data=b"x")), "the tensors of a message are dam"
-    ),
     "nothing": (
         (lambda federation: {}, lambda message, deliver: answer(message, None)), "its answer is not one of cfl's ("
     ),
@@ -136,6 +133,25 @@ def test_a_node_that_does_not_fit_is_refused_by_name_and_the_run_goes_on(name, t
     told = [text for text in federation.said if " may not join: " in text]
     assert len(told) == 1 and told[0].startswith(f"node {id} may not join: {reason}")
     assert [one.kind for one in federation.network.sent if one.node == id] == ["query.join"]  # and is asked only once
+
+
+MUTE = {
+    "late": (lost, "it did not answer within 600 seconds"),
+    "garbage": (lambda message, deliver: raw(message, data=b"x"), "the tensors of a message are damaged: "),
+    "crashed": (lambda message, deliver: Message(Error(0, "it crashed"), reply_to=message), "it crashed"),
+}
+
+
+@pytest.mark.parametrize("name", MUTE)
+def test_a_node_that_cannot_say_what_it_is_made_of_is_named_and_the_run_goes_on(name, tmp_path):
+    act, reason = MUTE[name]
+    federation = Federation(config(), tmp_path)
+    id = federation.nodes[2]
+    federation.network.fault = lambda node, message, deliver: act(message, deliver) if node == id else deliver()
+    log = Log()
+    federation.run(log)
+    assert any(text.startswith(f"node {id} may not join: {reason}") for text in federation.said)
+    assert all(row["missing"] == REST and row["aborted"] is None for row in log.rows)
 
 
 def test_of_two_nodes_with_one_client_the_first_keeps_it(tmp_path):
