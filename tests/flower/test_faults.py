@@ -156,8 +156,8 @@ def test_a_node_that_answers_nonsense_is_left_out_of_the_round(name, tmp_path):
     expect(settings, federation, {1: "upload"}, NAMED + text, tmp_path / "output")
 
 
-def test_a_node_whose_hook_fails_is_left_out_with_its_reason(tmp_path):
-    """With on_bad_update=raise, an update that is not finite is an error on its node."""
+def test_a_node_whose_update_is_not_finite_is_left_out_with_its_reason(tmp_path):
+    """With on_bad_update=raise, this is an error on the node."""
     settings = config(method="fedavg")
     federation = Federation(settings, tmp_path)
 
@@ -299,17 +299,8 @@ def test_a_quorum_is_a_fraction_and_not_its_nearest_float(tmp_path):
 # --- any answer ------------------------------------------------------------------------------------------------------
 
 JUNK = [
-    None,
-    -1,
-    10**30,
-    math.nan,
-    math.inf,
-    "x",
-    [],
-    torch.tensor(math.nan),
-    torch.ones(3, 3),
-    np.arange(3, dtype="<u8"),
-]
+    None, -1, 10**30, math.nan, math.inf, "x", [], torch.tensor(math.nan), torch.ones(3, 3), np.arange(3, dtype="<u8")
+]  # fmt: skip
 PRIVATE = ("dp.noise_multiplier=1", "dp.accountant=rdp", "agg.weights=uniform", "dp.amplify=false")
 ANY = {  # options, kind of the request, and how many of the cases are tried: one in so many
     "join": ((), "query.join", 1),
@@ -343,7 +334,7 @@ UNCHECKED = "_Checked, Members._fault and RemoteParties._ask do not check all pa
 @pytest.mark.xfail(strict=True, reason=UNCHECKED)
 @pytest.mark.parametrize("name", ANY)
 def test_no_answer_of_a_node_ends_the_run(name, tmp_path):
-    """Each part of an answer of node 1 is replaced by something else. The nodes compute a round without masks once."""
+    """Each part of an answer of node 1 is replaced. Without masks, the nodes compute their answers only once."""
     options, kind, every = ANY[name]
     settings = toy.config("tasks=1", "rounds=1", "cohort=3", "partition.clients=3", *options, method="scaffold")
     if name == "train, private":

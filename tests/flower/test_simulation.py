@@ -1,6 +1,7 @@
 """Simulations on Flower, without Ray: the figures of engine=loop, for any number of workers, killed or not."""
 
 import math
+import threading
 import warnings
 from dataclasses import dataclass
 
@@ -9,7 +10,9 @@ import torch
 
 import cfl
 from cfl.core import ConfigError, UpdateError, plugins, rng
+from cfl.flower import simulation
 from cfl.flower.in_process import InProcessGrid
+from cfl.flower.node import Node
 from tests import toy
 from tests.flower.federation import PUBLIC, Log, figures, unlike
 from tests.runtime.test_resume import Killed, finished
@@ -202,6 +205,54 @@ def test_after_an_error_the_nodes_leave_no_folder(tmp_path, monkeypatch):
     raised(*IN_PROCESS, regularizers={"trips": Trips("KeyError")})
     of_toys(*IN_PROCESS)
     assert list(tmp_path.iterdir()) == []
+
+
+# --- nodes of another make, and Flower's own simulation --------------------------------------------------------------
+
+
+def _others(node, *request):
+    return {"version": "1", "parts": {**node.fingerprint.parts, "the code of method 'fedavg'": "0"}}
+
+
+def _fails(node, *request):
+    raise ValueError("no data here")
+
+
+JOINS = {_others: "node 1 differs in the code of method 'fedavg'", _fails: "node 1 cannot take part: no data here"}
+
+
+@pytest.mark.parametrize("join", JOINS)
+def test_a_node_that_would_compute_something_else_ends_the_run(join, monkeypatch):
+    monkeypatch.setattr(Node, "join", join)
+    remedy = "; engine=flower rebuilds data, model and methods on its nodes by name, so register those of your own"
+    assert raised(*IN_PROCESS) == (ConfigError, JOINS[join] + remedy)
+
+
+def test_a_simulation_that_cannot_start_is_an_error(monkeypatch):
+    def fails(*given, **options):
+        raise OSError from RuntimeError("no cluster")
+
+    monkeypatch.setattr(simulation, "run_simulation", fails)
+    assert raised(*IN_PROCESS[:1], "workers=1") == (UpdateError, "Flower's simulation ended: no cluster")
+
+
+def test_nodes_of_other_processes_rebuild_the_run_from_its_options(monkeypatch):
+    """Flower's simulation, but that all nodes are in this process."""
+    ended, before = [], threading.active_count()
+
+    def simulated(server, app, nodes, backend_config):
+        assert nodes == backend_config["init_args"]["num_cpus"] == 2
+        grid = InProcessGrid([app] * nodes)
+        server(grid, grid.contexts[1])
+        ended.append(nodes)
+
+    monkeypatch.setattr(simulation, "run_simulation", simulated)
+    monkeypatch.setattr(simulation.machine, "keep_memory", lambda: None)  # is for a process of its own
+    options = ("partition.clients=24", "cohort=4", "block=2", "eval_local=2")
+    found = of_digits(*options, "engine=flower", "workers=2", method="scaffold")
+    simulation._of_process.cache_clear()
+    assert list(unlike(of_digits(*options, "engine=vmapped", method="scaffold"), found, 1e-6)) == []
+    assert ended == [2] and threading.active_count() == before
 
 
 # --- objects of the user's own ---------------------------------------------------------------------------------------
