@@ -149,17 +149,24 @@ class Log(NullSink):
 class Federation:
     """A server and its nodes; node k of n has the clients k, k + n, k + 2n, ... and the folder `folder`/k.
 
-    network: of the nodes, whose ids fall; nodes: number to id; said: what the server tells of its nodes.
+    ids: of nodes, in the order of their starts; own: a model, and members by name, of your own.
+    nodes: number to id; said: what the server tells of its nodes.
     """
 
     def __init__(
-        self, config: cfl.RunConfig, folder: Path, nodes: int = 3, stream: Stream | None = None, **own: Any
+        self,
+        config: cfl.RunConfig,
+        folder: Path,
+        nodes: int = 3,
+        stream: Stream | None = None,
+        ids: Iterable[int] = range(1000, 0, -1),
+        **own: Any,
     ) -> None:
         self.config, self.folder, self.count, self.own = config, folder, nodes, own
         self.stream = stream or toy_stream(config.tasks or 3)
         self.members = {**methods.build(config), **own.get("members", {})}
         self.network, self.said, self.nodes = Network(), list[str](), dict[int, int]()
-        self._ids = itertools.count(1000, -1)
+        self._ids = iter(ids)
         for number in range(nodes):
             self.start(number)
 

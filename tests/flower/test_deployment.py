@@ -106,6 +106,15 @@ def test_any_division_of_the_clients_gives_the_figures_of_the_loop(tmp_path):
         same(plain, deployed(settings, tmp_path / str(nodes), nodes), settings)
 
 
+def test_the_ids_of_the_nodes_change_no_bit(tmp_path):
+    runs = []
+    for ids in ([1, 2, 3], [3, 1, 2], [2**63, 7, 5]):
+        log = Log()
+        result = Federation(config(*ALL, method="scaffold"), tmp_path / str(ids), ids=ids).run(log)
+        runs.append(figures(result, log))
+    assert [list(unlike(runs[0], other, 0.0)) for other in runs[1:]] == [[], []]
+
+
 def test_the_run_counts_the_bytes_of_the_messages(tmp_path):
     federation = Federation(config("secagg=full"), tmp_path)
     metrics = federation.run().metrics

@@ -303,13 +303,13 @@ JUNK = [
 ]  # fmt: skip
 PRIVATE = ("dp.noise_multiplier=1", "dp.accountant=rdp", "agg.weights=uniform", "dp.amplify=false")
 ANY = {  # options, kind of the request, and how many of the cases are tried: one in so many
-    "join": ((), "query.join", 1),
-    "train": ((), "train", 3),
-    "train, private": (PRIVATE, "train", 3),
+    "join": ((), "query.join", 3),
+    "train": ((), "train", 7),
+    "train, private": (PRIVATE, "train", 7),
     "keys": (("secagg=full",), "query.keys", 1),
-    "shares": (("secagg=full",), "query.shares", 3),
-    "train, secagg": (("secagg=full",), "train", 13),
-    "unmask": (("secagg=full",), "query.unmask", 3),
+    "shares": (("secagg=full",), "query.shares", 7),
+    "train, secagg": (("secagg=full",), "train", 19),
+    "unmask": (("secagg=full",), "query.unmask", 7),
 }
 
 
