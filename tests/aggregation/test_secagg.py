@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from copy import deepcopy
 from fractions import Fraction
 from itertools import combinations, product
 
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from cfl.aggregation import secagg
 from cfl.aggregation.mask_graph import ABORT, BREACH, CORRUPT, accomplices, connected, degree, graph, needed
-from cfl.aggregation.secagg import SecureSum
+from cfl.aggregation.secagg import LocalParties, SecureSum
 from cfl.aggregation.secagg_client import CHUNK, MASK, SELF, SHARE_OF, Client
 from cfl.contract import STAGES
 from cfl.core import RoundAborted
@@ -31,7 +32,9 @@ def _vectors(ids, size=7, bits=64, seed=0):
     return {i: draw.integers(0, 2**bits, size, dtype=f"u{bits // 8}") for i in ids}
 
 
-def _round(ids, dropped=None, *, bits=64, threshold=0.5, neighbours=10**6, masked=True, key=1, population=None):
+def _round(
+    ids, dropped=None, *, bits=64, threshold=0.5, neighbours=10**6, masked=True, key=1, population=None, parties=None
+):
     return SecureSum(
         ids,
         population=population or len(ids),
@@ -42,6 +45,7 @@ def _round(ids, dropped=None, *, bits=64, threshold=0.5, neighbours=10**6, maske
         drop_rate=0.1,
         key=key,
         masked=masked,
+        parties=parties,
     )
 
 
@@ -133,6 +137,35 @@ def test_a_drop_out_whose_neighbours_all_drop_out_leaves_the_sum_exact():
         assert total == (None if survivors is None else _plain(survivors, vectors))
         sums += total is not None
     assert sums
+
+
+class Forgetful(LocalParties):
+    """Clients that are saved and restored after every message."""
+
+    def __getattribute__(self, name):
+        found = super().__getattribute__(name)
+        if name not in ("advertise", "share", "receive", "mask", "reveal"):
+            return found
+
+        def stage(*message):
+            answer = found(*message)
+            self.clients = {i: Client.restored(deepcopy(client.saved())) for i, client in self.clients.items()}
+            return answer
+
+        return stage
+
+
+@pytest.mark.parametrize("dropped", [{}, dict(zip((0, 3, 7, 8), STAGES))])
+def test_clients_that_are_saved_and_restored_between_the_stages_give_the_same_sum(dropped):
+    vectors, parties = _vectors(range(12)), Forgetful()
+    secure = _round(range(12), dropped, parties=parties)
+    left = [i for i in range(12) if dropped.get(i) in (None, "unmask")]
+    assert _sum(secure, vectors) == (_plain(left, vectors), None)
+    for i in left:  # they remember what they have done
+        with pytest.raises(RoundAborted, match=f"client {i} refuses to mask a second vector"):
+            parties.clients[i].mask(vectors[i])
+        with pytest.raises(RoundAborted, match=f"client {i} refuses to reveal both secrets of client {i}"):
+            parties.reveal({i: {i: MASK}})
 
 
 def test_a_vector_longer_than_a_chunk_of_the_mask():

@@ -1,0 +1,370 @@
+"""Faults of nodes: each is named, its clients are left out, and the round goes on above the quorum."""
+
+import json
+import math
+import pickle
+import re
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Error, Message, RecordDict
+
+from cfl.flower import link
+from tests import toy
+from tests.flower.federation import (
+    Clock,
+    Federation,
+    Log,
+    alone,
+    answer,
+    asked,
+    at,
+    changed,
+    lost,
+    raw,
+    table,
+    unavailable,
+    unlike,
+)
+from tests.flower.test_deployment import ALL, bare, left, same
+
+STAGES = {"query.keys": "keys", "query.shares": "shares", "train": "upload", "query.unmask": "unmask"}
+LATE = "it did not answer within 600 seconds"
+NAMED = r"node 'n1' \(clients 1, 4\): "
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """No test waits for a deadline."""
+    monkeypatch.setattr(link, "time", Clock())
+
+
+def config(*options, method="scaffold"):
+    """Six clients, all of them in each of three rounds; of three nodes, node 1 has the clients 1 and 4."""
+    return toy.config("tasks=1", "rounds=3", *ALL, *options, method=method)
+
+
+def expect(settings, federation, gone, text, output):
+    """Run; node 1 is missing, for a reason that matches `text`, and all figures are those without its clients.
+
+    gone: for each round, the stage at which it is lost.
+    """
+    log = Log()
+    found = federation.run(log, output), log
+    stages = {round: {1: stage, 4: stage} for round, stage in gone.items()}
+    same(alone(bare(settings), lost=stages), found, settings, 1e-6)
+    for round, row in enumerate(left(output)["rows"]):
+        why = row.get("missing", {})
+        assert [*why] == (["1", "4"] if round in gone else [])
+        assert all(re.fullmatch(text, each) for each in why.values()), why
+    told = [text for text in log.warnings if " is missing (" in text]
+    assert len(told) == 2 * len(gone) and told[0].startswith("client 1 is missing (task 0, phase train, round ")
+
+
+# --- answers to `train` ----------------------------------------------------------------------------------------------
+
+
+def _sums(value):
+    return value["part"]["_sums"]["strategy"]
+
+
+def _fill(number):
+    def change(value):
+        _sums(value)["1.bias"][0] = number
+
+    return change
+
+
+def _reshape(value):
+    """Sums of another shape than the outlines say."""
+    _sums(value)["1.bias"] = torch.zeros(7)
+
+
+def _other_model(value):
+    """Sums of another model, which fit their outlines."""
+    for trees in (value["part"]["_sums"], value["part"]["_outlines"]):
+        trees["strategy"]["1.bias"] = torch.zeros(7)
+
+
+def _other_task(value):
+    """Sums of another task's head."""
+    for trees in (value["part"]["_sums"], value["part"]["_outlines"]):
+        trees["strategy"] = {name.replace("3.", "heads.7."): leaf for name, leaf in trees["strategy"].items()}
+
+
+def _set(*path, to):
+    def change(value):
+        for name in path[:-1]:
+            value = value[name]
+        value[path[-1]] = to
+
+    return change
+
+
+def _drop(name):
+    return lambda value: {key: item for key, item in value.items() if key != name}
+
+
+NO_REASON = "DeploymentEngine.collect gives the text of a KeyError or TypeError alone, which does not say what is wrong"
+OF_SUPERLINK = "Link files a reply of the SuperLink under the SuperLink, see test_link.py"
+ANSWERS = {
+    "it answers never, or too late": (lost, LATE),
+    "it is lost to Flower": (lambda message, deliver: unavailable(message), r"Error: Node Unavailable.*"),
+    "its process crashed": (lambda message, deliver: Message(Error(0, "it crashed"), reply_to=message), "it crashed"),
+    "garbage": (lambda message, deliver: raw(message, data=b"garbage"), r"the tensors of a message are damaged: .*"),
+    "half a text": (lambda message, deliver: raw(message, '["dict",['), r"a message is not one of cfl's, or is .*"),
+    "a pickle": (
+        lambda message, deliver: raw(message, data=pickle.dumps({}), stype="pickle"),
+        "tensors must come as safetensors, not pickle",
+    ),
+    "no records": (lambda message, deliver: Message(RecordDict(), reply_to=message), "a message is not one of .*"),
+    "None": (lambda message, deliver: answer(message, None), "its answer is .*"),
+    "no losses": (changed(_drop("losses")), "its answer is .*"),
+    "NaN": (changed(_fill(math.nan)), "its sum of 'strategy' has NaN or infinity"),
+    "infinity": (changed(_fill(math.inf)), "its sum of 'strategy' has NaN or infinity"),
+    "a weight of infinity": (changed(_set("part", "_weight", to=math.inf)), "its weight is not a number of samples"),
+    "a negative weight": (changed(_set("part", "_weight", to=-1.0)), "its weight is not a number of samples"),
+    "a loss of NaN": (changed(_set("losses", 1, to=torch.tensor(math.nan))), "its loss.*"),
+    "a loss that is no number": (changed(_set("losses", 1, to=torch.ones(2))), "its losses are not numbers"),
+    "another shape": (changed(_reshape), "its sum of 'strategy' has other names or shapes than it says"),
+    "another model": (changed(_other_model), r"its 'strategy/1.bias' of shape \(7,\) is not what other nodes sent"),
+    "another task": (changed(_other_task), r"its 'strategy/.*' of shape .* is not what other nodes sent"),
+    "for another client": (
+        changed(_set("done", to=[0, 1, 4])), "it answers for clients that it was not asked for"
+    ),
+    "states of another client": (
+        changed(_set("sizes", 0, to=[1, 1])), "it answers for clients that it was not asked for"
+    ),
+}  # fmt: skip
+FAILING = {
+    "it is lost to Flower": OF_SUPERLINK,
+    "None": NO_REASON,
+    "no losses": NO_REASON,
+    "another model": "DeploymentEngine._alike names the least of the differing shapes, which may be that of the others",
+    "a loss of NaN": "_Checked does not ask whether losses are finite, so that Engine.round ends the run",
+}
+
+
+@pytest.mark.parametrize("name", table(ANSWERS, FAILING))
+def test_a_node_that_answers_nonsense_is_left_out_of_the_round(name, tmp_path):
+    act, text = ANSWERS[name]
+    settings = config()
+    federation = Federation(settings, tmp_path)
+    federation.network.fault = at("train", [1], [federation.nodes[1]], act)
+    expect(settings, federation, {1: "upload"}, NAMED + text, tmp_path / "output")
+
+
+def test_a_node_whose_update_is_not_finite_is_left_out_with_its_reason(tmp_path):
+    """With on_bad_update=raise, this is an error on the node."""
+    settings = config(method="fedavg")
+    federation = Federation(settings, tmp_path)
+
+    def explode(message, deliver):
+        """The node's samples are not finite in this round."""
+        samples = federation.stream.tasks[0].train.pool.images
+        kept = samples.clone()
+        samples.fill_(math.nan)
+        try:
+            return deliver()
+        finally:
+            samples.copy_(kept)
+
+    federation.network.fault = at("train", [1], [federation.nodes[1]], explode)
+    text = r"client 1 sent an update with NaN or infinity \(task 0, phase train, round 1\): .*"
+    expect(settings, federation, {1: "upload"}, NAMED + text, tmp_path / "output")
+
+
+# --- stages of secure aggregation ------------------------------------------------------------------------------------
+
+ACTS = {
+    "late": (lost, LATE),
+    "crashed": (lambda message, deliver: Message(Error(0, "it crashed"), reply_to=message), "it crashed"),
+    "damaged": (lambda message, deliver: raw(message, data=b"garbage"), r"the tensors of a message are damaged: .*"),
+}
+
+
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("kind", STAGES)
+def test_a_node_lost_at_any_stage_is_left_out(kind, act, tmp_path):
+    settings, (act, text) = config("secagg=full"), ACTS[act]
+    federation = Federation(settings, tmp_path)
+    federation.network.fault = at(kind, [1], [federation.nodes[1]], act)
+    expect(settings, federation, {1: STAGES[kind]}, NAMED + text, tmp_path / "output")
+
+
+@pytest.mark.parametrize("kind", STAGES)
+def test_a_node_that_goes_at_any_stage_is_missing_from_then_on(kind, tmp_path):
+    settings = config("secagg=full")
+    federation = Federation(settings, tmp_path)
+
+    def goes(message, deliver):
+        federation.stop(1)
+        return deliver()
+
+    federation.network.fault = at(kind, [1], [federation.nodes[1]], goes)
+    expect(settings, federation, {1: STAGES[kind], 2: "keys"}, f"{NAMED}.*|its node is not connected",
+           tmp_path / "output")  # fmt: skip
+    assert federation.said[-1] == "node 'n1' (clients 1, 4) has left"
+
+
+@pytest.mark.parametrize("secagg", ["none", "full"])
+def test_a_node_that_is_gone_before_a_round_is_not_asked(secagg, tmp_path):
+    settings = config(f"secagg={secagg}")
+    federation = Federation(settings, tmp_path)
+    log = Log({1: lambda: federation.stop(1)})
+    found = federation.run(log), log
+    stage = "keys" if secagg == "full" else "upload"
+    gone = dict.fromkeys((1, 4), stage)
+    same(alone(bare(settings), lost={1: gone, 2: gone}), found, settings, 1e-6)
+    assert [row.get("missing") for row in log.rows] == [None, *2 * [dict.fromkeys((1, 4), "its node is not connected")]]
+    assert federation.said[-1] == "node 'n1' (clients 1, 4) has left"
+
+
+@pytest.mark.parametrize("kind", [*STAGES][:-1])
+def test_a_node_that_restarts_between_stages_has_lost_its_keys(kind, tmp_path):
+    """Its secrets are in memory alone. The new process answers under the old id."""
+    settings = config("secagg=full")
+    federation = Federation(settings, tmp_path)
+    after = [*STAGES][[*STAGES].index(kind) + 1]
+
+    def restarts(message, deliver):
+        federation.start(1)
+        id = federation.nodes[1]
+        apps = federation.network.apps
+        apps[message.metadata.dst_node_id] = apps.pop(id)
+        federation.network.contexts[message.metadata.dst_node_id] = federation.network.contexts[id]
+        return deliver()
+
+    federation.network.fault = at(after, [1], [federation.nodes[1]], restarts)
+    text = NAMED + "node 'n1' has lost its keys of this round, as by a restart"
+    expect(settings, federation, {1: STAGES[after]}, text, tmp_path / "output")
+
+
+# --- quorums ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", STAGES)
+def test_too_few_clients_at_any_stage_change_nothing(kind, tmp_path):
+    """secure.quorum=0.5 of six clients: the two of node 0 are too few. The run goes on with the next round."""
+    settings = config("secagg=full")
+    federation = Federation(settings, tmp_path)
+    federation.network.fault = at(kind, [1], [federation.nodes[1], federation.nodes[2]], lost)
+    log = Log()
+    found = federation.run(log), log
+    same(alone(bare(settings), lost={1: dict.fromkeys((1, 2, 4, 5), STAGES[kind])}), found, settings)
+    text = f"2 of 6 clients are left after stage {STAGES[kind]}, 3 are needed; lower secure.quorum or raise cohort"
+    assert [row["aborted"] for row in log.rows] == [None, text, None]
+    assert log.rows[1]["missing"].keys() == {1, 2, 4, 5} and log.rows[1]["clients"] == 0
+
+
+QUORUMS = [  # quorum, nodes that are lost of three with two clients each, number of clients that are needed
+    (0.5, 1, None), (0.5, 2, 3), (0.66, 1, None), (0.67, 1, 5), (1.0, 1, 6), (0.33, 2, None), (0.1, 3, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("quorum", "nodes", "needed"), QUORUMS)
+def test_without_secure_sums_flower_quorum_decides(quorum, nodes, needed, tmp_path):
+    settings = config(f"flower.quorum={quorum}")
+    federation = Federation(settings, tmp_path)
+    gone = [*federation.nodes.values()][3 - nodes :]
+    federation.network.fault = at("train", [1], gone, lost)
+    log = Log()
+    result = federation.run(log)
+    clients = [id for id in range(6) if needed is not None or id % 3 >= 3 - nodes]  # a round of none is aborted
+    expected, _ = alone(settings, lost={1: dict.fromkeys(clients, "upload")})
+    assert list(unlike(expected.params, result.params, 1e-6)) == []
+    remedy = "lower flower.quorum, or raise flower.deadline"
+    text = needed and f"{6 - 2 * nodes} of 6 clients answered, {needed} are needed; {remedy}"
+    assert [row["aborted"] for row in log.rows] == [None, text, None]
+    assert log.rows[2]["clients"] == 6 and "missing" not in log.rows[2]
+
+
+@pytest.mark.xfail(
+    strict=True, reason="DeploymentEngine._check_quorum rounds 0.56 * 25 = 14.000000000000002 up to 15"
+)  # fmt: skip
+def test_a_quorum_is_a_fraction_and_not_its_nearest_float(tmp_path):
+    settings = toy.config(
+        "tasks=1", "rounds=1", "cohort=25", "partition.clients=25", "local.batch_size=8", "flower.quorum=0.56"
+    )
+    federation = Federation(settings, tmp_path, 1, toy.stream(1, train=200))
+    federation.stop(0)
+    federation.start(0, clients=tuple(range(14)))
+    log = Log()
+    federation.run(log)
+    assert log.rows[0]["clients"] == 14
+
+
+# --- any answer ------------------------------------------------------------------------------------------------------
+
+JUNK = [
+    None, -1, 10**30, math.nan, math.inf, "x", [], torch.tensor(math.nan), torch.ones(3, 3), np.arange(3, dtype="<u8")
+]  # fmt: skip
+PRIVATE = ("dp.noise_multiplier=1", "dp.accountant=rdp", "agg.weights=uniform", "dp.amplify=false")
+ANY = {  # options, kind of the request, and how many of the cases are tried: one in so many
+    "join": ((), "query.join", 3),
+    "train": ((), "train", 7),
+    "train, private": (PRIVATE, "train", 7),
+    "keys": (("secagg=full",), "query.keys", 1),
+    "shares": (("secagg=full",), "query.shares", 7),
+    "train, secagg": (("secagg=full",), "train", 19),
+    "unmask": (("secagg=full",), "query.unmask", 7),
+}
+
+
+def places(value, path=()):
+    """Paths to all parts of a value."""
+    yield path
+    for name in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list | tuple) else ():
+        yield from places(value[name], (*path, name))
+
+
+def replaced(value, path, new):
+    if not path:
+        return new
+    if isinstance(value, dict):
+        return {name: replaced(item, path[1:], new) if name == path[0] else item for name, item in value.items()}
+    return type(value)(replaced(item, path[1:], new) if n == path[0] else item for n, item in enumerate(value))
+
+
+UNCHECKED = "_Checked, Members._fault and RemoteParties._ask do not check all parts of an answer"
+
+
+@pytest.mark.xfail(strict=True, reason=UNCHECKED)
+@pytest.mark.parametrize("name", ANY)
+def test_no_answer_of_a_node_ends_the_run(name, tmp_path):
+    """Each part of an answer of node 1 is replaced. Without masks, the nodes compute their answers only once."""
+    options, kind, every = ANY[name]
+    settings = toy.config("tasks=1", "rounds=1", "cohort=3", "partition.clients=3", *options, method="scaffold")
+    if name == "train, private":
+        settings = settings.model_copy(update={"method": "fedavg", "regularizers": ()})
+    federation, answers, case = Federation(settings, tmp_path), {}, None
+
+    def instead(node, message, deliver):
+        here = node, message.metadata.message_type
+        if here not in answers or settings.secagg == "full":
+            reply = deliver()
+            if reply.has_error() or link.FAULT in reply.content.config_records:
+                return reply
+            answers[here] = asked(reply)
+        value = answers[here]
+        return answer(message, replaced(value, *case) if case and here == (federation.nodes[1], kind) else value)
+
+    def a_round():
+        session = federation.session()
+        session.round(0)
+        json.dumps(session.recorder.sink.rows)
+
+    federation.network.fault = instead
+    a_round()
+    cases = [(path, junk) for path in places(answers[federation.nodes[1], kind]) for junk in JUNK]
+    fatal = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # such as NaN in a matrix
+        for case in cases[::every]:
+            try:
+                a_round()
+            except Exception as error:
+                fatal.append((*case, repr(error)))
+    assert not fatal, "\n".join(map(str, fatal))

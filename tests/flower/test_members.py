@@ -1,0 +1,257 @@
+"""Who may join a deployment, who is used, and who is forgotten."""
+
+import math
+import shutil
+from dataclasses import dataclass
+
+import pytest
+from flwr.app import Error, Message
+
+import cfl
+from cfl.core.version import __version__
+from cfl.flower import link, wire
+from tests import toy
+from tests.flower.federation import Clock, Federation, Log, alone, answer, changed, lost, raw, read, table
+from tests.flower.test_deployment import ALL, bare, same
+
+REST = dict.fromkeys((2, 5), "its node is not connected")
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """No test waits for a deadline."""
+    monkeypatch.setattr(link, "time", Clock())
+
+
+def config(*options, method="scaffold"):
+    """Six clients, all of them in each of three rounds; of three nodes, node 2 has the clients 2 and 5."""
+    return toy.config("tasks=1", "rounds=3", *ALL, *options, method=method)
+
+
+@pytest.mark.parametrize("secagg", ["none", "full"])
+def test_a_node_that_joins_late_is_used_from_its_next_round(secagg, tmp_path):
+    settings = config(f"secagg={secagg}")
+    federation = Federation(settings, tmp_path)
+    federation.stop(2)
+    log = Log({2: lambda: federation.start(2)})
+    found = federation.run(log), log
+    gone = dict.fromkeys((2, 5), "keys" if secagg == "full" else "upload")
+    same(alone(bare(settings), lost={0: gone, 1: gone}), found, settings, 1e-6)
+    assert [row.get("missing") for row in log.rows] == [REST, REST, None]
+    assert federation.said == [f"node 'n{n}' (clients {n}, {n + 3}) has joined" for n in (1, 0, 2)]  # in order of ids
+
+
+def test_a_run_without_nodes_aborts_its_rounds(tmp_path):
+    federation = Federation(config(), tmp_path, nodes=0)
+    log = Log()
+    result = federation.run(log)
+    start = federation.session().state.server["params"]
+    assert all(row["aborted"] and len(row["missing"]) == 6 for row in log.rows)
+    assert all(leaf.equal(start[name]) for name, leaf in result.params.items())
+
+
+# --- refused ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Other(cfl.Strategy):
+    """FedAvg with code of another package."""
+
+    def loss(self, logits, ctx):
+        return super().loss(logits, ctx)
+
+
+def _says(**parts):
+    """A node that says something else when it joins."""
+    return lambda federation: {}, changed(lambda value: {**value, **parts})
+
+
+def _is(**changes):
+    """A node that is made of something else."""
+    return lambda federation: {name: make() for name, make in changes.items()}, None
+
+
+REFUSED = {
+    "another version": (
+        _says(version="0.0.1"), f"it has cfl 0.0.1, the server {__version__}; install the same version"
+    ),
+    "other options": (
+        _is(options=lambda: "another hash"),
+        "it resolves the configuration to other options; give it the server's config.yaml",
+    ),
+    "other data": (
+        _is(stream=lambda: toy.stream(1, test=41)),
+        "it differs from the server in the data of task 'task 0'; install the same packages and data",
+    ),
+    "other code": (
+        _is(members=lambda: {"strategy": Other(), "scaffold": cfl.core.plugins.local.get("scaffold")()}),
+        "it differs from the server in the list of methods; install the same packages and data",
+    ),
+    "more parts": (
+        _says(parts={"the code of method 'x'": "1"}),
+        "it differs from the server in the data of task 'task 0'; install the same packages and data",
+    ),
+    "a client beyond the population": (_is(clients=lambda: (2, 6)), "its clients are 2, 6, of 0 to 5; "),
+    "a client below": (_is(clients=lambda: (-1, 2)), "its clients are -1, 2, of 0 to 5; "),
+    "no clients": (_is(clients=lambda: ()), "its clients are none, of 0 to 5; "),
+    "nothing": (
+        (lambda federation: {}, lambda message, deliver: answer(message, None)), "its answer is not one of cfl's ("
+    ),
+    "half an answer": (
+        (lambda federation: {}, changed(lambda value: {"clients": value["clients"]})),
+        "its answer is not one of cfl's (KeyError: 'samples')",
+    ),
+    "clients that are no numbers": (_says(clients=["a"]), "its answer is not one of cfl's (ValueError: "),
+    "a client of infinity": (_says(clients=[math.inf]), "its answer is not one of cfl's (OverflowError: "),
+}  # fmt: skip
+NO_REMEDY = "the message does not say what to do"
+FAILING = {
+    "a client beyond the population": NO_REMEDY,
+    "a client below": NO_REMEDY,
+    "no clients": NO_REMEDY,
+    "a client of infinity": "Members._fault does not catch OverflowError",
+}
+
+
+@pytest.mark.parametrize("name", table(REFUSED, FAILING))
+def test_a_node_that_does_not_fit_is_refused_by_name_and_the_run_goes_on(name, tmp_path):
+    """The node would have the clients 2 and 5."""
+    (made, says), reason = REFUSED[name]
+    settings = config()
+    federation = Federation(settings, tmp_path)
+    federation.stop(2)
+    id = federation.start(2, **made(federation))
+
+    def fault(node, message, deliver):
+        return says(message, deliver) if says and node == id else deliver()
+
+    federation.network.fault, log = fault, Log()
+    found = federation.run(log), log
+    gone = dict.fromkeys((2, 5), "upload")
+    same(alone(settings, lost=dict.fromkeys(range(3), gone)), found, settings, 1e-6)
+    assert all(row["missing"] == REST for row in log.rows)
+    told = [text for text in federation.said if " may not join: " in text]
+    assert len(told) == 1 and told[0].startswith(f"node {id} may not join: {reason}")
+    assert [one.kind for one in federation.network.sent if one.node == id] == ["query.join"]  # and is asked only once
+
+
+MUTE = {
+    "late": (lost, "it did not answer within 600 seconds"),
+    "garbage": (lambda message, deliver: raw(message, data=b"x"), "the tensors of a message are damaged: "),
+    "crashed": (lambda message, deliver: Message(Error(0, "it crashed"), reply_to=message), "it crashed"),
+}
+
+
+@pytest.mark.parametrize("name", MUTE)
+def test_a_node_that_cannot_say_what_it_is_made_of_is_named_and_the_run_goes_on(name, tmp_path):
+    act, reason = MUTE[name]
+    federation = Federation(config(), tmp_path)
+    id = federation.nodes[2]
+    federation.network.fault = lambda node, message, deliver: act(message, deliver) if node == id else deliver()
+    log = Log()
+    federation.run(log)
+    assert any(text.startswith(f"node {id} may not join: {reason}") for text in federation.said)
+    assert all(row["missing"] == REST and row["aborted"] is None for row in log.rows)
+
+
+def test_of_two_nodes_with_one_client_the_first_keeps_it(tmp_path):
+    settings = config()
+    federation = Federation(settings, tmp_path)
+    log = Log({1: lambda: federation.start(3, clients=(2, 3))})
+    same(alone(settings), (federation.run(log), log), settings, 1e-6)
+    assert federation.said[-1] == (
+        f"node {federation.nodes[3]} may not join: node 'n2' (clients 2, 5) has client 2 already; "
+        "give each node clients of its own"
+    )
+
+
+REPAIRED = "Members.refused keeps a node as long as it is connected, whatever the reason"
+
+
+@pytest.mark.xfail(strict=True, reason=REPAIRED)
+def test_a_node_that_was_late_once_is_asked_again(tmp_path):
+    federation = Federation(config(), tmp_path)
+    late, id = [lost], federation.nodes[2]
+    federation.network.fault = lambda node, message, deliver: (
+        late.pop()(message, deliver) if node == id and late else deliver()
+    )
+    log = Log()
+    federation.run(log)
+    assert [row.get("missing") for row in log.rows] == [REST, None, None]
+
+
+@pytest.mark.xfail(strict=True, reason=REPAIRED)
+def test_a_node_may_join_when_the_other_one_with_its_clients_has_left(tmp_path):
+    """Node 2 has lost its folder and its token, and Flower still counts the old process for a round."""
+    federation = Federation(config(method="fedavg"), tmp_path)
+
+    def restarts():
+        shutil.rmtree(tmp_path / "node 2")
+        restarted(federation)
+
+    log = Log({1: restarts, 2: federation.network.ghosts.clear})
+    federation.run(log)
+    assert log.rows[1]["missing"].keys() == {2, 5} and "missing" not in log.rows[2]
+
+
+def test_when_a_node_leaves_another_may_take_its_clients(tmp_path):
+    """State stays in the folder, which the other node has too."""
+    settings = config()
+    federation = Federation(settings, tmp_path)
+
+    def moves():
+        federation.stop(2)
+        federation.start(2, name="other")
+
+    log = Log({1: moves})
+    same(alone(settings), (federation.run(log), log), settings, 1e-6)
+    assert federation.said[-2:] == ["node 'n2' (clients 2, 5) has left", "node 'other' (clients 2, 5) has joined"]
+
+
+# --- restarts that Flower has not noticed ----------------------------------------------------------------------------
+
+
+def restarted(federation):
+    """Start node 2 again, while Flower still counts the old process."""
+    federation.network.ghosts.append(federation.nodes[2])
+    federation.stop(2)
+    federation.start(2)
+
+
+def test_a_restarted_node_takes_the_place_of_the_old_one(tmp_path):
+    settings = config()
+    federation = Federation(settings, tmp_path)
+    log = Log({1: lambda: restarted(federation)})
+    same(alone(settings), (federation.run(log), log), settings, 1e-6)
+    assert log.warnings == [] and not any("already" in text for text in federation.said)
+
+
+@pytest.mark.xfail(strict=True, reason="Members._fault forgets the old node, so that `refresh` asks it as a new one")
+def test_the_old_process_of_a_restarted_node_is_not_asked_again(tmp_path):
+    federation = Federation(config(), tmp_path)
+    old = federation.nodes[2]
+    federation.run(Log({1: lambda: restarted(federation)}))
+    assert [one.kind for one in federation.network.sent if one.node == old] == ["query.join", "train"]
+
+
+@pytest.mark.xfail(strict=True, reason="two nodes with one token replace each other in every round, and nobody is told")
+def test_a_node_with_a_copy_of_another_nodes_folder_is_refused(tmp_path):
+    federation = Federation(config(), tmp_path)
+    for number in (1, 2):
+        (tmp_path / f"node {number}").mkdir()
+        (tmp_path / f"node {number}" / "token").write_text("0" * 32)
+    federation.run()
+    assert sum(" may not join: " in text for text in federation.said) == 1
+
+
+def test_a_token_stays_with_the_folder(tmp_path):
+    federation = Federation(config(), tmp_path)
+    federation.run()
+    token = (tmp_path / "node 2" / "token").read_text()
+    federation.stop(2)
+    federation.start(2)
+    federation.run()
+    joins = [one for one in federation.network.sent if one.kind == "query.join"]
+    tokens = [wire.unpack(read(one.reply))["token"] for one in joins]
+    assert len(token) == 32 and len(set(tokens)) == 3  # of three nodes
+    assert [tokens.count(token), len(tokens)] == [2, 6]  # two runs
