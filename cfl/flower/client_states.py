@@ -60,15 +60,21 @@ class ClientStates:
             raise CheckpointError(f"the state of client {client} is damaged ({path}: {error})") from error
         return trees["state"]
 
-    def store(self, version: int, states: Mapping[int, Tree], kept: int) -> None:
-        """Write a version of the states of clients. kept: the oldest version to which the run may return."""
+    def store(self, version: int, states: Mapping[int, Tree], current: Mapping[int, int], kept: int) -> None:
+        """Write a version of the states of clients.
+
+        current: the version of each client that the server has taken last, 0 for none; later ones are of rounds that
+        came to nothing. kept: the oldest version to which the run may return.
+        """
         for client, state in states.items():
             path = self._path(client, version)
             path.parent.mkdir(parents=True, exist_ok=True)
             files.replace(path, tree_file.encode({"state": state}), path.with_suffix(".tmp"))
-            older = sorted(other for other in path.parent.glob("*.safetensors") if other.stem <= f"{kept:08d}")
-            for other in older[:-1]:
-                other.unlink(missing_ok=True)
+            others = {int(other.stem): other for other in path.parent.glob("*.safetensors") if other != path}
+            needed = {number for number in others if kept < number <= current[client]}
+            needed |= {max((number for number in others if number <= min(kept, current[client])), default=0)}
+            for number in others.keys() - needed:
+                others[number].unlink(missing_ok=True)
 
     def _path(self, client: int, version: int) -> Path:
         return self.folder / f"client-{client}" / f"{version:08d}.safetensors"

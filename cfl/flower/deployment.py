@@ -3,29 +3,26 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from fractions import Fraction
 
 import numpy as np
-from torch import Tensor
 
 from cfl.aggregation.plain import UploadSum
 from cfl.aggregation.protected import UploadProtection
 from cfl.config.schema import RunConfig
 from cfl.contract import Client, Gathers, RoundInfo, RoundInputs, TreesByOwner
-from cfl.core import ConfigError, RoundAborted, Tree, tree
+from cfl.core import ConfigError, RoundAborted, Tree
 from cfl.engines.base import Collected, Engine, Observe, Outcome
 from cfl.engines.loop import LoopEngine
 from cfl.flower.client_states import reference, stored_bytes, version
 from cfl.flower.members import Members
 from cfl.flower.messages import described
 from cfl.flower.parties import RemoteParties
+from cfl.flower.results import NodeResult, Outlines
 from cfl.flower.trees import Broadcast
 from cfl.runtime.population import Population
 from cfl.runtime.rounds import Rounds
 from cfl.streams import Stream
-
-Outlines = frozenset[tuple[str, str, tuple[int, ...]]]
 
 
 class RemoteRounds(Rounds):
@@ -121,9 +118,11 @@ class DeploymentEngine(Engine):
             try:
                 if answer.fault is not None:
                     raise ValueError(answer.fault)
-                results[node] = _Checked(answer.value, homes[node])
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                results[node] = NodeResult(answer.value, homes[node])
+            except ValueError as error:
                 self._leave_out(node, homes[node], str(error))
+            except Exception as error:  # whatever an answer of other kinds leads to
+                self._leave_out(node, homes[node], f"its answer is not one of cfl's ({type(error).__name__}: {error})")
         found = Collected()
         for result in self._alike(results, homes).values():
             total.merge(result.part)
@@ -143,7 +142,7 @@ class DeploymentEngine(Engine):
     def _leave_out(self, node: int, ids: Sequence[int], why: str) -> None:
         self._missing |= dict.fromkeys(ids, f"{self.members.name(node)}: {why}")
 
-    def _alike(self, results: dict[int, "_Checked"], homes: Mapping[int, Sequence[int]]) -> dict[int, "_Checked"]:
+    def _alike(self, results: dict[int, NodeResult], homes: Mapping[int, Sequence[int]]) -> dict[int, NodeResult]:
         """Return the results with the shapes that most clients sent, in the order of their lowest clients."""
         results = dict(sorted(results.items(), key=lambda item: min(homes[item[0]])))
         votes = Counter[Outlines]()
@@ -151,72 +150,16 @@ class DeploymentEngine(Engine):
             votes[result.outlines] += len(homes[node])
         usual = max(votes, key=lambda outlines: votes[outlines]) if votes else frozenset()
         for node in [node for node, result in results.items() if result.outlines != usual]:
-            owner, name, shape = min(results.pop(node).outlines ^ usual)
+            own = results.pop(node).outlines
+            owner, name, shape = min(own - usual or usual - own)
             self._leave_out(node, homes[node], f"its '{owner}/{name}' of shape {shape} is not what other nodes sent")
         return results
 
     def _check_quorum(self, info: RoundInfo, clients: int) -> None:
         """Raise RoundAborted if too few clients have answered; secure aggregation has a quorum of its own."""
-        least = math.ceil(self.config.flower.quorum * len(info.uploading))
+        least = math.ceil(Fraction(str(self.config.flower.quorum)) * len(info.uploading))  # not its nearest float
         if self.config.secagg == "none" and clients < least:
             raise RoundAborted(
                 f"{clients} of {len(info.uploading)} clients answered, {least} are needed; lower flower.quorum, or "
                 "raise flower.deadline"
             )
-
-
-@dataclass(init=False)
-class _Checked:
-    """The answer of a node, found to be of the right kinds. Raises ValueError, TypeError or KeyError if it is not."""
-
-    part: dict[str, Any]
-    done: list[int]
-    sizes: dict[int, list[int]]
-    losses: dict[int, Tensor]
-    excluded: list[int]
-
-    def __init__(self, answer: Any, ids: Sequence[int]) -> None:
-        self.part, own = dict(answer["part"]), set(ids)
-        self.done, self.excluded = _ids(answer["done"], own), _ids(answer["excluded"], own)
-        self.sizes = {id: list(map(int, answer["sizes"][id])) for id in _ids(answer["sizes"], own)}
-        self.losses = {id: answer["losses"][id] for id in _ids(answer["losses"], own)}
-        if any(len(sizes) != 2 or min(sizes) < 0 for sizes in self.sizes.values()):
-            raise ValueError("its sizes of states are not byte counts")
-        if any(not isinstance(loss, Tensor) or loss.shape != () for loss in self.losses.values()):
-            raise ValueError("its losses are not numbers")
-        part = self.part
-        if not math.isfinite(part["_weight"]) or part["_weight"] < 0 or part["_bytes_up"] < 0:
-            raise ValueError("its weight is not a number of samples")
-        _ids(part["_stacks"], own)
-        _ids(part.get("_integers", {}), own)
-        for trees in (part["_sums"], *part["_stacks"].values()):
-            for owner, leaves in trees.items():
-                if not tree.all_finite(leaves):
-                    raise ValueError(f"its sum of '{owner}' has NaN or infinity")
-                if {name: leaf.shape for name, leaf in leaves.items()} != self._shapes(owner):
-                    raise ValueError(f"its sum of '{owner}' has other names or shapes than it says")
-        if "_vector" in part and not tree.all_finite({"": part["_vector"]}):
-            raise ValueError("its sum has NaN or infinity")
-
-    def _shapes(self, owner: str) -> dict[str, Any]:
-        return {name: leaf.shape for name, leaf in self.part["_outlines"][owner].items()}
-
-    @property
-    def outlines(self) -> Outlines:
-        """Owner, name and shape of all that a client uploads, and the length of its integers."""
-        shapes = {
-            (owner, name, tuple(shape))
-            for owner in self.part["_outlines"]
-            for name, shape in self._shapes(owner).items()
-        }
-        lengths = {
-            ("integers", str(vector.dtype), np.shape(vector)) for vector in self.part.get("_integers", {}).values()
-        }
-        return frozenset(shapes | lengths | {("vector", "", tuple(self.part.get("_vector", np.empty(0)).shape))})
-
-
-def _ids(found: Any, own: set[int]) -> list[int]:
-    """Return ids as a list. Raises ValueError if a client is not the node's."""
-    if not own.issuperset(found):
-        raise ValueError("it answers for clients that it was not asked for")
-    return list(found)

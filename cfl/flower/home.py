@@ -9,6 +9,7 @@ from flwr.app import ConfigRecord, Context, RecordDict
 
 from cfl.aggregation.mask_graph import needed
 from cfl.aggregation.secagg_client import Client as Party
+from cfl.contract import RoundInfo
 from cfl.core import ConfigError
 from cfl.core.errors import FEW_NAMES, few
 from cfl.engines import parts
@@ -61,7 +62,7 @@ class HomeNode(Node):
         request: "clients" maps ids to version and task of their states; "sealed" has the ciphertexts of neighbours
         under secure aggregation, and is None without; "kept" is the oldest version to which the run may return.
         """
-        info = rebuilt(request["info"], self.rounds.model, self.rounds.public)
+        info = self._round(request)
         shared = self.trees.shared(request[link.SHARED], records.array_records[link.TREES])
         versions = {id: (int(version), int(task)) for id, (version, task) in self._own(request["clients"]).items()}
         stored = {id: self.states.load(id, version) for id, (version, _) in versions.items() if version}
@@ -72,16 +73,16 @@ class HomeNode(Node):
             for id, state in result["states"].items()
         }
         states = {id: state for id, state in states.items() if state or id in stored}
-        self.states.store(request["round"] + 1, states, request["kept"])
+        current = {id: version for id, (version, _) in versions.items()}
+        self.states.store(request["round"] + 1, states, current, request["kept"])
         sizes = {
             id: [self.rounds.stored_bytes(part) for part in client_states.parts(state)] for id, state in states.items()
         }
         seen = {name: result[name] for name in ("part", "losses", "excluded", "warnings")}
-        return {**self._protected(seen, request, context), "done": list(result["states"]), "sizes": sizes}
+        return {**self._protected(seen, request, info, context), "done": list(result["states"]), "sizes": sizes}
 
     def keys(self, request: Any, records: RecordDict, context: Context) -> dict[int, bytes]:
         """Stage "keys" of secure aggregation, with fresh secrets. request: clients to thresholds."""
-        context.state.pop(_SECRETS, None)  # those of the last round
         parties = {id: Party(id, int(threshold)) for id, threshold in self._own(request["clients"]).items()}
         self._remember(context, request["round"], parties)
         return {id: party.advertise() for id, party in parties.items()}
@@ -104,14 +105,28 @@ class HomeNode(Node):
         self._remember(context, request["round"], parties)
         return found
 
-    def _protected(self, seen: dict[str, Any], request: Any, context: Context) -> dict[str, Any]:
+    def _round(self, request: Any) -> RoundInfo:
+        """Return the round of a request. Raises ConfigError if it is not the round that the run has at this place."""
+        info, position = rebuilt(request["info"], self.rounds.model, self.rounds.public), request["round"]
+        known = dict(enumerate(self.rounds.schedule)).get(position)
+        if known != (info.task, info.phase, info.round) or self.rounds.positions.get(info.key) != position:
+            raise ConfigError(f"the server asks for another round {position} than the run has ({info.place})")
+        if self._masks(info) and request["sealed"] is None:
+            raise ConfigError(f"the server asks for uploads without masks ({info.place}), but the run has secagg=full")
+        return info
+
+    def _masks(self, info: RoundInfo) -> bool:
+        """Whether the uploads of a round are masked, by the node's own configuration."""
+        return self.rounds.config.secagg == "full" and not (info.phase.diagnostic or info.phase.stores)
+
+    def _protected(self, seen: dict[str, Any], request: Any, info: RoundInfo, context: Context) -> dict[str, Any]:
         """Mask the integers of secure sums, and leave out what depends on the data of single clients."""
         config, part = self.rounds.config, seen["part"]
         if (config.secagg, config.dp.level) != ("none", "none"):
             seen["losses"] = {}
         if config.dp.level != "none":
             part |= {"zeroed": [], "shortened": 0, "clipped": 0}
-        if request["sealed"] is not None:
+        if self._masks(info):
             parties = self._recalled(context, request["round"])
             for id, vector in part["_integers"].items():
                 parties[id].receive(request["sealed"][id])

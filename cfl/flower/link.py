@@ -79,12 +79,15 @@ class Link:
     def _exchange(self, kind: str, requests: Mapping[int, Any], broadcast: Broadcast | None) -> dict[int, Message]:
         """Send requests and wait for the replies. Returns those that came in time, by node."""
         messages = [self._message(kind, node, request, broadcast) for node, request in requests.items()]
-        waiting, end = set(self.grid.push_messages(messages)), time.monotonic() + self.deadline
+        ids, end = set(self.grid.push_messages(messages)), time.monotonic() + self.deadline
+        asked = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
+        waiting = ids & asked.keys()  # the SuperLink gives no id, or an empty one, for a node that it does not know
         found: dict[int, Message] = {}
         while waiting and time.monotonic() < end:
             for reply in self.grid.pull_messages(waiting):
                 waiting.discard(reply.metadata.reply_to_message_id)
-                found[reply.metadata.src_node_id] = reply
+                # not by the sender: the SuperLink answers for a node that it has lost
+                found[asked[reply.metadata.reply_to_message_id]] = reply
                 self._bytes["wire_bytes_up"] += wire.size(reply.content) if reply.has_content() else 0
             if waiting:
                 time.sleep(PATIENCE)

@@ -9,6 +9,8 @@ from cfl.core.version import __version__
 from cfl.flower.link import Link
 from cfl.runtime.fingerprint import Fingerprint
 
+RESTARTED = "it has started again under another id"
+
 
 @dataclass(frozen=True)
 class Member:
@@ -39,6 +41,8 @@ class Members:
     def refresh(self) -> None:
         """Ask new nodes to join, and forget those that have left."""
         present = set(self.link.grid.get_node_ids())
+        if (self.joined.keys() | self.refused.keys()) - present:  # what was in the way of others may be gone
+            self.refused = {node: why for node, why in self.refused.items() if why == RESTARTED and node in present}
         for node in sorted(self.joined.keys() - present):
             self.say(f"{_named(self.joined.pop(node))} has left")
         new = sorted(present - self.joined.keys() - self.refused.keys())
@@ -72,7 +76,9 @@ class Members:
             samples = None if answer["samples"] is None else tuple(map(int, answer["samples"]))
             member = Member(node, str(answer["name"]), str(answer["token"]), clients, samples)
             version, options, parts = str(answer["version"]), str(answer["options"]), dict(answer["parts"])
-        except (KeyError, TypeError, ValueError) as error:
+            if not all(isinstance(value, str) for value in parts.values()):
+                raise TypeError("a hash is not a text")
+        except Exception as error:  # whatever an answer of another kind leads to
             return f"its answer is not one of cfl's ({type(error).__name__}: {error})"
         if version != __version__:
             return f"it has cfl {version}, the server {__version__}; install the same version"
@@ -85,10 +91,14 @@ class Members:
         if other := next((name for name in {**own, **parts} if own.get(name) != parts.get(name)), None):
             return f"it differs from the server in {other}; install the same packages and data"
         if not clients or clients[-1] >= self.population or clients[0] < 0:
-            return f"its clients are {few([*map(str, clients)], FEW_NAMES) or 'none'}, of 0 to {self.population - 1}"
+            named = few([*map(str, clients)], FEW_NAMES) or "none"
+            return f"its clients are {named}, of 0 to {self.population - 1}; give it some of these"
         for other_member in [*self.joined.values()]:
-            if other_member.token == member.token:  # the node has restarted, and Flower still counts the old one
-                del self.joined[other_member.node]
+            if other_member.token == member.token:
+                if clients != other_member.clients:
+                    return f"its folder is a copy of that of {_named(other_member)}; give each node a folder of its own"
+                del self.joined[other_member.node]  # the node has restarted, and Flower still counts the old process
+                self.refused[other_member.node] = RESTARTED
             elif shared := set(clients) & set(other_member.clients):
                 return f"{_named(other_member)} has client {min(shared)} already; give each node clients of its own"
         self.joined[node] = member

@@ -61,7 +61,7 @@ class RemoteParties:
                     if answer.fault is not None:
                         raise ValueError(answer.fault)
                     found[id] = read(id, answer.value[id])
-                except (ValueError, TypeError, KeyError, AttributeError) as error:
+                except Exception as error:  # whatever an answer of another kind leads to
                     text = f"its answer is invalid ({error})" if answer.fault is None else answer.fault
                     self.missing[id] = f"{self.members.name(node)}: {text}"
         return {id: found[id] for id in asked if id in found}

@@ -19,6 +19,7 @@ from cfl.core import CflError, Tree
 
 BODY, TENSORS = "body", "tensors"
 FORMAT = "safetensors"
+_DTYPES = [f"{order}{kind}{size}" for order in "<|" for kind in "uif" for size in (1, 2, 4, 8)]
 
 
 class WireError(CflError):
@@ -77,9 +78,9 @@ def tree(packed: Array) -> Tree:
 
 def size(records: RecordDict) -> int:
     """Bytes of the content of a message, without what Flower and the network add."""
-    return sum(len(packed.data) for record in records.array_records.values() for packed in record.values()) + sum(
-        record.count_bytes() for record in records.config_records.values()
-    )
+    arrays = (packed for record in records.array_records.values() for packed in record.values())
+    texts = (item for record in records.config_records.values() for pair in record.items() for item in pair)
+    return sum(len(packed.data) for packed in arrays) + sum(len(str(item).encode()) for item in texts)
 
 
 def _plain(value: Any, leaves: dict[str, Tensor]) -> Any:
@@ -93,7 +94,8 @@ def _plain(value: Any, leaves: dict[str, Tensor]) -> Any:
     if isinstance(value, bytes):
         return ["bytes", b64encode(value).decode()]
     if isinstance(value, np.ndarray):  # safetensors for torch lacks the unsigned integers of secure sums
-        return ["array", value.dtype.str, _plain(torch.from_numpy(value.view(np.uint8)), leaves)]
+        flat = torch.from_numpy(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+        return ["array", value.dtype.str, list(value.shape), _plain(flat, leaves)]
     if not isinstance(value, Tensor):
         raise TypeError(f"{type(value).__name__} cannot be sent")
     if value.is_floating_point() and value.numel() > 1 and not any(value.stride()):  # a single number
@@ -103,7 +105,7 @@ def _plain(value: Any, leaves: dict[str, Tensor]) -> Any:
 
 
 def _value(body: Any, leaves: Tree) -> Any:
-    if not isinstance(body, list):
+    if not isinstance(body, list | dict):
         return body
     kind, *content = body
     match kind, content:
@@ -114,8 +116,8 @@ def _value(body: Any, leaves: Tree) -> Any:
             return found if kind == "list" else tuple(found)
         case "bytes", [text]:
             return b64decode(text, validate=True)
-        case "array", [dtype, data]:
-            return np.frombuffer(_value(data, leaves).numpy(), dtype=np.dtype(dtype))
+        case "array", [dtype, shape, data] if dtype in _DTYPES:
+            return np.frombuffer(_value(data, leaves).numpy(), dtype=np.dtype(dtype)).reshape(shape)
         case "expanded", [shape, number]:
             return _value(number, leaves).expand(shape)
         case "tensor", [name]:

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
@@ -198,8 +197,7 @@ class Federation:
 
         def engine(made_from: EngineParts) -> DeploymentEngine:
             link = Link(self.network, self.config.flower.deadline)
-            population, folder = self.config.partition.clients, made_from.checkpoints
-            members = Members(link, made_from.fingerprint.parts, OPTIONS, population, self.said.append)
+            folder, members = made_from.checkpoints, Members(link, made_from.fingerprint, OPTIONS, self.said.append)
             oldest = (lambda: checkpoint.oldest(folder)) if folder else (lambda: 0)
             assert isinstance(made_from.inner, cfl.engines.LoopEngine)
             return DeploymentEngine(made_from.inner, made_from.rounds, members, made_from.multiplier, oldest)
@@ -246,7 +244,7 @@ def alone(
 
 
 def app_of(node: HomeNode) -> ClientApp:
-    return client_app(lambda context: node)
+    return client_app(lambda: node)
 
 
 def unlike(one: Any, other: Any, tolerance: float = 1e-6, path: str = "") -> Iterator[str]:
@@ -270,12 +268,6 @@ def unlike(one: Any, other: Any, tolerance: float = 1e-6, path: str = "") -> Ite
 def figures(result: Result, log: Log) -> dict[str, Any]:
     """All that two equal runs have in common."""
     return {"params": result.params, "rows": log.rows, **result.metrics}
-
-
-def table(names: Iterable[str], faults: Mapping[str, str]) -> list[Any]:
-    """Parameters of a test. faults: those that show a fault of the package, and what it is."""
-    marks = {name: pytest.mark.xfail(strict=True, reason=reason) for name, reason in faults.items()}
-    return [pytest.param(name, marks=marks[name]) if name in marks else name for name in names]
 
 
 # --- messages --------------------------------------------------------------------------------------------------------

@@ -329,10 +329,6 @@ def test_a_method_without_states_does_not_miss_the_folder(tmp_path):
     assert log.warnings == []
 
 
-LOSES_STATES = "ClientStates.store takes a version that the server never took for one that it may return to"
-
-
-@pytest.mark.xfail(strict=True, reason=LOSES_STATES)
 @pytest.mark.parametrize("secagg", ["none", "full"])
 def test_states_outlast_rounds_that_the_server_did_not_take(secagg, tmp_path):
     """Rounds 1 to 4 are aborted, because of nodes 1 and 2: all states are those of round 0 when round 5 begins."""

@@ -250,7 +250,7 @@ def test_nodes_of_other_processes_rebuild_the_run_from_its_options(monkeypatch):
     monkeypatch.setattr(simulation.machine, "keep_memory", lambda: None)  # is for a process of its own
     options = ("partition.clients=24", "cohort=4", "block=2", "eval_local=2")
     found = of_digits(*options, "engine=flower", "workers=2", method="scaffold")
-    simulation._of_process.cache_clear()
+    simulation._rebuilt.cache_clear()
     assert list(unlike(of_digits(*options, "engine=vmapped", method="scaffold"), found, 1e-6)) == []
     assert ended == [2] and threading.active_count() == before
 

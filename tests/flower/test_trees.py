@@ -52,11 +52,11 @@ def linked(folder, nodes=1):
 
 def ask(line, shared, nodes=(1,)):
     """Broadcast trees; return the bytes that went down beyond the request, after a check that the trees arrived."""
-    broadcast, before = Broadcast(shared), line.bytes_down
+    broadcast = Broadcast(shared)
     answers = line.ask("train", {node: {} for node in nodes}, broadcast)
     assert all(one.fault is None and same(one.value, shared) for one in answers.values())
     bare = wire.size(wire.pack({link.SHARED: broadcast.names}))
-    return line.bytes_down - before - bare * len(nodes)
+    return line.spent()["wire_bytes_down"] - bare * len(nodes)
 
 
 def test_only_trees_that_changed_are_sent(tmp_path):

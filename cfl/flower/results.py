@@ -1,0 +1,84 @@
+"""The answer of a node in a deployment, found to be of the right kinds, as no node is trusted to send them."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from cfl.core import tree
+
+Outlines = frozenset[tuple[str, str, tuple[int, ...]]]
+MOST = 2**62  # of a count
+
+
+class NodeResult:
+    """A part of a round's sum, and what goes with it. Any exception of the constructor says that it is not one.
+
+    part: for `UploadSum.merge`; done: clients in the sum; sizes: bytes of the parts of each client's state; losses: of
+    clients; excluded: clients with an upload that is not finite; outlines: owner, name and shape of all that a client
+    uploads, and the lengths of its vectors.
+    """
+
+    def __init__(self, answer: Any, ids: Sequence[int]) -> None:
+        self.part, own = dict(answer["part"]), set(ids)
+        self._check_counts(own)
+        self.done, self.excluded = _ids(answer["done"], own), _ids(answer["excluded"], own)
+        self.sizes = {id: list(map(int, answer["sizes"][id])) for id in _ids(answer["sizes"], own)}
+        self.losses: dict[int, Tensor] = {id: answer["losses"][id] for id in _ids(answer["losses"], own)}
+        if any(len(sizes) != 2 or not all(0 <= size < MOST for size in sizes) for sizes in self.sizes.values()):
+            raise ValueError("its sizes of states are not byte counts")
+        if any(
+            not isinstance(loss, Tensor) or loss.shape != () or not loss.isfinite() for loss in self.losses.values()
+        ):
+            raise ValueError("its losses are not numbers")
+        self._check_sums(own)
+        self.outlines = self._outlined()
+
+    def _check_counts(self, own: set[int]) -> None:
+        part = self.part
+        counts = [part[name] for name in ("clipped", "shortened", "_bytes_up", "_count") if name in part]
+        if any(type(count) is not int or not 0 <= count < MOST for count in counts):
+            raise ValueError("its counts are not numbers")
+        if type(part["_weight"]) not in (int, float) or not math.isfinite(part["_weight"]) or part["_weight"] < 0:
+            raise ValueError("its weight is not a number of samples")
+        if type(part["_lowest"]) is not int or part["_lowest"] not in {*own, -1}:
+            raise ValueError("its lowest client is not its own")
+        if not isinstance(part["zeroed"], list):
+            raise ValueError("its clients that count as zero are not a list")
+        _ids(part["zeroed"], own)
+
+    def _check_sums(self, own: set[int]) -> None:
+        part = self.part
+        _ids(part["_stacks"], own)
+        _ids(part.get("_integers", {}), own)
+        for trees in (part["_sums"], *part["_stacks"].values()):
+            for owner, leaves in trees.items():
+                if not tree.all_finite(leaves):
+                    raise ValueError(f"its sum of '{owner}' has NaN or infinity")
+                if {name: leaf.shape for name, leaf in leaves.items()} != self._shapes(owner):
+                    raise ValueError(f"its sum of '{owner}' has other names or shapes than it says")
+        if "_vector" in part and not tree.all_finite({"": part["_vector"]}):
+            raise ValueError("its sum has NaN or infinity")
+
+    def _shapes(self, owner: str) -> dict[str, Any]:
+        return {name: leaf.shape for name, leaf in self.part["_outlines"][owner].items()}
+
+    def _outlined(self) -> Outlines:
+        shapes = {
+            (owner, name, tuple(shape))
+            for owner in self.part["_outlines"]
+            for name, shape in self._shapes(owner).items()
+        }
+        integers = self.part.get("_integers", {}).values()
+        lengths = {("integers", str(vector.dtype), np.shape(vector)) for vector in integers}
+        return frozenset(shapes | lengths | {("vector", "", tuple(self.part.get("_vector", np.empty(0)).shape))})
+
+
+def _ids(found: Iterable[int], own: set[int]) -> list[int]:
+    """Return ids as a list. Raises ValueError if a client is not the node's."""
+    ids = list(found)
+    if not own.issuperset(ids):
+        raise ValueError("it answers for clients that it was not asked for")
+    return ids
