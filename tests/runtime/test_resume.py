@@ -29,7 +29,7 @@ class Killed(BaseException):
 
 
 def finished(folder: Path) -> tuple[str, str, bytes]:
-    """The text of metrics.json and rounds.jsonl, without seconds and messages to nodes, and the bytes of config.yaml."""
+    """The text of metrics.json and rounds.jsonl, without seconds and wire bytes, and the bytes of config.yaml."""
     metrics, rows = ((folder / name).read_text() for name in ("metrics.json", "rounds.jsonl"))
     without = re.compile(r'"(seconds|wire_bytes_up|wire_bytes_down)": [\d.e-]+')
     return without.sub("", metrics), without.sub("", rows), (folder / "config.yaml").read_bytes()
