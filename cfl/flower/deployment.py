@@ -158,7 +158,7 @@ class DeploymentEngine(Engine):
     def _check_quorum(self, info: RoundInfo, clients: int) -> None:
         """Raise RoundAborted if too few clients have answered; secure aggregation has a quorum of its own."""
         least = math.ceil(Fraction(str(self.config.flower.quorum)) * len(info.uploading))  # not its nearest float
-        if self.config.secagg == "none" and clients < least:
+        if not self._secure(info) and clients < least:
             raise RoundAborted(
                 f"{clients} of {len(info.uploading)} clients answered, {least} are needed; lower flower.quorum, or "
                 "raise flower.deadline"

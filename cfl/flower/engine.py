@@ -8,6 +8,7 @@ from typing import Any
 from cfl.aggregation.plain import UploadSum
 from cfl.contract import Client, Gathers, RoundInputs
 from cfl.core import CflError, ConfigError, UpdateError, errors
+from cfl.core.version import __version__
 from cfl.engines import parts
 from cfl.engines.base import Collected, Engine, Observe, Outcome, Sums
 from cfl.engines.loop import LoopEngine
@@ -76,7 +77,9 @@ class SimulationEngine(Engine):
         for node, answer in self.link.ask("query.join", dict.fromkeys(self._nodes)).items():
             if answer.fault is not None:
                 raise ConfigError(f"node {node} cannot take part: {answer.fault}; {remedy}")
-            theirs = answer.value["parts"]
+            version, theirs = answer.value["version"], answer.value["parts"]
+            if version != __version__:
+                raise ConfigError(f"node {node} has cfl {version}, the run {__version__}; install the same version")
             if other := next((name for name in {**own, **theirs} if own.get(name) != theirs.get(name)), None):
                 raise ConfigError(f"node {node} differs in {other}; {remedy}")
         return self._nodes

@@ -10,6 +10,7 @@ import torch
 
 import cfl
 from cfl.core import ConfigError, UpdateError, plugins, rng
+from cfl.core.version import __version__
 from cfl.flower import simulation
 from cfl.flower.in_process import InProcessGrid
 from cfl.flower.node import Node
@@ -211,21 +212,29 @@ def test_after_an_error_the_nodes_leave_no_folder(tmp_path, monkeypatch):
 
 
 def _others(node, *request):
-    return {"version": "1", "parts": {**node.fingerprint.parts, "the code of method 'fedavg'": "0"}}
+    return {"version": __version__, "parts": {**node.fingerprint.parts, "the code of method 'fedavg'": "0"}}
+
+
+def _is_old(node, *request):
+    return {"version": "0.0.1", "parts": node.fingerprint.parts}
 
 
 def _fails(node, *request):
     raise ValueError("no data here")
 
 
-JOINS = {_others: "node 1 differs in the code of method 'fedavg'", _fails: "node 1 cannot take part: no data here"}
+REMEDY = "; engine=flower rebuilds data, model and methods on its nodes by name, so register those of your own"
+JOINS = {
+    _others: f"node 1 differs in the code of method 'fedavg'{REMEDY}",
+    _fails: f"node 1 cannot take part: no data here{REMEDY}",
+    _is_old: f"node 1 has cfl 0.0.1, the run {__version__}; install the same version",
+}
 
 
 @pytest.mark.parametrize("join", JOINS)
 def test_a_node_that_would_compute_something_else_ends_the_run(join, monkeypatch):
     monkeypatch.setattr(Node, "join", join)
-    remedy = "; engine=flower rebuilds data, model and methods on its nodes by name, so register those of your own"
-    assert raised(*IN_PROCESS) == (ConfigError, JOINS[join] + remedy)
+    assert raised(*IN_PROCESS) == (ConfigError, JOINS[join])
 
 
 def test_a_simulation_that_cannot_start_is_an_error(monkeypatch):
