@@ -90,7 +90,7 @@ class UploadProtection:
 
     def sum(self, info: RoundInfo, gathers: Mapping[str, Gathers]) -> UploadSum:
         """Return an empty sum for a round; diagnostic phases and phases that only store need no protection."""
-        if info.phase.diagnostic or info.phase.stores or (self.config.secagg, self.config.dp.level) == ("none", "none"):
+        if not info.phase.protected or (self.config.secagg, self.config.dp.level) == ("none", "none"):
             return UploadSum(info, gathers)
         return ProtectedSum(self, info, gathers)
 

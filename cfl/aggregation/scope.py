@@ -9,9 +9,7 @@ from cfl.contract import Phase, Privacy
 def releases(phases: Iterable[Phase], config: RunConfig) -> list[Phase]:
     """Return the phases with uploads that differential privacy protects."""
     return [
-        phase
-        for phase in phases
-        if not (phase.diagnostic or phase.stores) and (phase.work or (phase.train and config.dp.protect == "all"))
+        phase for phase in phases if phase.protected and (phase.work or (phase.train and config.dp.protect == "all"))
     ]
 
 

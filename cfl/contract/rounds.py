@@ -56,6 +56,11 @@ class Phase:
                 f"set train=False, or {kind}=False"
             )
 
+    @property
+    def protected(self) -> bool:
+        """Whether uploads get masks, clipping, noise and accounting, where the run has them."""
+        return not (self.diagnostic or self.stores)
+
 
 class Privacy(NamedTuple):
     """Differential privacy of the uploads of `work`, for strategies that scale uploads or allow for the noise.

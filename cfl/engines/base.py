@@ -141,3 +141,20 @@ class Engine(Protocol):
     def close(self) -> None:
         """Release what the engine holds between rounds, such as processes. Another round may follow."""
         return
+
+
+class OuterEngine(Engine):
+    """An engine that has clients computed by engines like `inner` in other processes."""
+
+    inner: Engine
+
+    @property
+    def gathers(self) -> Mapping[str, Gathers]:
+        return self.inner.gathers
+
+    @property
+    def sums(self) -> Sums:
+        return self.inner.sums
+
+    def fault(self, inputs: RoundInputs, client: Client) -> str:
+        return self.inner.fault(inputs, client)

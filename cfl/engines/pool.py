@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from cfl.aggregation.plain import UploadSum
-from cfl.contract import Client, Gathers, RoundInfo, RoundInputs
+from cfl.contract import Client, RoundInfo, RoundInputs
 from cfl.core import ConfigError, Tree, UpdateError, machine
 from cfl.engines import parts
-from cfl.engines.base import Collected, Engine, Observe, Sums
+from cfl.engines.base import Collected, Observe, OuterEngine
 from cfl.engines.loop import LoopEngine
 from cfl.engines.shared_memory import Arena, ArenaFull, portable
 from cfl.engines.vmapped import VmappedEngine
@@ -33,7 +33,7 @@ DEATHS = 3  # a run ends when so many workers have died at the same chunk
 SPARE = 1 << 20  # bytes: first size of a worker's arena for chunks; that for results has the broadcast's size on top
 
 
-class PoolEngine(Engine):
+class PoolEngine(OuterEngine):
     """Worker processes that compute chunks of clients with an engine `inner`.
 
     block: clients of a chunk; a vmapped `inner` brings its own blocks, which are then the chunks.
@@ -41,6 +41,8 @@ class PoolEngine(Engine):
     grown: bytes by which the largest worker has grown.
     Raises ConfigError on a GPU, or if this process cannot fork.
     """
+
+    inner: LoopEngine
 
     def __init__(self, inner: LoopEngine, workers: int, block: int, known: Iterable[object]) -> None:
         if not forks():
@@ -54,14 +56,6 @@ class PoolEngine(Engine):
         self._workers: list[_Worker] = []
         self._broadcasts = Arena(0)
         self._rounds = count()
-
-    @property
-    def gathers(self) -> Mapping[str, Gathers]:
-        return self.inner.gathers
-
-    @property
-    def sums(self) -> Sums:
-        return self.inner.sums
 
     def collect(self, total: UploadSum, inputs: RoundInputs, observe: Observe | None) -> Collected:
         chunks = self._chunks(inputs.clients, inputs.states)
@@ -77,9 +71,6 @@ class PoolEngine(Engine):
                     parts.merge(done, inputs.states, total, found, self.inner, observe)
                     due += 1
         return found
-
-    def fault(self, inputs: RoundInputs, client: Client) -> str:
-        return self.inner.fault(inputs, client)
 
     def close(self) -> None:
         for worker in self._workers:

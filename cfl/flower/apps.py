@@ -130,14 +130,13 @@ def await_members(members: Members, clients: int) -> None:
 
 
 def _node(config: Path, context: Context) -> HomeNode:
-    given, settings = context.node_config, loaded(config)
-    everybody = range(settings.partition.clients)
+    given = context.node_config
     if "clients" in given:
         clients, folder = _numbers(str(given["clients"])), str(given["folder"])
         name = str(given.get("name", folder))
     else:
         number, count = int(given["partition-id"]), int(given["num-partitions"])
-        clients, name = tuple(everybody[number::count]), f"partition {number}"
+        clients, name = tuple(range(loaded(config).partition.clients)[number::count]), f"partition {number}"
         folder = str(Path(tempfile.gettempdir(), f"cfl-run-{context.run_id}", str(number)))
     return _built(config, clients, Path(folder), name, str(given.get("data", "")), _folder(given.get("data-root")))
 

@@ -12,7 +12,7 @@ from cfl.aggregation.protected import UploadProtection
 from cfl.config.schema import RunConfig
 from cfl.contract import Client, Gathers, RoundInfo, RoundInputs, TreesByOwner
 from cfl.core import ConfigError, RoundAborted, Tree
-from cfl.engines.base import Collected, Engine, Observe, Outcome
+from cfl.engines.base import Collected, Observe, Outcome, OuterEngine
 from cfl.engines.loop import LoopEngine
 from cfl.flower.client_states import reference, stored_bytes, version
 from cfl.flower.members import Members
@@ -61,7 +61,7 @@ class MemberPopulation(Population):
         return found
 
 
-class DeploymentEngine(Engine):
+class DeploymentEngine(OuterEngine):
     """Rounds on the nodes that have joined. A node that fails is named, and its clients are left out of the round.
 
     inner: for the rules of sums; multiplier: of the run's noise; oldest: returns the oldest round to which the run may
@@ -75,10 +75,6 @@ class DeploymentEngine(Engine):
         self.config, self.multiplier = rounds.config, multiplier
         self._parties: RemoteParties | None = None
         self._missing: dict[int, str] = {}
-
-    @property
-    def gathers(self) -> Mapping[str, Gathers]:
-        return self.inner.gathers
 
     def sums(self, info: RoundInfo, gathers: Mapping[str, Gathers]) -> UploadSum:
         """Return an empty sum, whose secure aggregation speaks with the nodes."""
@@ -137,14 +133,14 @@ class DeploymentEngine(Engine):
         return "its node knows more; lower local.lr"
 
     def _secure(self, info: RoundInfo) -> bool:
-        return self.config.secagg == "full" and not (info.phase.diagnostic or info.phase.stores)
+        return self.config.secagg == "full" and info.phase.protected
 
     def _leave_out(self, node: int, ids: Sequence[int], why: str) -> None:
         self._missing |= dict.fromkeys(ids, f"{self.members.name(node)}: {why}")
 
     def _alike(self, results: dict[int, NodeResult], homes: Mapping[int, Sequence[int]]) -> dict[int, NodeResult]:
-        """Return the results with the shapes that most clients sent, in the order of their lowest clients."""
-        results = dict(sorted(results.items(), key=lambda item: min(homes[item[0]])))
+        """Return the results with the shapes that most clients sent, in their order, which is that of the clients."""
+        results = dict(results)
         votes = Counter[Outlines]()
         for node, result in results.items():
             votes[result.outlines] += len(homes[node])

@@ -1,16 +1,15 @@
 """The `flower` engine: the nodes of a Flower grid compute the clients of a round."""
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from cfl.aggregation.plain import UploadSum
-from cfl.contract import Client, Gathers, RoundInputs
+from cfl.contract import Client, RoundInputs
 from cfl.core import CflError, ConfigError, UpdateError, errors
 from cfl.core.version import __version__
 from cfl.engines import parts
-from cfl.engines.base import Collected, Engine, Observe, Outcome, Sums
+from cfl.engines.base import Collected, Observe, Outcome, OuterEngine
 from cfl.engines.loop import LoopEngine
 from cfl.engines.vmapped import VmappedEngine
 from cfl.flower.link import Answer, Link
@@ -19,7 +18,7 @@ from cfl.flower.trees import Broadcast
 from cfl.runtime.fingerprint import Fingerprint
 
 
-class SimulationEngine(Engine):
+class SimulationEngine(OuterEngine):
     """Clients without a home: their states travel with the messages, so any node can compute any of them.
 
     inner: the engine on each node, whose blocks are the units of work; link: to the nodes; folder: of the nodes on this
@@ -28,17 +27,11 @@ class SimulationEngine(Engine):
     of nodes does not change a bit of the result.
     """
 
+    inner: LoopEngine
+
     def __init__(self, inner: LoopEngine, link: Link, fingerprint: Fingerprint, folder: Path) -> None:
         self.inner, self.link, self.fingerprint, self.folder = inner, link, fingerprint, folder
         self._nodes: list[int] = []
-
-    @property
-    def gathers(self) -> Mapping[str, Gathers]:
-        return self.inner.gathers
-
-    @property
-    def sums(self) -> Sums:
-        return self.inner.sums
 
     def round(self, inputs: RoundInputs, observe: Observe | None = None) -> Outcome:
         outcome = super().round(inputs, observe)
@@ -61,9 +54,6 @@ class SimulationEngine(Engine):
         for number in sorted(results):
             parts.merge(results[number], inputs.states, total, found, self.inner, observe)
         return found
-
-    def fault(self, inputs: RoundInputs, client: Client) -> str:
-        return self.inner.fault(inputs, client)
 
     def close(self) -> None:
         self.link.grid.close()

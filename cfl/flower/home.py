@@ -78,7 +78,7 @@ class HomeNode(Node):
         sizes = {
             id: [self.rounds.stored_bytes(part) for part in client_states.parts(state)] for id, state in states.items()
         }
-        seen = {name: result[name] for name in ("part", "losses", "excluded", "warnings")}
+        seen = {name: result[name] for name in ("part", "losses", "excluded")}
         return {**self._protected(seen, request, info, context), "done": list(result["states"]), "sizes": sizes}
 
     def keys(self, request: Any, records: RecordDict, context: Context) -> dict[int, bytes]:
@@ -117,7 +117,7 @@ class HomeNode(Node):
 
     def _masks(self, info: RoundInfo) -> bool:
         """Whether the uploads of a round are masked, by the node's own configuration."""
-        return self.rounds.config.secagg == "full" and not (info.phase.diagnostic or info.phase.stores)
+        return self.rounds.config.secagg == "full" and info.phase.protected
 
     def _protected(self, seen: dict[str, Any], request: Any, info: RoundInfo, context: Context) -> dict[str, Any]:
         """Mask the integers of secure sums, and leave out what depends on the data of single clients."""
