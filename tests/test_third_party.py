@@ -3,6 +3,7 @@
 A test of a command starts a process, which is what it is about; those that build a stream load Avalanche, too.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -158,3 +159,18 @@ def test_compare_takes_it_beside_a_built_in_method(cfl_run, tmp_path):
     runs = [json.loads(path.read_text()) for path in paths]
     assert [run["method"] for run in runs] == ["fedavg", "slowdown"]
     assert runs[0]["accuracy_matrix"] == runs[1]["accuracy_matrix"]
+
+
+def test_nodes_that_have_it_run_it_and_the_others_are_refused(trained, site, tmp_path):
+    pytest.importorskip("flwr", reason="the extra flower is not installed")
+    from tests.flower.terminals import Machines
+
+    (folder, *_), installed = trained, {"PYTHONPATH": str(site)}
+    with contextlib.closing(Machines(tmp_path, "ab")) as machines:
+        server = machines.serve(folder / "config.yaml", **installed)
+        machines.join("a", "0-3")
+        server.says("may not join: unknown method 'slowdown'")
+        machines.join("b", "0-3", **installed)
+        assert server.ends() == 0, server.said
+        found, expected = machines.metrics(), json.loads((folder / "metrics.json").read_text())
+    assert found["accuracy_matrix"] == expected["accuracy_matrix"]

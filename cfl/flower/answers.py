@@ -5,6 +5,7 @@ It holds the run of the node, and the secrets of secure aggregation, which are t
 
 import os
 import socketserver
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,12 @@ def serve(address: str | Path, options: Mapping[str, str], ended: Callable[[], A
         wbufsize = -1
 
         def handle(self) -> None:
-            head, records = receive(self.rfile)
+            start, (head, records) = time.monotonic(), receive(self.rfile)
             run, node = head["run"], head["node"]
             if (run, node) not in contexts:
                 contexts[run, node] = Context(run, node, dict(options), RecordDict(), {})
             send(self.wfile, {}, apps.answer(head["action"], Path(head["config"]), records, contexts[run, node]))
+            print(f"answered {head['action']} in {time.monotonic() - start:.1f} s", flush=True)
 
     with socketserver.UnixStreamServer(str(address), Handler) as server:
         os.chmod(address, 0o600)

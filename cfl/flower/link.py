@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.common.constant import ErrorCode
 
 from cfl.core import CflError
 from cfl.core.errors import reason
@@ -15,6 +16,7 @@ from cfl.flower.trees import Broadcast
 
 SHARED = "shared"  # entry of a request: the names of the broadcast
 TREES, MISSING, FAULT = "trees", "missing", "fault"  # further records of a message
+LATE = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)  # Flower's, after the deadline
 PATIENCE = 0.02  # seconds between looks for answers
 
 
@@ -94,7 +96,7 @@ class Link:
         return found
 
     def _answer(self, reply: Message | None) -> Answer:
-        if reply is None:
+        if reply is None or (reply.has_error() and reply.error.code in LATE):
             return Answer(fault=f"it did not answer within {self.deadline:g} seconds")
         if reply.has_error():
             return Answer(fault=reply.error.reason or f"its error has the code {reply.error.code}")

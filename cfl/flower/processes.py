@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -21,6 +21,10 @@ from cfl.flower import answers, project
 
 CONNECTION = "cfl"  # name of the SuperLink in Flower's configuration
 START = 60.0  # seconds in which a SuperLink has to listen
+AGAIN = 5.0  # seconds until a node joins again
+UNKNOWN_KEY = "[code: 2004]"  # in Flower's error, if a node's key is not registered, or not yet
+LOG = "supernode.log"
+QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}  # variables of Flower's programs
 CA, CERTIFICATE, KEY = "ca.crt", "server.crt", "server.key"
 
 
@@ -77,7 +81,7 @@ def join(
     certificate: Path | None = None,
     key: Path | None = None,
 ) -> None:
-    """Run a node until it is interrupted. address: host:port of the SuperLink.
+    """Run a node until it is interrupted; if the SuperLink ends or forgets it, it joins again. address: host:port.
 
     folder: of the states of its clients; clients: their ids, such as "0-3"; name: for messages, else the folder's;
     data: a folder or a benchmark, see `own_data.read`; certificate: of the authority that signed the server's, None: no
@@ -90,6 +94,7 @@ def join(
         given["data"] = Path(data).absolute() if Path(data).is_dir() else data
     if data_root:
         given["data-root"] = data_root.absolute()
+    print(f"node '{given['name']}': joining {address}; Flower's output is in {folder / 'flower' / LOG}", flush=True)
     if key is not None and not key.exists():
         raise ConfigError(f"there is no private key '{key}'; make one with: ssh-keygen -t ecdsa -b 384 -m PEM -f {key}")
     security = ["--insecure"]
@@ -99,19 +104,34 @@ def join(
         security += ["--auth-supernode-private-key", str(key)] if key else []
     command = ["flower-supernode", "--superlink", f"{host}:{port}", *security]
     command += ["--host", "127.0.0.1", "--port", str(_free_port())]
-    with tempfile.TemporaryDirectory(prefix="cfl-node-") as place:
-        given["socket"] = Path(place, "node")  # short, as addresses of sockets have to be
-        config = " ".join(f'{option}="{value}"' for option, value in given.items())
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # so that the SuperNode ends, too
+    while True:
+        why = _supernode(command, given, folder / "flower")
+        if why is not None and UNKNOWN_KEY not in why:
+            raise CflError(f"the SuperNode ended: {why} (all of it in {folder / 'flower' / LOG})")
+        why = "has ended, or does not know this node" if why is None else "does not know this node's key"
+        print(f"the SuperLink at {address} {why}; joining again in {AGAIN:.0f} s", flush=True)
+        time.sleep(AGAIN)
+
+
+def _supernode(command: Sequence[str], given: Mapping[str, Path | str], home: Path) -> str | None:
+    """Run a SuperNode, and answer its messages, until it ends; return why it failed. given: options of the node."""
+    environment = _environment(home)
+    home.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="cfl-node-") as place, (home / LOG).open("w+b") as log:
+        options = {name: str(value) for name, value in given.items()}
+        options["socket"] = str(Path(place, "node"))  # short, as addresses of sockets have to be
+        config = " ".join(f'{name}="{value}"' for name, value in options.items())
         process = subprocess.Popen(
-            [_program(command[0]), *command[1:], "--node-config", config], env=_environment(folder / "flower")
+            [_program(command[0]), *command[1:], "--node-config", config], env=environment, stdout=log, stderr=log
         )
-        signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # so that the SuperNode ends, too
         try:
-            answers.serve(given["socket"], {option: str(value) for option, value in given.items()}, process.poll)
+            answers.serve(options["socket"], options, process.poll)
         finally:
             _end(process)
-    if process.returncode > 0:
-        raise CflError(f"the SuperNode ended with status {process.returncode}, see above")
+        log.seek(0)
+        said = log.read().decode(errors="replace").partition("Exit Code: ")[2].splitlines()
+    return " ".join(line for line in said[1:3] if line) if process.returncode else None
 
 
 @contextlib.contextmanager
@@ -181,8 +201,7 @@ def _program(name: str) -> str:
 def _environment(home: Path) -> dict[str, str]:
     """The environment of Flower's programs, which find each other by the PATH. home: for their files."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
-    return {**quiet, **os.environ, "FLWR_HOME": str(home.absolute()), "PATH": path}
+    return {**QUIET, **os.environ, "FLWR_HOME": str(home.absolute()), "PATH": path}
 
 
 def _checked(folder: Path | None, names: Sequence[str]) -> dict[str, Path]:

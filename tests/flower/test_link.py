@@ -84,7 +84,9 @@ def test_a_late_answer_is_not_taken_for_the_next():
 
 ERRORS = {
     "with a reason": (Error(0, "the app crashed"), "the app crashed"),
-    "without": (Error(3), "its error has the code 3"),
+    "without": (Error(2), "its error has the code 2"),
+    "of a message that expired": (Error(3, "not found"), "it did not answer within 5 seconds"),
+    "of a reply that expired": (Error(4, "not found"), "it did not answer within 5 seconds"),
 }
 
 

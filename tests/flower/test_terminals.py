@@ -1,0 +1,67 @@
+"""Federations of real processes on loopback: a SuperLink, and SuperNodes with TLS and keys."""
+
+import contextlib
+
+import pytest
+
+import cfl
+from cfl.flower import project
+from cfl.flower.processes import QUIET
+from tests.flower.terminals import Machines
+
+SMALL = ("tasks=2", "rounds=1", "partition.clients=4", "cohort=4", "secagg=full", "engine=loop", "seed=1")
+
+
+@pytest.fixture
+def machines(tmp_path):
+    with contextlib.closing(Machines(tmp_path, "abcd")) as found:
+        yield found
+
+
+def test_a_federation_whose_server_is_killed_and_resumed_has_the_figures_of_one_machine(machines):
+    config = cfl.resolve("permuted-digits", method="fot", overrides=SMALL)
+    written = machines.write(config)
+    server = machines.serve(written)
+    for name, clients in {"a": "0-1", "b": "2", "c": "3"}.items():
+        machines.join(name, clients)
+    server.until(lambda: len(machines.rows()) >= 2)
+    server.kill()
+    assert not (machines.output / "metrics.json").exists()
+    resumed = machines.serve(written, "--resume")
+    assert resumed.ends() == 0, resumed.said
+    found, expected = machines.metrics(), cfl.run(config).metrics
+    for name in ("accuracy_matrix", "acc", "fgt", "bytes_up", "bytes_down"):
+        assert found[name] == expected[name], name
+
+
+def test_a_run_goes_on_without_a_killed_node_and_with_one_that_joins_late(machines):
+    options = (*SMALL, "rounds=2", "partition.clients=5", "cohort=5", "flower.deadline=20")
+    config = cfl.resolve("permuted-digits", method="fedavg", overrides=options)
+    server = machines.serve(machines.write(config), "--wait-for", 4)
+    machines.join("a", "0-2")
+    killed = machines.join("b", "3")
+    server.until(lambda: machines.rows())
+    killed.kill()
+    machines.join("c", "4")
+    assert server.ends() == 0, server.said
+    missing = [set(row["missing"]) for row in machines.rows()]
+    assert [len(missing), missing[0], missing[-1]] == [4, {"4"}, {"3"}]
+    assert "3" in missing[1], "the round in which its node was killed"
+    for text in ("node 'c' (client 4) has joined", "client 3 is missing (task 0, phase train, round 1): node 'b'"):
+        assert text in server.said
+
+
+def test_flower_runs_the_project_in_a_simulation(machines):
+    """`flwr run`, on Flower's SuperLink for simulations, which it starts."""
+    config = cfl.resolve("permuted-digits", method="fot", overrides=SMALL)
+    project.write(machines.folder / "project", config, machines.output)
+    (machines.folder / "home").mkdir()
+    (machines.folder / "home" / "config.toml").write_text(
+        '[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = ":local-in-memory:"\n'
+    )
+    nodes = "num-supernodes=2 client-resources-num-cpus=1"
+    command = ("flwr", "run", "project", "--stream", "--federation-config", nodes)
+    ran = machines.run("flower", *command, FLWR_HOME=str(machines.folder / "home"), **QUIET)
+    assert ran.ends() == 0, ran.said
+    found, expected = machines.metrics(), cfl.run(config).metrics
+    assert found["accuracy_matrix"] == expected["accuracy_matrix"], ran.said
