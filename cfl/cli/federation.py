@@ -32,11 +32,11 @@ def serve(
 
     CONFIG: a config.yaml, as 'cfl-run train' writes it.
     """
-    from cfl.flower import processes  # loads Flower
+    from cfl.flower import superlink  # loads Flower
 
     settings = resolve(file=config)
     folder = output or Path("runs") / alone(settings)
-    processes.serve(
+    superlink.serve(
         settings, folder, address, certificates=certificates, node_keys=node_keys, running=running, wait_for=wait_for,
         data_root=data_root, resume=resume,
     )  # fmt: skip
@@ -61,8 +61,8 @@ def join(
 
     ADDRESS: that of the server's SuperLink.
     """
-    from cfl.flower import processes  # loads Flower
+    from cfl.flower import supernode  # loads Flower
 
-    processes.join(
+    supernode.join(
         address, folder, clients, name=name, data=data, data_root=data_root, certificate=certificate, key=key
     )

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from cfl.core import ConfigError
 
 if find_spec("flwr") is None:
-    raise ConfigError("engine=flower needs Flower; install it with: pip install 'cfl[flower]'")
+    raise ConfigError("engine=flower, serve and join need Flower; install it with: pip install 'cfl[flower]'")
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # Flower reads it when imported
 
 from cfl.flower import simulation  # noqa: E402  registers the engine

@@ -129,10 +129,19 @@ def await_members(members: Members, clients: int) -> None:
         time.sleep(LOOK)
 
 
+def numbers(text: str) -> tuple[int, ...]:
+    """Return the numbers of a text such as "0-3,7". Raises ConfigError for another text."""
+    try:
+        ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
+        return tuple(sorted({number for first, *last in ends for number in range(first, (last or [first])[0] + 1)}))
+    except ValueError:
+        raise ConfigError(f"clients must be numbers such as 0-3,7, not '{text}'") from None
+
+
 def _node(config: Path, context: Context) -> HomeNode:
     given = context.node_config
     if "clients" in given:
-        clients, folder = _numbers(str(given["clients"])), str(given["folder"])
+        clients, folder = numbers(str(given["clients"])), str(given["folder"])
         name = str(given.get("name", folder))
     else:
         number, count = int(given["partition-id"]), int(given["num-partitions"])
@@ -168,12 +177,3 @@ def _built(
 
 def _folder(given: object) -> Path | None:
     return Path(str(given)) if given else None
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """Return the numbers of a text such as "0-3,7". Raises ConfigError for another text."""
-    try:
-        ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
-        return tuple(sorted({number for first, *last in ends for number in range(first, (last or [first])[0] + 1)}))
-    except ValueError:
-        raise ConfigError(f"clients must be numbers such as 0-3,7, not '{text}'") from None

@@ -42,16 +42,15 @@ def read(source: str, description: str, data_root: Path | None) -> Stream:
     the name of a registered benchmark with the same tasks. A task without a file has no samples on this node.
     Raises DataError for data that do not fit the run.
     """
+    check(source)
     run = json.loads(description)
     tasks, shape = run["tasks"], tuple(run["input_shape"])
     if source in plugins.benchmarks.names():
         built = streams.build(source, tasks=len(tasks), data_root=data_root)
         found = [task.train for task in built.tasks]
-    elif Path(source).is_dir():
+    else:
         files = [Path(source, f"task{number}.npz") for number in range(len(tasks))]
         found = [_samples(file, task, shape) for file, task in zip(files, tasks, strict=True)]
-    else:
-        raise DataError(f"'{source}' is neither a folder nor a benchmark; give a folder with task0.npz, task1.npz, ...")
     if not any(map(len, found)):
         raise DataError(
             f"'{source}' has no data of the run's tasks; name the files task0.npz to task{len(tasks) - 1}.npz"
@@ -64,6 +63,12 @@ def read(source: str, description: str, data_root: Path | None) -> Stream:
         _OwnTask(task["name"], samples, samples, task["classes"]) for task, samples in zip(tasks, found, strict=True)
     ]
     return _OwnStream(run["name"], tuple(made), shape, run["multi_head"])
+
+
+def check(source: str) -> None:
+    """Raise DataError if a node's data are neither a folder nor a registered benchmark."""
+    if source not in plugins.benchmarks.names() and not Path(source).is_dir():
+        raise DataError(f"'{source}' is neither a folder nor a benchmark; give a folder with task0.npz, task1.npz, ...")
 
 
 class OwnPopulation(Population):

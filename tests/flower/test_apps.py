@@ -126,7 +126,7 @@ def test_what_cannot_run_on_nodes_is_refused(tmp_path, options, message):
 @pytest.mark.parametrize("text", ["", "a", "1-", "3:4"])
 def test_clients_that_are_no_numbers_are_refused(text):
     with pytest.raises(ConfigError, match="clients must be numbers such as 0-3,7"):
-        apps._numbers(text)
+        apps.numbers(text)
 
 
 def test_a_project_does_not_replace_another_folder(tmp_path):

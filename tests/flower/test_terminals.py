@@ -6,7 +6,7 @@ import pytest
 
 import cfl
 from cfl.flower import project
-from cfl.flower.processes import QUIET
+from cfl.flower.programs import QUIET
 from tests.flower.terminals import Machines
 
 SMALL = ("tasks=2", "rounds=1", "partition.clients=4", "cohort=4", "secagg=full", "engine=loop", "seed=1")

@@ -1,0 +1,131 @@
+"""`cfl-run serve`: the SuperLink and the ServerApp of a run, as programs of Flower's."""
+
+import contextlib
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from cfl.config.schema import RunConfig
+from cfl.core import CflError, ConfigError
+from cfl.flower import programs, project
+
+CONNECTION = "cfl"  # name of the SuperLink in Flower's configuration
+START = 60.0  # seconds in which a SuperLink has to listen
+CA, CERTIFICATE, KEY = "ca.crt", "server.crt", "server.key"
+
+
+def serve(
+    config: RunConfig,
+    output: Path,
+    address: str,
+    *,
+    certificates: Path | None = None,
+    node_keys: Path | None = None,
+    running: bool = False,
+    wait_for: int = 0,
+    data_root: Path | None = None,
+    resume: bool = False,
+) -> None:
+    """Run the server of a federation to the end of the run; results are in `output`.
+
+    address: host:port of the SuperLink, which is started unless it is `running`; certificates: folder with ca.crt,
+    server.crt and server.key, of which a running SuperLink needs ca.crt alone; None: no TLS; node_keys: folder with the
+    public keys (*.pub) of the nodes that may join, None for any; wait_for: clients before the first round, 0 for all.
+    Raises ConfigError for what does not fit, CflError if the run ends before its end.
+    """
+    host, port = programs.split(address)
+    if (output / "metrics.json").exists() or ((output / "rounds.jsonl").exists() and not resume):
+        raise ConfigError(f"'{output}' already holds a run; use --resume to continue it, or another --output")
+    if node_keys is not None and certificates is None:
+        raise ConfigError("nodes are recognised by their keys over TLS only; give --certificates, too")
+    if node_keys is not None and not any(node_keys.glob("*.pub")):
+        raise ConfigError(f"'{node_keys}' has no public key, *.pub, so no node could join")
+    if not running:
+        _check_free(host, port)
+    home = (output / "flower").absolute()
+    home.mkdir(parents=True, exist_ok=True)
+    files = _checked(certificates, [CA] if running else [CA, CERTIFICATE, KEY])
+    security = f'root-certificates = "{files[CA]}"' if files else "insecure = true"
+    (home / "config.toml").write_text(
+        f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\naddress = "{host}:{port}"\n{security}\n'
+    )
+    project.write(home / "project", config, output, data_root, wait_for)
+    environment = programs.environment(home)
+    programs.end_with_this()
+    with contextlib.nullcontext() if running else _superlink(host, port, files, node_keys, home, environment):
+        for key in sorted(node_keys.glob("*.pub")) if node_keys else []:
+            _call(["flwr", "supernode", "register", str(key), CONNECTION], environment)
+        _call(["flwr", "run", str(home / "project"), CONNECTION, "--stream"], environment, quiet=False)
+    if not (output / "metrics.json").exists():
+        raise CflError(f"the run in '{output}' ended before its end, see above; continue it with --resume")
+
+
+@contextlib.contextmanager
+def _superlink(
+    host: str, port: int, files: dict[str, Path], node_keys: Path | None, home: Path, environment: dict[str, str]
+) -> Iterator[None]:
+    """Run a SuperLink as long as the context lasts; its output goes to superlink.log."""
+    security = ["--insecure"]
+    if files:
+        security = ["--ssl-ca-certfile", str(files[CA]), "--ssl-certfile", str(files[CERTIFICATE])]
+        security += ["--ssl-keyfile", str(files[KEY])]
+    security += ["--enable-supernode-auth"] if node_keys else []
+    command = [programs.program("flower-superlink"), "--host", host, "--port", str(port), *security]
+    command += ["--disable-runtime-dependency-installation"]  # cfl is there; Flower would make an environment a run
+    with (home / "superlink.log").open("ab") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        _await_port(host, port, process, home / "superlink.log")
+        yield
+    finally:
+        programs.end(process)
+
+
+def _check_free(host: str, port: int) -> None:
+    """Raise ConfigError if nothing can listen at an address."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"cannot listen at {host}:{port} ({error.strerror}); choose another --address") from None
+
+
+def _await_port(host: str, port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + START
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            break
+        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1):
+            return
+        time.sleep(0.1)
+    raise CflError(f"the SuperLink did not start: {_last_line(log)} (all of it in {log})")
+
+
+def _call(command: Sequence[str], environment: dict[str, str], quiet: bool = True) -> None:
+    """Run one of Flower's programs to its end. Raises CflError with its last line if it fails."""
+    done = subprocess.run(
+        [programs.program(command[0]), *command[1:]], env=environment, check=False,
+        stdout=subprocess.PIPE if quiet else None, stderr=subprocess.STDOUT if quiet else None,
+    )  # fmt: skip
+    if done.returncode:
+        said = (done.stdout or b"").decode(errors="replace").strip().splitlines()
+        raise CflError(f"{command[0]} ended with status {done.returncode}: {said[-1] if said else 'see above'}")
+
+
+def _checked(folder: Path | None, names: Sequence[str]) -> dict[str, Path]:
+    """Paths of the files in a folder of certificates. Raises ConfigError if one is missing or not valid now."""
+    found = {name: folder / name for name in names} if folder else {}
+    for name, path in found.items():
+        if not path.exists():
+            raise ConfigError(f"'{folder}' lacks {name}; it needs {', '.join(names)}")
+        if name != KEY:
+            programs.check_certificate(path)
+    return {name: path.absolute() for name, path in found.items()}
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "it said nothing"

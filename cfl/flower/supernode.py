@@ -1,0 +1,94 @@
+"""`cfl-run join`: a SuperNode, and the process that answers its messages."""
+
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from cfl.core import CflError, ConfigError
+from cfl.flower import answers, apps, own_data, programs
+
+AGAIN = 5.0  # seconds until a node joins again
+UNKNOWN_KEY = "[code: 2004]"  # in Flower's error, if a node's key is not registered, or not yet
+LOG = "supernode.log"
+
+
+def join(
+    address: str,
+    folder: Path,
+    clients: str,
+    *,
+    name: str | None = None,
+    data: str | None = None,
+    data_root: Path | None = None,
+    certificate: Path | None = None,
+    key: Path | None = None,
+) -> None:
+    """Run a node until it is interrupted; if the SuperLink ends or forgets it, it joins again. address: host:port.
+
+    folder: of the states of its clients; clients: their ids, such as "0-3"; name: for messages, else the folder's;
+    data: a folder or a benchmark, see `own_data.read`; certificate: of the authority that signed the server's, None: no
+    TLS; key: the node's private key, where the server knows its nodes by their keys.
+    """
+    host, port = programs.split(address)
+    apps.numbers(clients)
+    if data:
+        own_data.check(data)
+        data = str(Path(data).absolute()) if Path(data).is_dir() else data
+    given = {
+        "clients": clients, "folder": folder.absolute(), "name": name or folder.absolute().name,
+        "data": data, "data-root": data_root and data_root.absolute(),
+    }  # fmt: skip
+    options = {option: str(value) for option, value in given.items() if value}
+    if quoted := next((value for value in options.values() if '"' in value), None):
+        raise ConfigError(f"Flower takes no quotation mark in an option of a node, as in '{quoted}'")
+    command = [programs.program("flower-supernode"), "--superlink", f"{host}:{port}", *_security(certificate, key)]
+    command += ["--host", "127.0.0.1", "--port", str(_free_port())]
+    home = folder / "flower"
+    print(f"node '{options['name']}': joining {address}; Flower's output is in {home / LOG}", flush=True)
+    programs.end_with_this()
+    while True:
+        why = _supernode(command, options, home)
+        if why is not None and UNKNOWN_KEY not in why:
+            raise CflError(f"the SuperNode ended: {why} (all of it in {home / LOG})")
+        why = "has ended, or does not know this node" if why is None else "does not know this node's key"
+        print(f"the SuperLink at {address} {why}; joining again in {AGAIN:.0f} s", flush=True)
+        time.sleep(AGAIN)
+
+
+def _security(certificate: Path | None, key: Path | None) -> list[str]:
+    """Options of the SuperNode for TLS and the node's key. Raises ConfigError for files that do not serve."""
+    if key is not None and not key.exists():
+        raise ConfigError(f"there is no private key '{key}'; make one with: ssh-keygen -t ecdsa -b 384 -m PEM -f {key}")
+    if certificate is None and key is not None:
+        raise ConfigError("nodes sign with their keys over TLS only; give --certificate, too")
+    if certificate is None:
+        return ["--insecure"]
+    programs.check_certificate(certificate)
+    return ["--root-certificates", str(certificate), *(["--auth-supernode-private-key", str(key)] if key else [])]
+
+
+def _supernode(command: Sequence[str], options: Mapping[str, str], home: Path) -> str | None:
+    """Run a SuperNode, and answer its messages, until it ends; return why it failed. options: of the node."""
+    environment = programs.environment(home)
+    home.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="cfl-node-") as place, (home / LOG).open("w+b") as log:
+        options = {**options, "socket": str(Path(place, "node"))}  # short, as addresses of sockets have to be
+        config = " ".join(f'{name}="{value}"' for name, value in options.items())
+        process = subprocess.Popen([*command, "--node-config", config], env=environment, stdout=log, stderr=log)
+        try:
+            answers.serve(options["socket"], options, process.poll)
+        finally:
+            programs.end(process)
+        log.seek(0)
+        said = log.read().decode(errors="replace").partition("Exit Code: ")[2].splitlines()
+    return " ".join(line for line in said[1:3] if line) if process.returncode else None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

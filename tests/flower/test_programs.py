@@ -1,0 +1,197 @@
+"""`cfl-run serve` and `cfl-run join`: what they refuse before they start a program, and what they start."""
+
+import importlib.util
+import os
+import socket
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import cfl
+from cfl.assembly import resolve
+from cfl.cli import app
+from cfl.core import CflError, ConfigError, DataError
+from cfl.flower import programs, superlink, supernode
+from tests.flower.terminals import write_certificates, write_keys
+
+HERE = "127.0.0.1:9092"
+CONFIG = cfl.resolve("permuted-digits", overrides=["engine=loop"])
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch):
+    def start(command, **options):
+        raise AssertionError(f"{command} was started")
+
+    starts(monkeypatch, start)
+
+
+def starts(monkeypatch, start):
+    """Let programs be started by a function."""
+    for module in (superlink, supernode):
+        monkeypatch.setattr(module, "subprocess", SimpleNamespace(Popen=start, run=start))
+
+
+def serve(folder, address=HERE, **options):
+    superlink.serve(CONFIG, folder / "out", address, **options)
+
+
+def join(folder, address=HERE, clients="0", **options):
+    supernode.join(address, folder / "node", clients, **options)
+
+
+def certificates(folder, *lacking, days=1.0):
+    """A folder of certificates, of which some are lacking."""
+    found = write_certificates(folder / "tls", days)
+    for name in lacking:
+        (found / name).unlink()
+    return found
+
+
+def written(path, text=""):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def key(folder):
+    return write_keys(folder / "keys", ["a"]) / "a.key"
+
+
+def at_a_taken_port(folder):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        serve(folder, f"127.0.0.1:{other.getsockname()[1]}")
+
+
+def over_a_run(folder, name, **options):
+    written(folder / "out" / name)
+    serve(folder, **options)
+
+
+REFUSED = {
+    "serve: no address": (lambda folder: serve(folder, "9092"), "host:port, such as 127.0.0.1:9092, not '9092'"),
+    "serve: a port in use": (at_a_taken_port, r"cannot listen at 127.0.0.1:\d+ \(Address already in use\); choose"),
+    "serve: a folder with a run": (lambda folder: over_a_run(folder, "rounds.jsonl"), "out' already holds a run; use"),
+    "serve: a finished run": (lambda folder: over_a_run(folder, "metrics.json", resume=True), "already holds a run"),
+    "serve: a certificate is missing": (
+        lambda folder: serve(folder, certificates=certificates(folder, "server.crt")),
+        "tls' lacks server.crt; it needs ca.crt, server.crt, server.key",
+    ),
+    "serve: a certificate has expired": (
+        lambda folder: serve(folder, certificates=certificates(folder, days=-1)),
+        r"ca.crt' expired on \d{4}-\d\d-\d\d; renew it",
+    ),
+    "serve: a running SuperLink without its authority": (
+        lambda folder: serve(folder, running=True, certificates=certificates(folder, "ca.crt")),
+        "tls' lacks ca.crt; it needs ca.crt",
+    ),
+    "serve: keys without TLS": (
+        lambda folder: serve(folder, node_keys=write_keys(folder / "keys", ["a"])),
+        "over TLS only; give --certificates, too",
+    ),
+    "serve: no keys": (
+        lambda folder: serve(folder, certificates=certificates(folder), node_keys=folder / "tls"),
+        "tls' has no public key, ",
+    ),
+    "join: no address": (lambda folder: join(folder, "here:there"), "host:port, .*, not 'here:there'"),
+    "join: clients that are no numbers": (lambda folder: join(folder, clients="0,x"), "such as 0-3,7, not '0,x'"),
+    "join: data that are nowhere": (
+        lambda folder: join(folder, data="nowhere"), "'nowhere' is neither a folder nor a benchmark",
+    ),
+    "join: a name with a quotation mark": (lambda folder: join(folder, name='"a"'), "no quotation mark .* '\"a\"'"),
+    "join: no certificate": (
+        lambda folder: join(folder, certificate=folder / "ca.crt"), "ca.crt' is not a certificate .*No such file",
+    ),
+    "join: another file": (
+        lambda folder: join(folder, certificate=written(folder / "ca.crt", "hello")), "is not a certificate .*PEM",
+    ),
+    "join: a certificate has expired": (
+        lambda folder: join(folder, certificate=certificates(folder, days=-1) / "ca.crt"), "ca.crt' expired on",
+    ),
+    "join: no key": (
+        lambda folder: join(folder, key=folder / "none.key"), "no private key '.*none.key'; make one with: ssh-keygen",
+    ),
+    "join: a key without TLS": (lambda folder: join(folder, key=key(folder)), "over TLS only; give --certificate, too"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_options_are_refused_before_anything_is_started(name, tmp_path):
+    call, message = REFUSED[name]
+    with pytest.raises((ConfigError, DataError), match=message) as found:
+        call(tmp_path)
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    "command", ["serve config.yaml", f"join {HERE} --clients 0", "train permuted-digits --engine flower"]
+)
+def test_without_flower_the_command_names_the_extra(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for name in [name for name in sys.modules if name.startswith("cfl.flower")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(cfl, "flower")
+    Path("config.yaml").write_text(yaml.safe_dump(resolve.dump(CONFIG)))
+    found = CliRunner().invoke(app, command.split())
+    assert "need Flower; install it with: pip install 'cfl[flower]'" in str(found.exception), found.output
+
+
+class Ended:
+    """A SuperNode that says something, and ends. said: of each of them, and its status."""
+
+    def __init__(self, *said):
+        self.said, self.commands = iter(said), []
+
+    def __call__(self, command, *, stdout, **options):
+        text, self.returncode = next(self.said)
+        stdout.write(text.encode())
+        stdout.flush()
+        self.commands.append(command)
+        return self
+
+    def poll(self):
+        return self.returncode
+
+    def terminate(self):
+        pass
+
+    def wait(self, timeout=None):
+        return self.returncode
+
+
+def exit_code(reason):
+    """What a SuperNode says when it cannot connect."""
+    head = "Failed to initialize the connection to the SuperLink."
+    return f"Starting\nExit Code: 305\n{head}\n{reason}\n\nThe SuperNode could not ...\n", 1
+
+
+def test_a_node_joins_again_until_it_is_refused_for_good(tmp_path, monkeypatch, capsys):
+    slept = []
+    ended = Ended(("", 0), exit_code("[code: 2004] Failed to activate SuperNode."), exit_code("[SSL] wrong authority"))
+    starts(monkeypatch, ended)
+    monkeypatch.setattr(supernode.time, "sleep", slept.append)
+    reason = r"the SuperNode ended: Failed to initialize .* SuperLink\. \[SSL\] wrong authority \(all of it in "
+    with pytest.raises(CflError, match=reason):
+        join(tmp_path, certificate=certificates(tmp_path) / "ca.crt", key=key(tmp_path))
+    assert slept == [supernode.AGAIN] * 2
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith(f"node 'node': joining {HERE}; Flower's output is in ")
+    assert said[1] == f"the SuperLink at {HERE} has ended, or does not know this node; joining again in 5 s"
+    assert said[2] == f"the SuperLink at {HERE} does not know this node's key; joining again in 5 s"
+    for command in ended.commands:
+        assert "--root-certificates" in command and "--auth-supernode-private-key" in command
+        assert "--insecure" not in command
+
+
+def test_flower_keeps_its_files_in_the_run_and_says_nothing_to_its_makers(tmp_path, monkeypatch):
+    monkeypatch.delenv("FLWR_TELEMETRY_ENABLED", raising=False)
+    found = programs.environment(tmp_path)
+    assert found["FLWR_HOME"] == str(tmp_path) and found["FLWR_TELEMETRY_ENABLED"] == "0"
+    assert found["PATH"].split(os.pathsep)[0] == os.path.dirname(sys.executable)
+    monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "1")
+    assert programs.environment(tmp_path)["FLWR_TELEMETRY_ENABLED"] == "1"
