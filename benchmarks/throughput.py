@@ -8,6 +8,7 @@ is downloaded. Ours and the alternatives take turns, and medians of their second
 - plain: the papers' codes: a module, DataLoader and torch.optim.SGD for one client after another, with one thread;
 - hand: the same steps as the `loop` engine makes, to the sample, written by hand: what an engine costs beside them;
 - products: the matrix products of the round alone, a process a core (MLPs only): what no engine can undercut;
+- pool+vmapped: our engine of that name, beside `--engine flower`;
 - pfl: pfl-research with one process, and ("pfl-2") with two; flower: its simulation, one core a client.
 
 The last two need packages (benchmarks/requirements-throughput.txt), which may have an environment of their own. All but
@@ -19,6 +20,7 @@ import contextlib
 import datetime
 import json
 import math
+import re
 import statistics
 import subprocess
 import sys
@@ -30,6 +32,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from host import about
+from throughput_nodes import NAME, known
 from throughput_peak import peak
 from throughput_peer import Peer
 from throughput_products import Products
@@ -43,7 +46,9 @@ from cfl.assembly import resolve as configuration
 from cfl.core import machine, rng
 from cfl.runtime.builder import build_session
 
-AGAINST = {name: (name,) for name in ("plain", "hand", "products", "flower")} | {"pfl": ("pfl", "pfl-2")}
+AGAINST = {name: (name,) for name in ("plain", "hand", "products", "pool+vmapped", "flower")} | {
+    "pfl": ("pfl", "pfl-2")
+}
 PACKAGES = {"pfl": "pfl", "pfl-2": "pfl", "flower": "flwr"}
 SAME = 0.1  # batches are drawn differently, so the weights move a little differently
 
@@ -54,23 +59,22 @@ Rounds = Callable[[int], float]
 class Ours:
     """The first round of a run, through the engine."""
 
-    def __init__(self, work: Workload, engine: str, device: str) -> None:
+    def __init__(self, work: Workload, engine: str, device: str, block: int | None = None) -> None:
         config = configuration.load(
             {
-                "benchmark": work.name,
+                "benchmark": NAME,
                 "engine": engine,
+                "block": block,
                 "device": device,
                 "rounds": 1,
                 "cohort": work.clients,
                 "partition": {"name": "iid", "clients": work.clients},
                 "local": {"batch_size": work.batch, "lr": work.lr},
-                "model": {"name": work.model, "norm_stats": "batch", **work.options},
+                "model": {"name": NAME, "norm_stats": "batch"},
             }
         )
-        x, y = work.data()
-        stream = streams.from_tensors([(x, y, x[:1], y[:1])], name=work.name)
         machine.keep_memory()  # as cfl-run does
-        self.session = build_session(config, stream, members.build(config), work.module())
+        self.session = build_session(config, streams.build(NAME), members.build(config))
         self.prepared = self.session.prepare(0)
 
     def round(self) -> dict[str, Tensor]:
@@ -174,6 +178,7 @@ def measure(
     device: str = "cpu",
     pythons: Mapping[str, str] | None = None,
     burst: float = 0.5,
+    block: int | None = None,
 ) -> dict[str, Any]:
     """A row of the table. best: the machine's peak in GFLOP/s; pythons: interpreter of a package, if not this one.
 
@@ -182,7 +187,8 @@ def measure(
     """
     notes: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
-        ours = Ours(work, engine, device)
+        stack.enter_context(known(work))
+        ours = Ours(work, engine, device, block)
         stack.callback(ours.session.close)
         distance = size(ours.round())
         contenders: dict[str, Rounds] = {"ours": timed(ours.round, device)}
@@ -204,7 +210,12 @@ def measure(
                 contenders[name] = lambda rounds, peer=peer: peer.ask(str(rounds))["seconds"]
                 other, notes[name] = peer.first["moved"], f"version {peer.first['version']}"
             else:
-                own = Plain(work, device) if name == "plain" else Hand(work, ours)
+                own: Ours | Plain | Hand
+                if name == "pool+vmapped":
+                    own = Ours(work, name, device, block)
+                    stack.callback(own.session.close)
+                else:
+                    own = Plain(work, device) if name == "plain" else Hand(work, ours)
                 contenders[name], other = timed(own.round, device), size(own.round())
             if not abs(other - distance) <= SAME * distance:
                 raise RuntimeError(f"{work.name}: {name} moves the weights by {other}, ours by {distance}")
@@ -218,10 +229,7 @@ def measure(
         choice = ours.choice
     median = {name: statistics.median(samples) for name, samples in seconds.items()}
     gflops = work.flops() / 1e9 / median["ours"]
-    ratios = {
-        f"ratio_vs_{name.replace('-', '_')}": median[name] / median["ours"] if name in median else None
-        for name in against
-    }
+    ratios = {ratio(name): median[name] / median["ours"] if name in median else None for name in against}
     return {
         "workload": work.name,
         **choice,
@@ -233,6 +241,11 @@ def measure(
         "rounds_per_sample": rounds,
         "seconds": seconds,
     }
+
+
+def ratio(name: str) -> str:
+    """The field of an alternative's seconds over ours."""
+    return f"ratio_vs_{re.sub('[-+]', '_', name)}"
 
 
 def installed(package: str, python: str) -> bool:
@@ -254,7 +267,7 @@ def table(rows: Sequence[Mapping[str, Any]], against: Sequence[str]) -> Iterator
     yield f"{titles[0]:<16}{titles[1]:>22}" + "".join(f"{title:>12}" for title in titles[2:])
     for row in rows:
         extra = [f"{short}{row[name]}" for short, name in (("x", "workers"), ("/", "block")) if row.get(name)]
-        found = [row[f"ratio_vs_{name.replace('-', '_')}"] for name in against]
+        found = [row[ratio(name)] for name in against]
         cells = [
             f"{row['steps_per_second']:.0f}",
             f"{row['gflops']:.1f}",
@@ -274,6 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="NAME")
     parser.add_argument("--against", default="plain", help=f"alternatives, of {', '.join(AGAINST)}, joined by commas")
     parser.add_argument("--engine", default="auto", help="engine of ours, as in the configuration")
+    parser.add_argument("--block", type=int, help="clients in a block of ours (default: timed)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--runs", type=int, default=5, help="alternating runs")
     parser.add_argument("--python-pfl", default=sys.executable, help="interpreter that has pfl")
@@ -303,6 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             runs=options.runs,
             best=best["gflops"],
             device=options.device,
+            block=options.block,
             pythons={"pfl": options.python_pfl, "flwr": options.python_flower},
         )
         found["workloads"].append({**row, "peak": best})

@@ -71,7 +71,8 @@ def test_all_make_the_same_step(tp, work):
     module, (x, y) = work.module(), work.data()
     torch.nn.functional.cross_entropy(module(x), y).backward()
     expected = {name: work.lr * leaf.grad for name, leaf in module.named_parameters()}
-    ours = tp.Ours(work, "loop", "cpu")
+    with tp.known(work):
+        ours = tp.Ours(work, "loop", "cpu")
     for found in (ours.round(), tp.Plain(work, "cpu").round(), tp.Hand(work, ours).round()):
         assert found.keys() == expected.keys()
         for name, leaf in expected.items():
@@ -83,8 +84,10 @@ def test_the_hand_written_loop_takes_the_engines_own_batches(tp, scripts, model)
     """Several steps in the engine's order, a partial batch among them: the same weights, but for rounding."""
     net = {"width": 4, "norm": True}, (3, 20, 20)
     options, shape = net if model == "resnet18" else ({"hidden": [16]}, (8,))
-    ours = tp.Ours(workload(scripts, batch=8, shape=shape, model=model, options=options), "loop", "cpu")
-    hand = tp.Hand(workload(scripts, batch=8, shape=shape, model=model, options=options), ours)
+    work = workload(scripts, batch=8, shape=shape, model=model, options=options)
+    with tp.known(work):
+        ours = tp.Ours(work, "loop", "cpu")
+    hand = tp.Hand(work, ours)
     expected = ours.round()
     scale = max(float(leaf.abs().max()) for leaf in expected.values())
     for name, leaf in hand.round().items():
