@@ -31,7 +31,7 @@ def serve(address: str | Path, options: Mapping[str, str], ended: Callable[[], A
             if (run, node) not in contexts:
                 contexts[run, node] = Context(run, node, dict(options), RecordDict(), {})
             send(self.wfile, {}, apps.answer(head["action"], Path(head["config"]), records, contexts[run, node]))
-            print(f"answered {head['action']} in {time.monotonic() - start:.1f} s", flush=True)
+            print(f"answered {head['action']} in {time.monotonic() - start:.2f} s", flush=True)
 
     with socketserver.UnixStreamServer(str(address), Handler) as server:
         os.chmod(address, 0o600)

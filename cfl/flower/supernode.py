@@ -61,7 +61,7 @@ def join(
 def _security(certificate: Path | None, key: Path | None) -> list[str]:
     """Options of the SuperNode for TLS and the node's key. Raises ConfigError for files that do not serve."""
     if key is not None and not key.exists():
-        raise ConfigError(f"there is no private key '{key}'; make one with: ssh-keygen -t ecdsa -b 384 -m PEM -f {key}")
+        raise ConfigError(f"there is no private key '{key}'; make one with: ssh-keygen -t ecdsa -b 384 -f {key}")
     if certificate is None and key is not None:
         raise ConfigError("nodes sign with their keys over TLS only; give --certificate, too")
     if certificate is None:
