@@ -10,10 +10,7 @@ Inputs are random.
 """
 
 import argparse
-import datetime
-import json
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -23,7 +20,7 @@ from typing import Any, Self
 from unittest import mock
 
 import torch
-from host import about
+from host import store
 
 from cfl import streams
 from cfl.assembly import methods
@@ -169,15 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for mode, row in rows[-1]["modes"].items():
                 cells = "  ".join(f"{row[name]:18,.{0 if name.endswith('bytes') else 4}f}" for name in COLUMNS)
                 print(f"{method:12}  {cohort:6}  {mode:7} {cells}", flush=True)
-    if options.json:
-        found = {
-            "command": " ".join(["python", *sys.argv]),
-            "date": datetime.date.today().isoformat(),
-            "machine": about("torch"),
-            "rows": rows,
-        }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+    store(options.json, {"rows": rows}, "torch")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ those that the slowest node spends with its answers. The rest is Flower's: its p
 """
 
 import argparse
-import datetime
 import json
 import re
 import socket
@@ -19,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from host import about
+from host import store
 
 COMMAND = Path(sys.executable).with_name("cfl-run")
 RUN = ("permuted-digits", "--method", "fot", "--quiet", "--no-plot")
@@ -85,10 +84,7 @@ def main() -> None:
         flower = 1 - row["seconds_of_answers"] / row["seconds"]
         cells = "".join(f"{row[name]:>10.2f}" for name in ("seconds", "seconds_alone", "seconds_of_answers"))
         print(f"{secagg:<8}{row['messages']:>10}{cells}{flower:>10.0%}", flush=True)
-    if options.json:
-        head = {"command": " ".join(["python", *sys.argv]), "date": datetime.date.today().isoformat()}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({**head, "machine": about("torch"), "rows": rows}, indent=2) + "\n")
+    store(options.json, {"rows": rows}, "torch", "flwr")
 
 
 if __name__ == "__main__":

@@ -9,10 +9,7 @@ median over the repeats of seconds with `functional_call` over seconds with `Mod
 """
 
 import argparse
-import datetime
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from host import about
+from host import store
 from throughput_work import WORKLOADS, Workload
 from torch import Tensor
 
@@ -80,15 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"ratio {row['ratio']:.3f}",
             flush=True,
         )
-    if options.json:
-        figures = {
-            "command": " ".join(["python", *sys.argv]),
-            "date": datetime.date.today().isoformat(),
-            "machine": about("torch"),
-            "workloads": found,
-        }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    store(options.json, {"workloads": found}, "torch")
 
 
 if __name__ == "__main__":

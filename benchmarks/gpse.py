@@ -15,8 +15,6 @@ Data are random. Two forms alternate, medians are compared, and one thread compu
 """
 
 import argparse
-import datetime
-import json
 import statistics
 import subprocess
 import sys
@@ -26,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from host import about
+from host import store
 from torch.utils.flop_counter import FlopCounterMode
 
 import cfl
@@ -285,17 +283,10 @@ def main() -> None:
     if options.memory_of:
         print(added_memory(options.memory_of))
         return
-    found = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.date.today().isoformat(),
-        "machine": about("torch"),
-        "torch_threads": torch.get_num_threads(),
-    }
+    found: dict[str, Any] = {"torch_threads": torch.get_num_threads()}
     for part in options.parts:
         found[part] = parts[part](options.repeats)
-        if options.json:  # after each part, so that what is measured is kept
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(found, indent=2) + "\n")
+        store(options.json, found, "torch")  # after each part, so that what is measured is kept
 
 
 if __name__ == "__main__":

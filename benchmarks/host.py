@@ -1,9 +1,23 @@
-"""The machine that figures are of, as every script here stores it beside them."""
+"""The machine that figures are of, and how the scripts here store figures."""
 
+import datetime
+import json
 import os
 import platform
+import sys
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+
+def store(path: Path | None, figures: Mapping[str, Any], *packages: str) -> None:
+    """Write figures as JSON, with the command, the date and the machine. path: None for not at all."""
+    if path is None:
+        return
+    made = {"command": " ".join(["python", *sys.argv]), "date": datetime.date.today().isoformat()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**made, "machine": about(*packages), **figures}, indent=2) + "\n")
 
 
 def about(*packages: str) -> dict[str, str | int | None]:

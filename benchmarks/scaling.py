@@ -9,7 +9,6 @@ after each task, clients and server apart.
 """
 
 import argparse
-import datetime
 import json
 import resource
 import statistics
@@ -20,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from host import about
+from host import store
 
 COHORTS = (8, 16, 32, 64, 128, 256)
 POPULATIONS = (100, 1_000, 10_000, 100_000, 1_000_000)
@@ -227,15 +226,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.point:
         print(json.dumps(point(**json.loads(options.point))))
         return
-    found = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.date.today().isoformat(),
-        "machine": about("torch"),
-        **curves(options.engine, options.cohorts, options.populations, options.tasks, options.rounds),
-    }
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+    found = curves(options.engine, options.cohorts, options.populations, options.tasks, options.rounds)
+    store(options.json, found, "torch")
     if options.plot:
         draw(found, options.plot)
 

@@ -8,10 +8,7 @@ the seconds of all are scaled from theirs (column "clients_timed"). Bytes are ov
 """
 
 import argparse
-import datetime
-import json
 import math
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -21,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from host import about
+from host import store
 
 from cfl.aggregation import mask_graph, secagg
 from cfl.aggregation.secagg import Client
@@ -168,16 +165,11 @@ def main() -> None:
     print("The sparse graph")
     show(rows, COLUMNS)
     found = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.date.today().isoformat(),
-        "machine": about("cryptography", "pycryptodome", "numpy"),
         "torch_threads": torch.get_num_threads(),
         "rows": rows,
         "comparison": compare(),
     }
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+    store(options.json, found, "cryptography", "pycryptodome", "numpy")
 
 
 if __name__ == "__main__":

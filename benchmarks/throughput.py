@@ -17,8 +17,6 @@ the products must move the weights as far as ours does, or the comparison stops:
 
 import argparse
 import contextlib
-import datetime
-import json
 import math
 import re
 import statistics
@@ -31,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from host import about
+from host import store
 from throughput_nodes import NAME, known
 from throughput_peak import peak
 from throughput_peer import Peer
@@ -300,9 +298,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     against = [each for name in asked for each in AGAINST[name]]
     torch.set_num_threads(1)
     found: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.date.today().isoformat(),
-        "machine": about("torch"),
         "gpu": None if options.device == "cpu" else torch.cuda.get_device_name(options.device),
         "workloads": [],
     }
@@ -322,9 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         found["workloads"].append({**row, "peak": best})
         print("\n".join(list(table([row], against))[bool(found["workloads"][1:]) :]), flush=True)
-        if options.json:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(found, indent=2) + "\n")
+        store(options.json, found, "torch")
 
 
 if __name__ == "__main__":

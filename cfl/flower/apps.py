@@ -6,14 +6,13 @@ import time
 from functools import cache, partial
 from pathlib import Path
 
-import torch
 from flwr.app import Context, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
 from cfl.assembly import methods, resolve
 from cfl.config.overrides import read_yaml
 from cfl.config.schema import RunConfig
-from cfl.core import ConfigError, machine
+from cfl.core import ConfigError
 from cfl.engines.loop import LoopEngine
 from cfl.flower import link, node, own_data
 from cfl.flower.deployment import DeploymentEngine, MemberPopulation, RemoteRounds
@@ -27,6 +26,7 @@ from cfl.runtime.sinks import console_sink
 
 STREAM = "stream.json"  # file beside config.yaml: the tasks of the run, for nodes with data of their own
 LOOK = 1.0  # seconds between looks for new nodes, before the run begins
+PATIENCE = 0.2  # seconds between looks for answers, each a call over the network
 
 
 def server(config: Path) -> ServerApp:
@@ -57,10 +57,10 @@ def serve(config: Path, grid: link.Grid, output: Path, data_root: Path | None = 
     stream = stream_of(settings, data_root, False, public=methods.need_public(strategies))
     sink = console_sink(quiet=False)
     fingerprint = build_session(settings, stream, strategies).recorder.fingerprint
-    members = Members(link.Link(grid, settings.flower.deadline), fingerprint, hash_of(settings), sink.note)
+    members = Members(link.Link(grid, settings.flower.deadline, PATIENCE), fingerprint, hash_of(settings), sink.note)
     await_members(members, wait_for or settings.partition.clients)
     resume = (output / "config.yaml").exists()
-    return carry_out(settings, stream, strategies, None, output, resume, sink, data_root, place=place(members))
+    return carry_out(settings, stream, strategies, None, output, resume, sink, data_root, place=place_of(members))
 
 
 def answer(action: str, config: Path, records: RecordDict, context: Context) -> RecordDict:
@@ -87,7 +87,7 @@ def loaded(config: Path) -> RunConfig:
     return settings
 
 
-def place(members: Members) -> Place:
+def place_of(members: Members) -> Place:
     """Return the place of a run whose clients are those of nodes."""
 
     def engine(parts: EngineParts) -> DeploymentEngine:
@@ -132,10 +132,13 @@ def await_members(members: Members, clients: int) -> None:
 def numbers(text: str) -> tuple[int, ...]:
     """Return the numbers of a text such as "0-3,7". Raises ConfigError for another text."""
     try:
-        ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
-        return tuple(sorted({number for first, *last in ends for number in range(first, (last or [first])[0] + 1)}))
+        ends = [[int(end) for end in part.split("-", 1)] for part in text.split(",")]
+        found = [range(pair[0], pair[-1] + 1) for pair in ends]
     except ValueError:
-        raise ConfigError(f"clients must be numbers such as 0-3,7, not '{text}'") from None
+        found = []
+    if not all(found) or not found:
+        raise ConfigError(f"clients must be numbers such as 0-3,7, not '{text}'")
+    return tuple(sorted({number for part in found for number in part}))
 
 
 def _node(config: Path, context: Context) -> HomeNode:
@@ -155,24 +158,16 @@ def _built(
     config: Path, clients: tuple[int, ...], folder: Path, name: str, data: str, data_root: Path | None
 ) -> HomeNode:
     settings = loaded(config)
-    torch.set_num_threads(settings.threads)
-    machine.keep_memory()
-    strategies = methods.build(settings)
     if data and len(clients) != 1:
         raise ConfigError(f"a node with data of its own has one client, not {len(clients)}; start a node for each")
     if data:
         stream = own_data.read(data, config.with_name(STREAM).read_text(encoding="utf-8"), data_root)
-        session = build_session(settings, stream, strategies, place=Place(
-            population=partial(own_data.OwnPopulation, client=clients[0])
-        ))  # fmt: skip
+        place = Place(population=partial(own_data.OwnPopulation, client=clients[0]))
+        made = node.built(settings, data_root, stream, place)
     else:
-        stream = stream_of(settings, data_root, False, public=methods.need_public(strategies))
-        session = build_session(settings, stream, strategies)
-    assert isinstance(session.engine, LoopEngine)
-    return HomeNode(
-        session.engine, session.rounds, session.recorder.fingerprint, folder,
-        name=name, clients=clients, options=hash_of(settings), own_data=bool(data),
-    )  # fmt: skip
+        made = node.built(settings, data_root)
+    options = hash_of(settings)
+    return HomeNode(*made, folder, name=name, clients=clients, options=options, own_data=bool(data))
 
 
 def _folder(given: object) -> Path | None:

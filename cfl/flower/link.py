@@ -17,7 +17,6 @@ from cfl.flower.trees import Broadcast
 SHARED = "shared"  # entry of a request: the names of the broadcast
 TREES, MISSING, FAULT = "trees", "missing", "fault"  # further records of a message
 LATE = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)  # Flower's, after the deadline
-PATIENCE = 0.02  # seconds between looks for answers
 
 
 class Grid(Protocol):
@@ -44,10 +43,11 @@ class Answer:
 
 @dataclass
 class Link:
-    """Requests over a grid. deadline: seconds for the answers to a request."""
+    """Requests over a grid. deadline: seconds for the answers to a request; patience: between looks for answers."""
 
     grid: Grid
     deadline: float
+    patience: float = 0.02
     _bytes: Counter[str] = field(default_factory=Counter)
     _held: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))  # by node, hashes of its trees
 
@@ -92,7 +92,7 @@ class Link:
                 found[asked[reply.metadata.reply_to_message_id]] = reply
                 self._bytes["wire_bytes_up"] += wire.size(reply.content) if reply.has_content() else 0
             if waiting:
-                time.sleep(PATIENCE)
+                time.sleep(self.patience)
         return found
 
     def _answer(self, reply: Message | None) -> Answer:

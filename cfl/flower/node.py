@@ -5,10 +5,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from cfl.assembly import methods
+from cfl.config.schema import RunConfig
 from cfl.contract import RoundInputs
+from cfl.core import machine
 from cfl.core.version import __version__
 from cfl.engines import parts
 from cfl.engines.loop import LoopEngine
@@ -16,8 +20,11 @@ from cfl.flower import link, wire
 from cfl.flower.forward import ACTIONS
 from cfl.flower.messages import rebuilt
 from cfl.flower.trees import Missing, TreeFolder
+from cfl.runtime.builder import HERE, Place, build_session
 from cfl.runtime.fingerprint import Fingerprint
 from cfl.runtime.rounds import Rounds
+from cfl.runtime.runner import stream_of
+from cfl.streams import Stream
 
 
 class Node:
@@ -41,6 +48,19 @@ class Node:
             inputs = RoundInputs(info, shared, clients, states)
             found.append(parts.compute(self.engine, inputs, request["observed"]))
         return found
+
+
+def built(
+    config: RunConfig, data_root: Path | None, stream: Stream | None = None, place: Place = HERE
+) -> tuple[LoopEngine, Rounds, Fingerprint]:
+    """Build the part of a run that a node needs, for a process of its own. stream: in place of the run's benchmark."""
+    torch.set_num_threads(config.threads)
+    machine.keep_memory()
+    members = methods.build(config)
+    stream = stream or stream_of(config, data_root, False, public=methods.need_public(members))
+    session = build_session(config, stream, members, place=place)
+    assert isinstance(session.engine, LoopEngine)
+    return session.engine, session.rounds, session.recorder.fingerprint
 
 
 def answer(node: Callable[[], Node], action: str, records: RecordDict, context: Context) -> RecordDict:

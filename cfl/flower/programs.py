@@ -12,7 +12,11 @@ from cryptography import x509
 
 from cfl.core import ConfigError
 
-QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}  # variables of Flower's programs
+VARIABLES = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # seconds, of 1 by default, until the answer to a message is begun
+}
 
 
 def program(name: str) -> str:
@@ -24,7 +28,7 @@ def program(name: str) -> str:
 def environment(home: Path) -> dict[str, str]:
     """The environment of Flower's programs, which find each other by the PATH. home: for their files."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    return {**QUIET, **os.environ, "FLWR_HOME": str(home.absolute()), "PATH": path}
+    return {**VARIABLES, **os.environ, "FLWR_HOME": str(home.absolute()), "PATH": path}
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -13,13 +13,12 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
-import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
-from cfl.assembly import methods, resolve
+from cfl.assembly import resolve
 from cfl.core import UpdateError, machine
 from cfl.core.errors import reason
 from cfl.core.plugins import engines
@@ -29,9 +28,8 @@ from cfl.engines.vmapped import VmappedEngine
 from cfl.flower.engine import SimulationEngine
 from cfl.flower.in_process import InProcessGrid
 from cfl.flower.link import Link
-from cfl.flower.node import Node, client_app
-from cfl.runtime.builder import EngineParts, build_session
-from cfl.runtime.runner import stream_of
+from cfl.flower.node import Node, built, client_app
+from cfl.runtime.builder import EngineParts
 
 IN_PROCESS = "in-process"
 
@@ -147,11 +145,4 @@ def _known(node: Node) -> Node:
 @lru_cache(maxsize=1)
 def _rebuilt(options: str, data_root: str | None, folder: str) -> Node:
     """The node of a process of the simulation, which any of the virtual nodes uses."""
-    config = resolve.load(json.loads(options))
-    torch.set_num_threads(config.threads)
-    machine.keep_memory()
-    members = methods.build(config)
-    stream = stream_of(config, Path(data_root) if data_root else None, False, public=methods.need_public(members))
-    session = build_session(config, stream, members)
-    assert isinstance(session.engine, LoopEngine)
-    return Node(session.engine, session.rounds, session.recorder.fingerprint, Path(folder))
+    return Node(*built(resolve.load(json.loads(options)), Path(data_root) if data_root else None), Path(folder))

@@ -123,7 +123,7 @@ def test_what_cannot_run_on_nodes_is_refused(tmp_path, options, message):
         written(tmp_path, *options, method="fedavg")
 
 
-@pytest.mark.parametrize("text", ["", "a", "1-", "3:4"])
+@pytest.mark.parametrize("text", ["", "a", "1-", "3:4", "5-2", "0-1-2"])
 def test_clients_that_are_no_numbers_are_refused(text):
     with pytest.raises(ConfigError, match="clients must be numbers such as 0-3,7"):
         apps.numbers(text)

@@ -6,7 +6,7 @@ from flwr.server.superlink.linkstate.utils import NODE_UNAVAILABLE_ERROR_REASON
 
 from cfl.core import ConfigError, HookError, RoundAborted
 from cfl.flower import link, wire
-from cfl.flower.link import PATIENCE, Link
+from cfl.flower.link import Link
 from cfl.flower.node import client_app
 from tests.flower.federation import Clock, Network, answer, asked, raw, unavailable
 
@@ -54,7 +54,7 @@ def test_a_node_that_never_answers_is_at_fault_after_the_deadline(clock):
     found = ask(linked(node1=lambda message: None))
     assert found[1] == link.Answer(fault="it did not answer within 5 seconds")
     assert (found[2].value, found[3].value) == (40, 60)
-    assert DEADLINE <= clock.now < DEADLINE + 2 * PATIENCE
+    assert DEADLINE <= clock.now < DEADLINE + 2 * Link.patience
 
 
 def test_nodes_that_answer_are_not_waited_for_longer(clock):
@@ -70,7 +70,7 @@ def test_nodes_that_answer_are_not_waited_for_longer(clock):
 
     line = linked(Slow())
     assert [found.value for found in ask(line).values()] == [40, 20, 60]
-    assert 1 <= clock.now < 1 + 2 * PATIENCE
+    assert 1 <= clock.now < 1 + 2 * Link.patience
 
 
 def test_a_late_answer_is_not_taken_for_the_next():

@@ -6,7 +6,7 @@ import pytest
 
 import cfl
 from cfl.flower import project
-from cfl.flower.programs import QUIET
+from cfl.flower.programs import VARIABLES
 from tests.flower.terminals import Machines
 
 SMALL = ("tasks=2", "rounds=1", "partition.clients=4", "cohort=4", "secagg=full", "engine=loop", "seed=1")
@@ -61,7 +61,7 @@ def test_flower_runs_the_project_in_a_simulation(machines):
     )
     nodes = "num-supernodes=2 client-resources-num-cpus=1"
     command = ("flwr", "run", "project", "--stream", "--federation-config", nodes)
-    ran = machines.run("flower", *command, FLWR_HOME=str(machines.folder / "home"), **QUIET)
+    ran = machines.run("flower", *command, FLWR_HOME=str(machines.folder / "home"), **VARIABLES)
     assert ran.ends() == 0, ran.said
     found, expected = machines.metrics(), cfl.run(config).metrics
     assert found["accuracy_matrix"] == expected["accuracy_matrix"], ran.said
