@@ -380,6 +380,23 @@ def test_figures_of_the_speed_page_are_the_stored_ones():
     assert f"adds {first} MiB to a client's peak with 100 samples, {second} with 1,600 and {last} with 6,400" in text
 
 
+def test_figures_of_flower_on_the_speed_page_are_the_stored_ones():
+    page, results = ROOT / "docs/speed.md", ROOT / "benchmarks/results"
+    found = json.loads((results / "throughput/flower.json").read_text())
+    (row,) = found["workloads"]
+    ratios = [f"{row[f'ratio_vs_{name}']:.2f}" for name in ("flower", "pool_vmapped")]
+    seconds = f"{median(row['seconds']['ours']):.2f}"
+    assert rows(page, after="python benchmarks/throughput.py --workload") == [
+        [f"`{row['workload']}`", seconds, *ratios]
+    ]
+    found = json.loads((results / "deployment/deployment.json").read_text())
+    expected = []
+    for row in found["rows"]:
+        spent = [f"{row[name]:.2f}" for name in ("seconds_of_answers", "seconds_alone")]
+        expected.append([f"`{row['secagg']}`", str(row["messages"]), f"{row['seconds']:.1f}", *spent])
+    assert rows(page, after="python benchmarks/deployment.py") == expected
+
+
 def test_the_growth_on_the_speed_page_is_the_stored_one():
     stored = json.loads((ROOT / "benchmarks/results/scaling/scaling.json").read_text())["population"]
     expected = [

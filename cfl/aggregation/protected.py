@@ -180,8 +180,11 @@ class ProtectedSum(UploadSum):
         if len(part["_vector"]):
             self._add_vector(part["_vector"])
         for client, integers in part["_integers"].items():
-            assert self._secure is not None
-            self._secure.add(client, integers)
+            if self._opened:
+                assert self._secure is not None
+                self._secure.add(client, integers)
+            else:
+                self._integers[client] = integers.copy()  # as a part has no lasting memory
 
     def close(self) -> TreesByOwner:
         if self._lowest < 0:

@@ -8,11 +8,11 @@ from typing import Any
 from cfl.aggregation.plain import UploadSum
 from cfl.contract import RoundInputs
 from cfl.core import Tree, tree
-from cfl.engines.base import Collected, Observe
+from cfl.engines.base import Collected, Engine, Observe
 from cfl.engines.loop import LoopEngine
 
 
-def compute(engine: LoopEngine, inputs: RoundInputs, observed: bool) -> dict[str, Any]:
+def compute(engine: Engine, inputs: RoundInputs, observed: bool) -> dict[str, Any]:
     """Return the result of the clients of `inputs`: plain data and tensors. observed: include the local models.
 
     In the new states, None stands for a leaf that has not changed.

@@ -1,9 +1,10 @@
 """The ServerApp of a project, and what its nodes answer; `forward.py` is its ClientApp."""
 
+import os
+import secrets
 import sys
-import tempfile
 import time
-from functools import cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 from flwr.app import Context, RecordDict
@@ -13,13 +14,16 @@ from cfl.assembly import methods, resolve
 from cfl.config.overrides import read_yaml
 from cfl.config.schema import RunConfig
 from cfl.core import ConfigError
-from cfl.engines.loop import LoopEngine
+from cfl.engines import Engine
+from cfl.engines.choose import undecided
 from cfl.flower import link, node, own_data
 from cfl.flower.deployment import DeploymentEngine, MemberPopulation, RemoteRounds
 from cfl.flower.home import HomeNode
 from cfl.flower.members import Members
 from cfl.runtime import checkpoint
 from cfl.runtime.builder import EngineParts, Place, build_session
+from cfl.runtime.fingerprint import Fingerprint, decisive
+from cfl.runtime.rounds import Rounds
 from cfl.runtime.runner import carry_out, stream_of
 from cfl.runtime.session import Result
 from cfl.runtime.sinks import console_sink
@@ -40,7 +44,7 @@ def server(config: Path) -> ServerApp:
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         given = {name: str(value) for name, value in context.run_config.items()}
-        serve(config, Joined(grid), Path(given["output"]), _folder(given["data-root"]), int(given["wait-for"]))
+        serve(config, BorrowedGrid(grid), Path(given["output"]), _folder(given["data-root"]), int(given["wait-for"]))
 
     return app
 
@@ -51,8 +55,7 @@ def serve(config: Path, grid: link.Grid, output: Path, data_root: Path | None = 
     A run that `output` holds already is continued.
     """
     settings = loaded(config)
-    if wait_for and settings.dp.level == "client" and settings.dp.amplify:
-        raise ConfigError("dp.amplify counts on a population that is known; wait for all clients, or set it to false")
+    check(settings, wait_for)
     strategies = methods.build(settings)
     stream = stream_of(settings, data_root, False, public=methods.need_public(strategies))
     sink = console_sink(quiet=False)
@@ -60,7 +63,8 @@ def serve(config: Path, grid: link.Grid, output: Path, data_root: Path | None = 
     members = Members(link.Link(grid, settings.flower.deadline, PATIENCE), fingerprint, hash_of(settings), sink.note)
     await_members(members, wait_for or settings.partition.clients)
     resume = (output / "config.yaml").exists()
-    return carry_out(settings, stream, strategies, None, output, resume, sink, data_root, place=place_of(members))
+    place = place_of(members, run_id(output))
+    return carry_out(settings, stream, strategies, None, output, resume, sink, data_root, place=place)
 
 
 def answer(action: str, config: Path, records: RecordDict, context: Context) -> RecordDict:
@@ -76,37 +80,55 @@ def answer(action: str, config: Path, records: RecordDict, context: Context) -> 
 def loaded(config: Path) -> RunConfig:
     """Load a resolved configuration and check that it can run on nodes. Raises ConfigError."""
     settings = resolve.load(read_yaml(config))
-    if settings.engine in ("auto", "flower"):
-        raise ConfigError(f"engine={settings.engine} does not name an engine for the nodes; use loop, vmapped or pool")
+    check(settings)
+    return settings
+
+
+def check(settings: RunConfig, wait_for: int = 0) -> None:
+    """Raise ConfigError if a configuration cannot run on nodes. wait_for: clients before the first round, 0 for all."""
+    if settings.engine == "flower" or undecided(settings.engine, settings.block):
+        engine = f"engine={settings.engine} without a block" if settings.engine == "vmapped" else settings.engine
+        raise ConfigError(f"{engine} does not name an engine for the nodes; use loop, pool, or vmapped with a block")
     if settings.secagg == "sum":
         raise ConfigError("secagg=sum only simulates secure aggregation; use full or none")
     if settings.eval_local:
         raise ConfigError("local models stay on their nodes; set eval_local=0")
     if settings.dp.level != "none" and settings.dp.noise_seed != "system":
         raise ConfigError("the server knows the run's seed, and so the nodes' noise; set dp.noise_seed=system")
-    return settings
+    if wait_for > settings.partition.clients:
+        raise ConfigError(f"the run has {settings.partition.clients} clients, so {wait_for} cannot be waited for")
+    if wait_for and settings.dp.level == "client" and settings.dp.amplify:
+        raise ConfigError("dp.amplify counts on a population that is known; wait for all clients, or set it to false")
 
 
-def place_of(members: Members) -> Place:
-    """Return the place of a run whose clients are those of nodes."""
+def place_of(members: Members, run: str) -> Place:
+    """Return the place of a run whose clients are those of nodes. run: its id."""
 
     def engine(parts: EngineParts) -> DeploymentEngine:
         folder = parts.checkpoints
-        assert isinstance(parts.inner, LoopEngine)
         return DeploymentEngine(
             parts.inner, parts.rounds, members, parts.multiplier,
-            oldest=lambda: checkpoint.oldest(folder) if folder else sys.maxsize,
+            oldest=lambda: checkpoint.oldest(folder) if folder else sys.maxsize, run=run,
         )  # fmt: skip
 
-    return Place(RemoteRounds, partial(MemberPopulation, members=members), engine)
+    return Place(RemoteRounds, partial(MemberPopulation, members=members), engine, "on nodes")
+
+
+def run_id(output: Path) -> str:
+    """Return the id of the run in a folder, 32 hex digits; a run that begins gets a new one."""
+    path = output / "run-id"
+    if not (output / "config.yaml").exists() or not path.exists():
+        output.mkdir(parents=True, exist_ok=True)
+        path.write_text(secrets.token_hex(16))
+    return path.read_text()
 
 
 def hash_of(config: RunConfig) -> str:
-    """Hash a resolved configuration."""
-    return checkpoint.fingerprint(resolve.dump(config))
+    """Hash what decides the results of a resolved configuration."""
+    return checkpoint.fingerprint(decisive(resolve.dump(config)))
 
 
-class Joined:
+class BorrowedGrid:
     """A grid that belongs to Flower, which ends it."""
 
     def __init__(self, grid: Grid) -> None:
@@ -146,28 +168,32 @@ def _node(config: Path, context: Context) -> HomeNode:
     if "clients" in given:
         clients, folder = numbers(str(given["clients"])), str(given["folder"])
         name = str(given.get("name", folder))
+    elif "partition-id" not in given:
+        raise ConfigError("Flower has no clients for this node; start it with cfl-run join, or give --node-config "
+                          "'clients=\"0-2\" folder=\"FOLDER\"'")  # fmt: skip
     else:
         number, count = int(given["partition-id"]), int(given["num-partitions"])
         clients, name = tuple(range(loaded(config).partition.clients)[number::count]), f"partition {number}"
-        folder = str(Path(tempfile.gettempdir(), f"cfl-run-{context.run_id}", str(number)))
-    return _built(config, clients, Path(folder), name, str(given.get("data", "")), _folder(given.get("data-root")))
-
-
-@cache
-def _built(
-    config: Path, clients: tuple[int, ...], folder: Path, name: str, data: str, data_root: Path | None
-) -> HomeNode:
-    settings = loaded(config)
+        folder = str(Path(os.environ.get("FLWR_HOME", Path.home() / ".flwr"), "cfl-nodes", str(number)))
+    data, data_root = str(given.get("data", "")), _folder(given.get("data-root"))
     if data and len(clients) != 1:
         raise ConfigError(f"a node with data of its own has one client, not {len(clients)}; start a node for each")
-    if data:
-        stream = own_data.read(data, config.with_name(STREAM).read_text(encoding="utf-8"), data_root)
-        place = Place(population=partial(own_data.OwnPopulation, client=clients[0]))
-        made = node.built(settings, data_root, stream, place)
-    else:
-        made = node.built(settings, data_root)
+    settings, made = _built(config, data, clients[0] if data else None, data_root)
     options = hash_of(settings)
-    return HomeNode(*made, folder, name=name, clients=clients, options=options, own_data=bool(data))
+    return HomeNode(*made, Path(folder), name=name, clients=clients, options=options, own_data=bool(data))
+
+
+@lru_cache(maxsize=1)  # a node has one run at a time; the virtual nodes of a process share theirs
+def _built(
+    config: Path, data: str, client: int | None, data_root: Path | None
+) -> tuple[RunConfig, tuple[Engine, Rounds, Fingerprint]]:
+    """Build a run on a node. client: the owner of `data`, None for parts of the benchmark."""
+    settings = loaded(config)
+    if client is None:
+        return settings, node.built(settings, data_root)
+    stream = own_data.read(data, config.with_name(STREAM).read_text(encoding="utf-8"), data_root)
+    place = Place(population=partial(own_data.OwnPopulation, client=client))
+    return settings, node.built(settings, data_root, stream, place)
 
 
 def _folder(given: object) -> Path | None:

@@ -9,7 +9,7 @@ from cfl.contract.composed import STRATEGY
 from cfl.core import CheckpointError, Tree, files
 from cfl.runtime import tree_file
 
-_OF_STRATEGY, _OF_OTHERS = f"{STRATEGY}/elsewhere", "regularizers/elsewhere"  # a task ends the second
+_OF_STRATEGY, _OF_OTHERS = f"{STRATEGY}/elsewhere", "regularizers/elsewhere"  # removed at the end of a task
 
 
 def reference(version: int, task: int, sizes: Sequence[int]) -> Tree:
@@ -53,11 +53,11 @@ class ClientStates:
             trees, _ = tree_file.decode(path.read_bytes())
         except OSError as error:
             raise CheckpointError(
-                f"client {client} has no state of round {version} ({path}: {error.strerror}); put the node's folder "
-                "back, or give the client a new id"
+                f"client {client} has no state of round {version} ({error.strerror}); put the node's "
+                "folder back, or give the client a new id"
             ) from error
         except ValueError as error:
-            raise CheckpointError(f"the state of client {client} is damaged ({path}: {error})") from error
+            raise CheckpointError(f"the state of client {client} is damaged ({error})") from error
         return trees["state"]
 
     def store(self, version: int, states: Mapping[int, Tree], current: Mapping[int, int], kept: int) -> None:

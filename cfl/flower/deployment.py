@@ -12,8 +12,7 @@ from cfl.aggregation.protected import UploadProtection
 from cfl.config.schema import RunConfig
 from cfl.contract import Client, Gathers, RoundInfo, RoundInputs, TreesByOwner
 from cfl.core import ConfigError, RoundAborted, Tree
-from cfl.engines.base import Collected, Observe, Outcome, OuterEngine
-from cfl.engines.loop import LoopEngine
+from cfl.engines.base import Collected, Engine, Observe, Outcome, OuterEngine
 from cfl.flower.client_states import reference, stored_bytes, version
 from cfl.flower.members import Members
 from cfl.flower.messages import described
@@ -52,11 +51,10 @@ class MemberPopulation(Population):
         self.owners, self._weights = self._owners, self._weights_of_all  # type: ignore[assignment]  # they change
 
     def _samples(self, tasks: tuple[int, ...]) -> np.ndarray:
-        own = {member.clients[0]: member.samples for member in self.members.joined.values() if member.samples}
-        if not own:
+        if not self.members.samples:
             return super()._samples(tasks)
         found = np.zeros(self.config.partition.clients, dtype=np.int64)
-        for client, samples in own.items():
+        for client, samples in self.members.samples.items():
             found[client] = sum(samples[task] for task in tasks)
         return found
 
@@ -65,13 +63,14 @@ class DeploymentEngine(OuterEngine):
     """Rounds on the nodes that have joined. A node that fails is named, and its clients are left out of the round.
 
     inner: for the rules of sums; multiplier: of the run's noise; oldest: returns the oldest round to which the run may
-    return, from a checkpoint.
+    return, from a checkpoint; run: id of the run, by which nodes keep its states apart from those of other runs.
     """
 
     def __init__(
-        self, inner: LoopEngine, rounds: Rounds, members: Members, multiplier: float, oldest: Callable[[], int]
+        self, inner: Engine, rounds: Rounds, members: Members, multiplier: float, oldest: Callable[[], int], run: str
     ) -> None:
-        self.inner, self.rounds, self.members, self.oldest = inner, rounds, members, oldest
+        self.inner, self.rounds, self.members, self.oldest, self.run = inner, rounds, members, oldest, run
+        self._usual: dict[str, Outlines] = {}
         self.config, self.multiplier = rounds.config, multiplier
         self._parties: RemoteParties | None = None
         self._missing: dict[int, str] = {}
@@ -99,7 +98,7 @@ class DeploymentEngine(OuterEngine):
             asked = [id for id in asked if id in sealed]  # the others dropped out at an earlier stage
         homes, absent = self.members.of(asked)
         self._missing |= dict.fromkeys(absent, "its node is not connected")
-        known = {"info": described(info), "round": position, "kept": self.oldest()}
+        known = {"info": described(info), "round": position, "kept": self.oldest(), "run": self.run}
         requests = {
             node: {
                 **known,
@@ -108,7 +107,7 @@ class DeploymentEngine(OuterEngine):
             }
             for node, ids in homes.items()
         }
-        answers = self.members.link.ask("train", requests, Broadcast(inputs.shared))
+        answers = self.members.ask("train", requests, Broadcast(inputs.shared))
         results = {}
         for node, answer in answers.items():
             try:
@@ -120,12 +119,14 @@ class DeploymentEngine(OuterEngine):
             except Exception as error:  # whatever an answer of other kinds leads to
                 self._leave_out(node, homes[node], f"its answer is not one of cfl's ({type(error).__name__}: {error})")
         found = Collected()
-        for result in self._alike(results, homes).values():
+        for result in self._alike(results, homes, info).values():
             total.merge(result.part)
             for id in result.done:
                 found.states[id] = reference(position + 1, info.task, result.sizes[id]) if id in result.sizes else {}
             found.losses |= result.losses
             found.excluded += result.excluded
+        if found.excluded and not found.states:
+            raise RoundAborted("all updates that arrived in time have NaN or infinity; lower local.lr")
         self._check_quorum(info, len(found.states))
         return found
 
@@ -138,13 +139,23 @@ class DeploymentEngine(OuterEngine):
     def _leave_out(self, node: int, ids: Sequence[int], why: str) -> None:
         self._missing |= dict.fromkeys(ids, f"{self.members.name(node)}: {why}")
 
-    def _alike(self, results: dict[int, NodeResult], homes: Mapping[int, Sequence[int]]) -> dict[int, NodeResult]:
-        """Return the results with the shapes that most clients sent, in their order, which is that of the clients."""
+    def _alike(
+        self, results: dict[int, NodeResult], homes: Mapping[int, Sequence[int]], info: RoundInfo
+    ) -> dict[int, NodeResult]:
+        """Return the results with the shapes that most clients sent, in their order, which is that of the clients.
+
+        Among equal numbers those of the last round of the phase count. Raises RoundAborted without such a round.
+        """
         results = dict(results)
         votes = Counter[Outlines]()
         for node, result in results.items():
             votes[result.outlines] += len(homes[node])
-        usual = max(votes, key=lambda outlines: votes[outlines]) if votes else frozenset()
+        most = [outlines for outlines in votes if votes[outlines] == max(votes.values())]
+        last = self._usual.get(info.phase.name)
+        if len(most) > 1 and last not in most:
+            raise RoundAborted("equal numbers of clients sent uploads of different shapes, so none can be told right")
+        usual = last if last in most else next(iter(most), frozenset())
+        self._usual[info.phase.name] = usual
         for node in [node for node, result in results.items() if result.outlines != usual]:
             own = results.pop(node).outlines
             owner, name, shape = min(own - usual or usual - own)

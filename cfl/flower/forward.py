@@ -33,10 +33,15 @@ def client(config: Path, here: Callable[[], Answer]) -> ClientApp:
 
     An answer is a function of the action, `config`, and the message's records and context.
     """
+    return app_of(partial(_answer, config, here))
+
+
+def app_of(act: Callable[[str, Message, Context], Message]) -> ClientApp:
+    """Return a ClientApp that takes the server's messages. act: answers an action, a message and a context."""
     app = ClientApp()
-    app.train()(partial(_answer, config, here, "train"))
+    app.train()(partial(act, "train"))
     for action in ACTIONS:
-        app.query(action)(partial(_answer, config, here, action))
+        app.query(action)(partial(act, action))
     return app
 
 

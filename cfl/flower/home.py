@@ -1,5 +1,6 @@
 """A node of a deployment: it has clients of its own, with their data, states and secrets."""
 
+import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,8 +13,7 @@ from cfl.aggregation.secagg_client import Client as Party
 from cfl.contract import RoundInfo
 from cfl.core import ConfigError
 from cfl.core.errors import FEW_NAMES, few
-from cfl.engines import parts
-from cfl.engines.loop import LoopEngine
+from cfl.engines import Engine, parts
 from cfl.flower import client_states, link, wire
 from cfl.flower.client_states import ClientStates
 from cfl.flower.messages import rebuilt
@@ -32,7 +32,7 @@ class HomeNode(Node):
 
     def __init__(
         self,
-        engine: LoopEngine,
+        engine: Engine,
         rounds: Rounds,
         fingerprint: Fingerprint,
         folder: Path,
@@ -44,7 +44,7 @@ class HomeNode(Node):
     ) -> None:
         super().__init__(engine, rounds, fingerprint, folder / "trees")
         self.name, self.clients, self.options, self.own_data = name, clients, options, own_data
-        self.states, self._token = ClientStates(folder / "states" / options[:16]), folder / "token"
+        self.folder, self._token = folder, folder / "token"
 
     def join(self, request: Any, records: RecordDict, context: Context) -> dict[str, Any]:
         if not self._token.exists():
@@ -60,12 +60,13 @@ class HomeNode(Node):
         """Compute the node's clients of a round, and keep their new states. Returns what the server may see.
 
         request: "clients" maps ids to version and task of their states; "sealed" has the ciphertexts of neighbours
-        under secure aggregation, and is None without; "kept" is the oldest version to which the run may return.
+        under secure aggregation, and is None without; "kept" is the oldest version to which the run may return; "run"
+        is the id of the run.
         """
-        info = self._round(request)
+        info, states_of_run = self._round(request), self.states(request["run"])
         shared = self.trees.shared(request[link.SHARED], records.array_records[link.TREES])
         versions = {id: (int(version), int(task)) for id, (version, task) in self._own(request["clients"]).items()}
-        stored = {id: self.states.load(id, version) for id, (version, _) in versions.items() if version}
+        stored = {id: states_of_run.load(id, version) for id, (version, _) in versions.items() if version}
         inputs = self.rounds.of_clients(list(versions), info, shared, stored, {id: versions[id][1] for id in stored})
         result = parts.compute(self.engine, inputs, observed=False)
         states = {
@@ -74,7 +75,7 @@ class HomeNode(Node):
         }
         states = {id: state for id, state in states.items() if state or id in stored}
         current = {id: version for id, (version, _) in versions.items()}
-        self.states.store(request["round"] + 1, states, current, request["kept"])
+        states_of_run.store(request["round"] + 1, states, current, request["kept"])
         sizes = {
             id: [self.rounds.stored_bytes(part) for part in client_states.parts(state)] for id, state in states.items()
         }
@@ -104,6 +105,12 @@ class HomeNode(Node):
         found = {id: parties[id].reveal(wanted) for id, wanted in asked.items()}
         self._remember(context, request["round"], parties)
         return found
+
+    def states(self, run: str) -> ClientStates:
+        """Return the states of a run. run: its id, 32 hex digits. Raises ConfigError for another text."""
+        if not re.fullmatch("[0-9a-f]{32}", str(run)):
+            raise ConfigError(f"the id of a run has 32 hex digits, unlike '{run}'")
+        return ClientStates(self.folder / "states" / run)
 
     def _round(self, request: Any) -> RoundInfo:
         """Return the round of a request. Raises ConfigError if it is not the round that the run has at this place."""

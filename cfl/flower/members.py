@@ -1,12 +1,14 @@
 """The nodes of a deployment: who has joined, and which clients each of them computes."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cfl.core import ConfigError
 from cfl.core.errors import FEW_NAMES, few
 from cfl.core.version import __version__
-from cfl.flower.link import Link
+from cfl.flower.link import Answer, Link
+from cfl.flower.trees import Broadcast
 from cfl.runtime.fingerprint import Fingerprint
 
 RESTARTED = "it has started again under another id"
@@ -29,7 +31,8 @@ class Member:
 class Members:
     """The nodes that have joined. fingerprint: of the server's run; options: hash of its configuration.
 
-    refused: node to the reason, for nodes that may not join; say: called with a line for each change.
+    refused: node to the reason, for nodes that may not join; samples: by client, of nodes with data of their own, also
+    of those that have left; say: called with a line for each change.
     """
 
     def __init__(self, link: Link, fingerprint: Fingerprint, options: str, say: Callable[[str], None]) -> None:
@@ -37,10 +40,15 @@ class Members:
         self.population = fingerprint.config.partition.clients
         self.joined: dict[int, Member] = {}
         self.refused: dict[int, str] = {}
+        self.samples: dict[int, tuple[int, ...]] = {}
+        self._doubted = set[int]()
 
     def refresh(self) -> None:
         """Ask new nodes to join, and forget those that have left."""
         present = set(self.link.grid.get_node_ids())
+        for node in self._doubted & self.joined.keys():  # as when it has started again with other clients
+            del self.joined[node]
+        self._doubted.clear()
         if (self.joined.keys() | self.refused.keys()) - present:  # what was in the way of others may be gone
             self.refused = {node: why for node, why in self.refused.items() if why == RESTARTED and node in present}
         for node in sorted(self.joined.keys() - present):
@@ -52,6 +60,12 @@ class Members:
             elif fault := answer.fault or self._fault(node, answer.value):
                 self.refused[node] = fault
                 self.say(f"node {node} may not join: {fault}")
+
+    def ask(self, kind: str, requests: Mapping[int, Any], broadcast: Broadcast | None = None) -> dict[int, Answer]:
+        """Ask nodes that have joined, see `Link.ask`. Nodes that refuse are asked to join anew in the next round."""
+        answers = self.link.ask(kind, requests, broadcast)
+        self._doubted |= {node for node, answer in answers.items() if answer.error == ConfigError.__name__}
+        return answers
 
     def of(self, clients: Iterable[int]) -> tuple[dict[int, list[int]], list[int]]:
         """Return the clients by node, and those whose node is not there."""
@@ -85,9 +99,10 @@ class Members:
         if options != self.options:
             return "it resolves the configuration to other options; give it the server's config.yaml"
         own = self.fingerprint.parts if samples is None else self.fingerprint.without_data
-        tasks = len(self.fingerprint.stream)
-        if samples is not None and (len(samples) != tasks or min(samples) < 0 or len(clients) != 1):
-            return f"with data of its own, a node has one client, and a number of samples of each of the {tasks} tasks"
+        if samples is not None and (fault := self._fault_of_data(clients, samples)):
+            return fault
+        if (self.joined or self.samples) and (samples is None) == bool(self.samples):
+            return "some nodes have data of their own, and others parts of the benchmark; give all --data, or none"
         if other := next((name for name in {**own, **parts} if own.get(name) != parts.get(name)), None):
             return f"it differs from the server in {other}; install the same packages and data"
         if not clients or clients[-1] >= self.population or clients[0] < 0:
@@ -102,7 +117,18 @@ class Members:
             elif shared := set(clients) & set(other_member.clients):
                 return f"{_named(other_member)} has client {min(shared)} already; give each node clients of its own"
         self.joined[node] = member
+        if samples is not None:
+            self.samples[clients[0]] = samples
         self.say(f"{_named(member)} has joined")
+        return None
+
+    def _fault_of_data(self, clients: tuple[int, ...], samples: tuple[int, ...]) -> str | None:
+        """Return why a node may not have data of its own."""
+        tasks = len(self.fingerprint.stream)
+        if len(samples) != tasks or min(samples) < 0 or len(clients) != 1:
+            return f"with data of its own, a node has one client, and a number of samples of each of the {tasks} tasks"
+        if self.fingerprint.config.dp.level != "none":
+            return "it has data of its own, and epsilon is computed for the parts of the benchmark; leave out --data"
         return None
 
 

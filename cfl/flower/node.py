@@ -1,7 +1,6 @@
 """A node: it computes the clients that a message names, with a local engine, and answers with their result."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ from cfl.config.schema import RunConfig
 from cfl.contract import RoundInputs
 from cfl.core import machine
 from cfl.core.version import __version__
-from cfl.engines import parts
-from cfl.engines.loop import LoopEngine
+from cfl.engines import Engine, parts
 from cfl.flower import link, wire
-from cfl.flower.forward import ACTIONS
+from cfl.flower.forward import app_of
 from cfl.flower.messages import rebuilt
 from cfl.flower.trees import Missing, TreeFolder
 from cfl.runtime.builder import HERE, Place, build_session
@@ -30,7 +28,7 @@ from cfl.streams import Stream
 class Node:
     """The part of a run that a node has. engine: computes clients; folder: for the trees of broadcasts."""
 
-    def __init__(self, engine: LoopEngine, rounds: Rounds, fingerprint: Fingerprint, folder: Path) -> None:
+    def __init__(self, engine: Engine, rounds: Rounds, fingerprint: Fingerprint, folder: Path) -> None:
         self.engine, self.rounds, self.fingerprint, self.trees = engine, rounds, fingerprint, TreeFolder(folder)
 
     def join(self, request: Any, records: RecordDict, context: Context) -> dict[str, Any]:
@@ -52,14 +50,13 @@ class Node:
 
 def built(
     config: RunConfig, data_root: Path | None, stream: Stream | None = None, place: Place = HERE
-) -> tuple[LoopEngine, Rounds, Fingerprint]:
+) -> tuple[Engine, Rounds, Fingerprint]:
     """Build the part of a run that a node needs, for a process of its own. stream: in place of the run's benchmark."""
     torch.set_num_threads(config.threads)
     machine.keep_memory()
     members = methods.build(config)
     stream = stream or stream_of(config, data_root, False, public=methods.need_public(members))
     session = build_session(config, stream, members, place=place)
-    assert isinstance(session.engine, LoopEngine)
     return session.engine, session.rounds, session.recorder.fingerprint
 
 
@@ -79,8 +76,4 @@ def client_app(node: Callable[[], Node]) -> ClientApp:
     def act(action: str, message: Message, context: Context) -> Message:
         return Message(answer(node, action, message.content, context), reply_to=message)
 
-    app = ClientApp()
-    app.train()(partial(act, "train"))
-    for action in ACTIONS:
-        app.query(action)(partial(act, action))
-    return app
+    return app_of(act)

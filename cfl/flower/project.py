@@ -77,6 +77,7 @@ def write(folder: Path, config: RunConfig, output: Path, data_root: Path | None 
     The project tells nodes the tasks of the run, for which the server reads its benchmark.
     Raises ConfigError if the folder holds something else.
     """
+    apps.check(config, wait_for)
     package = folder / PACKAGE
     if folder.exists() and any(folder.iterdir()) and not (package / "config.yaml").exists():
         raise ConfigError(f"'{folder}' holds something else than a project of cfl's; choose another folder")
@@ -93,6 +94,5 @@ def write(folder: Path, config: RunConfig, output: Path, data_root: Path | None 
     shutil.copy(Path(forward.__file__), package / "forward.py")
     text = yaml.safe_dump(resolve.dump(config), sort_keys=False, allow_unicode=True)
     (package / "config.yaml").write_text(text, encoding="utf-8")
-    apps.loaded(package / "config.yaml")
     stream = stream_of(config, data_root, False, public=methods.need_public(methods.build(config)))
     (package / apps.STREAM).write_text(own_data.described(stream), encoding="utf-8")

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from cfl.config.schema import RunConfig
 from cfl.core import CflError, ConfigError
-from cfl.flower import programs, project
+from cfl.flower import apps, programs, project
 
 CONNECTION = "cfl"  # name of the SuperLink in Flower's configuration
 START = 60.0  # seconds in which a SuperLink has to listen
+REGISTERED = "already in use"  # in Flower's error, if a SuperLink that runs on has the key of a node
 CA, CERTIFICATE, KEY = "ca.crt", "server.crt", "server.key"
 
 
@@ -33,11 +34,12 @@ def serve(
     address: host:port of the SuperLink, which is started unless it is `running`; certificates: folder with ca.crt,
     server.crt and server.key, of which a running SuperLink needs ca.crt alone; None: no TLS; node_keys: folder with the
     public keys (*.pub) of the nodes that may join, None for any; wait_for: clients before the first round, 0 for all.
-    Raises ConfigError for what does not fit, CflError if the run ends before its end.
+    Raises ConfigError for what does not fit, CflError if the run stops before its last round.
     """
     host, port = programs.split(address)
     if (output / "metrics.json").exists() or ((output / "rounds.jsonl").exists() and not resume):
         raise ConfigError(f"'{output}' already holds a run; use --resume to continue it, or another --output")
+    apps.check(config, wait_for)
     if node_keys is not None and certificates is None:
         raise ConfigError("nodes are recognised by their keys over TLS only; give --certificates, too")
     if node_keys is not None and not any(node_keys.glob("*.pub")):
@@ -56,10 +58,10 @@ def serve(
     programs.end_with_this()
     with contextlib.nullcontext() if running else _superlink(host, port, files, node_keys, home, environment):
         for key in sorted(node_keys.glob("*.pub")) if node_keys else []:
-            _call(["flwr", "supernode", "register", str(key), CONNECTION], environment)
+            _call(["flwr", "supernode", "register", str(key), CONNECTION], environment, unless=REGISTERED)
         _call(["flwr", "run", str(home / "project"), CONNECTION, "--stream"], environment, quiet=False)
     if not (output / "metrics.json").exists():
-        raise CflError(f"the run in '{output}' ended before its end, see above; continue it with --resume")
+        raise CflError(f"the run in '{output}' stopped before its last round, see above; continue it with --resume")
 
 
 @contextlib.contextmanager
@@ -104,15 +106,16 @@ def _await_port(host: str, port: int, process: subprocess.Popen[bytes], log: Pat
     raise CflError(f"the SuperLink did not start: {_last_line(log)} (all of it in {log})")
 
 
-def _call(command: Sequence[str], environment: dict[str, str], quiet: bool = True) -> None:
-    """Run one of Flower's programs to its end. Raises CflError with its last line if it fails."""
+def _call(command: Sequence[str], environment: dict[str, str], quiet: bool = True, unless: str = "\0") -> None:
+    """Run one of Flower's programs to its end. Raises CflError with its last line if it fails without `unless`."""
     done = subprocess.run(
         [programs.program(command[0]), *command[1:]], env=environment, check=False,
         stdout=subprocess.PIPE if quiet else None, stderr=subprocess.STDOUT if quiet else None,
     )  # fmt: skip
-    if done.returncode:
-        said = (done.stdout or b"").decode(errors="replace").strip().splitlines()
-        raise CflError(f"{command[0]} ended with status {done.returncode}: {said[-1] if said else 'see above'}")
+    text = (done.stdout or b"").decode(errors="replace").strip()
+    if done.returncode and unless not in text:
+        said = text.splitlines()[-1:] or ["see above"]
+        raise CflError(f"{command[0]} ended with status {done.returncode}: {said[0]}")
 
 
 def _checked(folder: Path | None, names: Sequence[str]) -> dict[str, Path]:

@@ -12,6 +12,8 @@ from cfl.flower import answers, apps, own_data, programs
 
 AGAIN = 5.0  # seconds until a node joins again
 UNKNOWN_KEY = "[code: 2004]"  # in Flower's error, if a node's key is not registered, or not yet
+LOST = "has ended, or does not know this node"
+UNKNOWN = "does not know this node's key, or still counts its last start"
 LOG = "supernode.log"
 
 
@@ -45,7 +47,6 @@ def join(
     if quoted := next((value for value in options.values() if '"' in value), None):
         raise ConfigError(f"Flower takes no quotation mark in an option of a node, as in '{quoted}'")
     command = [programs.program("flower-supernode"), "--superlink", f"{host}:{port}", *_security(certificate, key)]
-    command += ["--host", "127.0.0.1", "--port", str(_free_port())]
     home = folder / "flower"
     print(f"node '{options['name']}': joining {address}; Flower's output is in {home / LOG}", flush=True)
     programs.end_with_this()
@@ -53,15 +54,15 @@ def join(
         why = _supernode(command, options, home)
         if why is not None and UNKNOWN_KEY not in why:
             raise CflError(f"the SuperNode ended: {why} (all of it in {home / LOG})")
-        why = "has ended, or does not know this node" if why is None else "does not know this node's key"
-        print(f"the SuperLink at {address} {why}; joining again in {AGAIN:.0f} s", flush=True)
+        said = LOST if why is None else UNKNOWN
+        print(f"the SuperLink at {address} {said}; joining again in {AGAIN:.0f} s", flush=True)
         time.sleep(AGAIN)
 
 
 def _security(certificate: Path | None, key: Path | None) -> list[str]:
     """Options of the SuperNode for TLS and the node's key. Raises ConfigError for files that do not serve."""
     if key is not None and not key.exists():
-        raise ConfigError(f"there is no private key '{key}'; make one with: ssh-keygen -t ecdsa -b 384 -f {key}")
+        raise ConfigError(f"there is no private key '{key}'; make one with: ssh-keygen -t ecdsa -b 384 -N '' -f {key}")
     if certificate is None and key is not None:
         raise ConfigError("nodes sign with their keys over TLS only; give --certificate, too")
     if certificate is None:
@@ -77,7 +78,8 @@ def _supernode(command: Sequence[str], options: Mapping[str, str], home: Path) -
     with tempfile.TemporaryDirectory(prefix="cfl-node-") as place, (home / LOG).open("w+b") as log:
         options = {**options, "socket": str(Path(place, "node"))}  # short, as addresses of sockets have to be
         config = " ".join(f'{name}="{value}"' for name, value in options.items())
-        process = subprocess.Popen([*command, "--node-config", config], env=environment, stdout=log, stderr=log)
+        own = ["--host", "127.0.0.1", "--port", str(_free_port()), "--node-config", config]
+        process = subprocess.Popen([*command, *own], env=environment, stdout=log, stderr=log)
         try:
             answers.serve(options["socket"], options, process.poll)
         finally:

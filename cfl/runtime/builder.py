@@ -17,7 +17,7 @@ from cfl.contract.composed import STRATEGY, ComposedMethod, prefix
 from cfl.core import ConfigError, machine, optim, options, plugins, rng
 from cfl.engines import Engine
 from cfl.engines.choose import choose, undecided
-from cfl.runtime.fingerprint import Fingerprint
+from cfl.runtime.fingerprint import CHECKPOINTS, Fingerprint
 from cfl.runtime.population import Population
 from cfl.runtime.privacy_budget import Budget
 from cfl.runtime.recorder import Recorder
@@ -50,12 +50,13 @@ class EngineParts(NamedTuple):
 class Place(NamedTuple):
     """Where the clients of a run are: by default in this process, or where the configured engine has them.
 
-    engine: None for the configured one.
+    engine: None for the configured one; states: where the states of the clients are kept, for messages.
     """
 
     rounds: type[Rounds] = Rounds
     population: Callable[[Stream, RunConfig], Population] = Population
     engine: Callable[[EngineParts], Engine] | None = None
+    states: str = CHECKPOINTS
 
 
 HERE = Place()
@@ -91,12 +92,13 @@ def build_session(
     rounds = place.rounds(composed, label, model, stream, population, config, public)
     budget = Budget(config, rounds.schedule, population, rounds.sees)
     protection = UploadProtection(config, budget.multiplier)
-    own = composed.strategy.init_server(model.params, model)
-    composed.check(STRATEGY, "init_server", own, {}, "before the first round")
-    state = RunState({"params": model.params, **own}, len(stream))
+    first = composed.strategy.init_server(model.params, model)
+    composed.check(STRATEGY, "init_server", first, {}, "before the first round")
+    state = RunState({"params": model.params, **first}, len(stream))
     lenient = config.model_copy(update={"on_bad_update": "exclude"})  # a measurement judges no update
     config = _with_measured_engine(config, rounds, state, partial(_engine, lenient, stream, rounds, protection))
-    fingerprint = Fingerprint(config, composed, network, stream, public is not None, module is not None)
+    own = module is not None
+    fingerprint = Fingerprint(config, composed, network, stream, public is not None, own, place.states)
     engine = _engine(config, stream, rounds, protection, config.engine, config.block)
     make = place.engine or (None if config.engine in engines.ENGINES else plugins.engines.get(config.engine))
     if make is not None:

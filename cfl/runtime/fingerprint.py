@@ -15,13 +15,14 @@ from cfl.runtime import checkpoint
 from cfl.streams import Stream
 
 Options = Mapping[str, Any]
+CHECKPOINTS = "in its checkpoints"
 
 
 class Fingerprint:
     """What the checkpoints of a run depend on.
 
     network: the module before it has run, since it may keep what it computes; own: whether it is the user's;
-    public: whether the methods read the stream's public data.
+    public: whether the methods read the stream's public data; states: where the states of the clients are kept.
     """
 
     def __init__(
@@ -32,9 +33,10 @@ class Fingerprint:
         stream: Stream,
         public: bool,
         own: bool,
+        states: str = CHECKPOINTS,
     ) -> None:
         self.config, self.composed, self.network, self.stream = config, composed, network, stream
-        self._public, self._own_network = public, own
+        self._public, self._own_network, self.states = public, own, states
 
     @cached_property
     def text(self) -> str:

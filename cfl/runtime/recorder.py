@@ -56,7 +56,8 @@ class Recorder:
                 notes = [*notes, f"resumed after {self.state.position} of {total} rounds"]
             self.folder.truncate_rounds(self.state.position)
             self.folder.write_config(resolve.dump(config))
-            self.folder.write_made_of({"run": self.fingerprint.parts, "code": code(config)})
+            place = {"states": self.fingerprint.states}
+            self.folder.write_made_of({"run": self.fingerprint.parts, "code": code(config), "place": place})
         self.sink.start(config, notes, total)
 
     def warn(self, texts: Iterable[str]) -> None:
@@ -136,7 +137,13 @@ class Recorder:
 
     def _last(self, folder: RunFolder) -> tuple[dict[str, Tree], dict[str, Any]] | None:
         """Load the last checkpoint. Raises CheckpointError that names what differs from the run in the folder."""
-        there, parts = folder.read_config(), folder.read_made_of().get("run", {})
+        there, made_of = folder.read_config(), folder.read_made_of()
+        parts, place = made_of.get("run", {}), made_of.get("place", {}).get("states", self.fingerprint.states)
+        if place != self.fingerprint.states:
+            raise CheckpointError(
+                f"'{folder.path}' holds a run that keeps the states of clients {place}, not {self.fingerprint.states}; "
+                "continue it with the command that began it"
+            )
         try:
             return self.writer.load(self.fingerprint.text)
         except CheckpointError as error:

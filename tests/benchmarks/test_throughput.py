@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from cfl.core import plugins
+
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -21,6 +23,13 @@ def scripts(script):
 @pytest.fixture
 def tp(scripts):
     return scripts[""]
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    """Forget afterwards what the scripts register."""
+    for registry in (plugins.benchmarks, plugins.models):
+        monkeypatch.setattr(registry, "_items", dict(registry._items))
 
 
 def workload(scripts, **changes):

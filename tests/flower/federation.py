@@ -37,6 +37,7 @@ from cfl.testing.toys import toy_stream
 
 TIMES = ("seconds", "wire_bytes_up", "wire_bytes_down")
 OPTIONS = "hash of the options"  # of server and nodes
+RUN = 32 * "a"  # id of a run
 PUBLIC = ("feddf", "fedet", "fedproj")  # methods that read public data
 
 
@@ -199,10 +200,9 @@ class Federation:
             link = Link(self.network, self.config.flower.deadline)
             folder, members = made_from.checkpoints, Members(link, made_from.fingerprint, OPTIONS, self.said.append)
             oldest = (lambda: checkpoint.oldest(folder)) if folder else (lambda: 0)
-            assert isinstance(made_from.inner, cfl.engines.LoopEngine)
-            return DeploymentEngine(made_from.inner, made_from.rounds, members, made_from.multiplier, oldest)
+            return DeploymentEngine(made_from.inner, made_from.rounds, members, made_from.multiplier, oldest, RUN)
 
-        return Place(rounds=RemoteRounds, engine=engine)
+        return Place(rounds=RemoteRounds, engine=engine, states="on nodes")
 
     def run(self, log: NullSink | None = None, output: Path | None = None, resume: bool = False) -> Result:
         """Run the server."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 import psutil
@@ -90,10 +91,19 @@ class Machines:
             "--certificates", self.tls, "--node-keys", self.keys, *options, **more,
         )  # fmt: skip
 
-    def join(self, name: str, clients: str, **more: str) -> Terminal:
+    def join(
+        self,
+        name: str,
+        clients: str,
+        key: Path | None | EllipsisType = ...,
+        certificate: Path | None = None,
+        **more: str,
+    ) -> Terminal:
+        """Start a node. key: ... for its own, None for none; certificate: None for that of the server's authority."""
+        own = ("--key", self.keys / f"{name}.key" if key is ... else key) if key else ()
         return self.run(
             name, "cfl-run", "join", self.address, "--clients", clients, "--folder", self.folder / name,
-            "--certificate", self.tls / "ca.crt", "--key", self.keys / f"{name}.key", **more,
+            "--certificate", certificate or self.tls / "ca.crt", *own, **more,
         )  # fmt: skip
 
     def run(self, name: str, program: str, *arguments: object, **more: str) -> Terminal:

@@ -1,15 +1,18 @@
 """A project's two apps without a network, and nodes with data of their own."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import cfl
-from cfl.core import ConfigError, DataError
+from cfl.core import CheckpointError, ConfigError, DataError
 from cfl.flower import apps, own_data, project
+from cfl.flower.deployment import MemberPopulation
 from cfl.flower.forward import client
 from cfl.flower.in_process import InProcessGrid
+from cfl.flower.link import Link
 from cfl.runtime.population import Population
 
 OPTIONS = ("tasks=2", "rounds=2", "partition.clients=3", "cohort=3", "seed=1")
@@ -42,6 +45,52 @@ def test_nodes_with_a_part_of_the_benchmark_have_the_figures_of_one_machine(tmp_
     found, expected = served(path, tmp_path, nodes), cfl.run(config).metrics
     assert found["accuracy_matrix"] == expected["accuracy_matrix"]
     assert (found["bytes_up"], found["bytes_down"]) == (expected["bytes_up"], expected["bytes_down"])
+
+
+@pytest.mark.parametrize("secagg", ["none", "full"])
+@pytest.mark.parametrize("engine", ["engine=pool", "engine=vmapped", "engine=pool+vmapped"])
+def test_nodes_compute_by_the_local_engines(engine, secagg, tmp_path):
+    config, path = written(tmp_path, f"secagg={secagg}", engine, "block=2", "workers=2")
+    found = served(path, tmp_path, [{"clients": "0-2", "folder": str(tmp_path / "n")}])["accuracy_matrix"]
+    alone = cfl.run(config).metrics["accuracy_matrix"]
+    assert np.allclose(np.array(found, dtype=float), np.array(alone, dtype=float), equal_nan=True)
+
+
+def test_a_run_is_continued_where_the_states_of_its_clients_are(tmp_path):
+    config, path = written(tmp_path, method="er")
+    nodes = [{"clients": "0-2", "folder": str(tmp_path / "n")}]
+    served(path, tmp_path, nodes)
+    with pytest.raises(CheckpointError, match="keeps the states of clients on nodes, not in its checkpoints; continue"):
+        cfl.run(config, output=tmp_path / "out", resume=True)
+    cfl.run(config, output=tmp_path / "alone")
+    with pytest.raises(CheckpointError, match="in its checkpoints, not on nodes; continue it with the command"):
+        apps.serve(path, InProcessGrid([client(path, lambda: apps.answer)], nodes), tmp_path / "alone")
+
+
+def test_what_changes_no_result_changes_no_hash():
+    config = cfl.resolve("permuted-digits", overrides=OPTIONS)
+    other, slower = (
+        config.model_copy(update={name: value})
+        for name, value in {"flower": config.flower.model_copy(update={"deadline": 5.0}), "rounds": 3}.items()
+    )
+    assert apps.hash_of(other) == apps.hash_of(config) != apps.hash_of(slower)
+
+
+def test_a_run_that_begins_has_an_id_of_its_own_and_keeps_it(tmp_path):
+    ids = [apps.run_id(tmp_path / name) for name in "ab"]
+    for name in "ab":
+        (tmp_path / name / "config.yaml").touch()
+    assert [apps.run_id(tmp_path / name) for name in "ab"] == ids and ids[0] != ids[1]
+
+
+def test_clients_whose_nodes_have_left_keep_their_weight():
+    """Client 0 has 30 samples of task 0, client 1 has 10; client 2 never joined. Shares: 30 / 40 and 10 / 40."""
+    config = cfl.resolve("permuted-digits", overrides=OPTIONS)
+    stream = cfl.streams.build("permuted-digits", tasks=2, seed=config.seed)
+    members = SimpleNamespace(samples={0: (30, 0), 1: (10, 5)}, joined={})
+    population = MemberPopulation(stream, config, members)
+    assert population.owners((0,)) == (0, 1) and population.owners((1,)) == (1,)
+    assert (population.fraction((0,), (0,)), population.fraction((1,), (0,))) == (0.75, 0.25)
 
 
 def test_nodes_of_a_simulation_share_the_clients(tmp_path):
@@ -112,7 +161,8 @@ def test_data_that_are_nowhere_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["engine=auto"], "does not name an engine for the nodes"),
+        (["engine=auto"], "auto does not name an engine for the nodes"),
+        (["engine=vmapped"], "engine=vmapped without a block does not name an engine"),
         (["secagg=sum"], "only simulates"),
         (["eval_local=1"], "local models stay"),
         (["dp.noise_multiplier=1", "agg.weights=uniform", "dp.amplify=false"], "dp.noise_seed=system"),
@@ -127,6 +177,18 @@ def test_what_cannot_run_on_nodes_is_refused(tmp_path, options, message):
 def test_clients_that_are_no_numbers_are_refused(text):
     with pytest.raises(ConfigError, match="clients must be numbers such as 0-3,7"):
         apps.numbers(text)
+
+
+def test_clients_that_cannot_be_waited_for_are_refused():
+    with pytest.raises(ConfigError, match="the run has 3 clients, so 4 cannot be waited for"):
+        apps.check(cfl.resolve("permuted-digits", overrides=OPTIONS), wait_for=4)
+
+
+def test_a_node_without_options_is_told_how_to_start(tmp_path):
+    _, path = written(tmp_path)
+    grid = InProcessGrid([client(path, lambda: apps.answer)], [{}])
+    found = Link(grid, deadline=5.0).ask("query.join", {1: None})[1]
+    assert "start it with cfl-run join" in found.fault
 
 
 def test_a_project_does_not_replace_another_folder(tmp_path):

@@ -146,6 +146,31 @@ def test_a_node_that_answers_nonsense_is_left_out_of_the_round(name, tmp_path):
     expect(settings, federation, {1: "upload"}, NAMED + text, tmp_path / "output")
 
 
+EVEN = ("partition.clients=4", "cohort=4")
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize("round", [0, 1])
+def test_of_two_equal_nodes_the_one_with_the_shapes_of_the_round_before_counts(round, broken, tmp_path):
+    """In the first round nobody knows the shapes, so it changes nothing."""
+    federation, log = Federation(config(*EVEN, method="fedavg"), tmp_path, nodes=2), Log()
+    federation.network.fault = at("train", [round], [federation.nodes[broken]], changed(_other_model))
+    federation.run(log)
+    if round == 0:
+        assert log.rows[0]["aborted"].startswith("equal numbers of clients sent uploads of different shapes")
+    else:
+        assert log.rows[1]["missing"].keys() == {broken, broken + 2}
+    assert log.rows[2]["aborted"] is None and "missing" not in log.rows[2]
+
+
+def test_a_round_in_which_all_updates_that_arrive_are_not_finite_changes_nothing(tmp_path):
+    federation, log = Federation(config("on_bad_update=exclude", method="fedavg"), tmp_path), Log()
+    for task in federation.stream.tasks:
+        task.train.pool.images[task.train.index] = math.nan
+    federation.run(log)
+    assert all(row["aborted"].startswith("all updates that arrived in time have NaN") for row in log.rows)
+
+
 def test_a_node_whose_update_is_not_finite_is_left_out_with_its_reason(tmp_path):
     """With on_bad_update=raise, this is an error on the node."""
     settings = config(method="fedavg")

@@ -9,7 +9,7 @@ from cfl.flower import client_states, link, wire
 from cfl.flower.client_states import ClientStates
 from cfl.flower.link import Link
 from tests import toy
-from tests.flower.federation import Clock, Federation, read
+from tests.flower.federation import RUN, Clock, Federation, read
 from tests.flower.test_deployment import ALL
 
 
@@ -54,6 +54,22 @@ def test_a_node_does_not_train_the_clients_of_others(federation):
     request.pop(link.SHARED)
     found = resent(federation, sent, request)
     assert found.fault == "node 'n1' has no client 0"
+
+
+@pytest.mark.parametrize("run", ["", "../../etc", 31 * "a", 32 * "g"])
+def test_a_node_refuses_an_id_of_a_run_that_is_none(run, federation, tmp_path):
+    request, sent = last(federation, "train")
+    request = {**request, "run": run}
+    request.pop(link.SHARED)
+    assert resent(federation, sent, request).fault.startswith("the id of a run has 32 hex digits")
+
+
+def test_runs_have_states_of_their_own(federation):
+    node, other = federation.node(1), 32 * "b"
+    node.states(RUN).store(1, {1: OWN}, {1: 0}, kept=0)
+    assert node.states(RUN).load(1, 1).keys() == OWN.keys()
+    with pytest.raises(CheckpointError, match="client 1 has no state of round 1"):
+        node.states(other).load(1, 1)
 
 
 def resent(federation, sent, request):

@@ -11,7 +11,7 @@ import cfl
 from cfl.core.version import __version__
 from cfl.flower import link, wire
 from tests import toy
-from tests.flower.federation import Clock, Federation, Log, alone, answer, changed, lost, raw, read
+from tests.flower.federation import Clock, Federation, Log, alone, answer, app_of, changed, lost, raw, read
 from tests.flower.test_deployment import ALL, bare, same
 
 REST = dict.fromkeys((2, 5), "its node is not connected")
@@ -145,6 +145,44 @@ def test_a_node_that_cannot_say_what_it_is_made_of_is_named_and_the_run_goes_on(
     federation.run(log)
     assert any(text.startswith(f"node {id} has not joined yet: {reason}") for text in federation.said)
     assert all(row["missing"] == REST and row["aborted"] is None for row in log.rows)
+
+
+ALONE = ("tasks=2", "rounds=1", "partition.clients=3", "cohort=3")  # a client a node
+OWN = {"samples": [5, 5], "parts": {}}  # what a node with data of its own says
+
+
+def test_data_of_a_nodes_own_and_parts_of_the_benchmark_do_not_mix(tmp_path):
+    federation = Federation(config(*ALONE), tmp_path)
+    second = federation.nodes[1]
+    act = changed(lambda value: {**value, **OWN})
+    federation.network.fault = lambda node, message, deliver: act(message, deliver) if node == second else deliver()
+    federation.run()
+    assert f"node {second} may not join: some nodes have data of their own, and others parts of the benchmark; " in (
+        " ".join(federation.said)
+    )
+
+
+def test_a_node_with_data_of_its_own_may_not_join_a_private_run(tmp_path):
+    private = ("dp.noise_multiplier=1", "agg.weights=uniform", "dp.amplify=false", "dp.noise_seed=system")
+    federation = Federation(config(*ALONE, *private, method="fedavg"), tmp_path)
+    act = changed(lambda value: {**value, **OWN})
+    federation.network.fault = lambda node, message, deliver: (
+        act(message, deliver) if message.metadata.message_type == "query.join" else deliver()
+    )
+    log = Log()
+    federation.run(log)
+    assert all(row["aborted"] for row in log.rows)
+    assert federation.said[0].endswith("epsilon is computed for the parts of the benchmark; leave out --data")
+
+
+def test_a_node_that_starts_again_with_other_clients_under_its_id_is_asked_to_join_again(tmp_path):
+    """Flower gives a node with a registered key the same id again."""
+    federation = Federation(config(), tmp_path)
+    id = federation.nodes[2]
+    log = Log({1: lambda: federation.network.add(id, app_of(federation.node(2, clients=(2,))))})
+    federation.run(log)
+    assert log.rows[1]["missing"].keys() == {2, 5} and log.rows[2]["missing"].keys() == {5}
+    assert federation.said[-1] == "node 'n2' (client 2) has joined"
 
 
 def test_of_two_nodes_with_one_client_the_first_keeps_it(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import cfl
 from cfl.flower import project
 from cfl.flower.programs import VARIABLES
-from tests.flower.terminals import Machines
+from tests.flower.terminals import Machines, write_certificates, write_keys
 
 SMALL = ("tasks=2", "rounds=1", "partition.clients=4", "cohort=4", "secagg=full", "engine=loop", "seed=1")
 
@@ -35,7 +35,7 @@ def test_a_federation_whose_server_is_killed_and_resumed_has_the_figures_of_one_
 
 
 def test_a_run_goes_on_without_a_killed_node_and_with_one_that_joins_late(machines):
-    options = (*SMALL, "rounds=2", "partition.clients=5", "cohort=5", "flower.deadline=20")
+    options = (*SMALL, "rounds=2", "partition.clients=5", "cohort=5", "secagg=none", "flower.deadline=20")
     config = cfl.resolve("permuted-digits", method="fedavg", overrides=options)
     server = machines.serve(machines.write(config), "--wait-for", 4)
     machines.join("a", "0-2")
@@ -49,6 +49,22 @@ def test_a_run_goes_on_without_a_killed_node_and_with_one_that_joins_late(machin
     assert "3" in missing[1], "the round in which its node was killed"
     for text in ("node 'c' (client 4) has joined", "client 3 is missing (task 0, phase train, round 1): node 'b'"):
         assert text in server.said
+
+
+def test_a_node_with_a_wrong_key_or_certificate_is_refused(machines):
+    server = machines.serve(machines.write(cfl.resolve("permuted-digits", overrides=SMALL)))
+    server.says("0 of 4 clients are there")
+    others = (
+        write_keys(machines.folder / "others", "a") / "a.key",
+        write_certificates(machines.folder / "theirs") / "ca.crt",
+    )
+    stranger = machines.join("stranger", "0", key=others[0])
+    misled = machines.join("misled", "1", key=machines.keys / "a.key", certificate=others[1])
+    keyless = machines.join("keyless", "2", key=None)
+    assert misled.ends() == keyless.ends() == 1
+    assert "CERTIFICATE_VERIFY_FAILED" in misled.said and "must be registered" in keyless.said
+    stranger.says("does not know this node's key")
+    assert "has joined" not in server.said
 
 
 def test_flower_runs_the_project_in_a_simulation(machines):
