@@ -2,7 +2,7 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
-PYTEST_ARGS ?= -n 2 -q
+PYTEST_ARGS ?= -n 3 --dist worksteal -q
 
 .DEFAULT_GOAL := help
 .PHONY: help install test lint demo docs bench clean
@@ -19,7 +19,7 @@ install: .venv/.installed  ## Create .venv and install the package with its test
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,docs,medmnist,flower]'
 	touch $@
 
-test: install lint  ## Lint, then run all tests (PYTEST_ARGS replaces "-n 2 -q")
+test: install lint  ## Lint, then run all tests (PYTEST_ARGS replaces "-n 3 --dist worksteal -q")
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_ARGS)
 
 lint: install  ## Check style, formatting and types

@@ -54,12 +54,10 @@ def test_a_run_goes_on_without_a_killed_node_and_with_one_that_joins_late(machin
 def test_a_node_with_a_wrong_key_or_certificate_is_refused(machines):
     server = machines.serve(machines.write(cfl.resolve("permuted-digits", overrides=SMALL)))
     server.says("0 of 4 clients are there")
-    others = (
-        write_keys(machines.folder / "others", "a") / "a.key",
-        write_certificates(machines.folder / "theirs") / "ca.crt",
-    )
-    stranger = machines.join("stranger", "0", key=others[0])
-    misled = machines.join("misled", "1", key=machines.keys / "a.key", certificate=others[1])
+    other_key = write_keys(machines.folder / "others", "a") / "a.key"
+    other_authority = write_certificates(machines.folder / "theirs") / "ca.crt"
+    stranger = machines.join("stranger", "0", key=other_key)
+    misled = machines.join("misled", "1", key=machines.keys / "a.key", certificate=other_authority)
     keyless = machines.join("keyless", "2", key=None)
     assert misled.ends() == keyless.ends() == 1
     assert "CERTIFICATE_VERIFY_FAILED" in misled.said and "must be registered" in keyless.said
