@@ -162,6 +162,12 @@ class RunConfig(Section):
     )
     drop_rate: float = Field(0.0, ge=0, lt=1, description="probability that a client of a cohort drops out of a round")
     class_order: Literal["random", "natural"] = Field("random", description="order of the classes over the tasks")
+    scenario: Literal["task", "class", "domain"] | None = Field(
+        None, description="heads: one a task, one that grows with the classes, or one for all; null: the benchmark's"
+    )
+    class_loss: Literal["seen", "current"] = Field(
+        "seen", description="with scenario=class: classes in the loss of a new sample, all seen or those of its task"
+    )
     engine: Literal["loop", "vmapped", "pool", "pool+vmapped", "flower", "auto"] = Field(
         "loop",
         description="clients one by one, in vectorised blocks, in processes, both, in blocks on the nodes of a Flower "

@@ -44,6 +44,10 @@ class Strategy(LocalRegularizer):
     per_sample: ClassVar[bool] = True
     sequential: ClassVar[bool] = True
     """False if one model does not learn the tasks one after another; forgetting is then undefined."""
+    class_incremental: ClassVar[str] = "the head has the classes of all tasks so far, and all of it trains"
+    """What the method does with scenario=class."""
+    not_class_incremental: ClassVar[str] = ""
+    """Reason why the method cannot run with scenario=class, if so."""
 
     def plan(self, task: int, tasks: int, rounds: int) -> list[Phase]:
         """Return the phases of a task, in order.

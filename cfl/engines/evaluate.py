@@ -25,7 +25,8 @@ def accuracy(model: Model, params: Tree, samples: Samples, task: int, batch_size
 def accuracies(model: Model, served: Mapping[int, Tree], parts: Mapping[int, Samples], batch_size: int) -> list[float]:
     """Return for each task of `served` the fraction of correct predictions on its samples, in evaluation mode.
 
-    served: task to the parameters that predict for it, through the task's head; parts: task to its samples;
+    served: task to the parameters that predict for it, through the task's head; if the head grows, through that of the
+    last of these tasks, with the classes of all tasks so far; parts: task to its samples;
     batch_size: samples of a batch. Tasks whose parameters are the same tensors share batches. A model that normalises
     by batch statistics takes each task alone, in batches drawn at random with the model's seed, because the batches
     then decide the predictions.
@@ -34,8 +35,9 @@ def accuracies(model: Model, served: Mapping[int, Tree], parts: Mapping[int, Sam
     model.module.eval()
     separate = any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in model.module.modules())
     groups: dict[tuple[int, ...], list[int]] = {}
+    head = {task: max(served) if model.growing else task for task in served}
     for task, params in served.items():
-        leaves = model.bind(params, task).values()
+        leaves = [params[name] for name in (*model.trainable(head[task]), *model.buffers(task))]
         groups.setdefault((task,) if separate else tuple(map(id, leaves)), []).append(task)
     counts: dict[int, list[Tensor]] = {task: [] for task in served}  # correct and not finite, of each batch
     with torch.no_grad():
@@ -47,7 +49,7 @@ def accuracies(model: Model, served: Mapping[int, Tree], parts: Mapping[int, Sam
             shares = {own: Share(parts[own], each.to(parts[own].targets.device)) for own, each in rows.items()}
             for pieces in _batches(shares, batch_size, separate):
                 x, y = (_joined(leaves) for leaves in zip(*pieces.values(), strict=True))
-                logits = model.logits(served[task], x, task)
+                logits = model.logits(served[task], x, head[task])
                 found = torch.stack([logits.argmax(dim=1) == y, ~logits.amax(dim=1).isfinite()])
                 for own, mine in zip(pieces, found.split([len(y) for _, y in pieces.values()], dim=1), strict=True):
                     counts[own].append(mine.sum(dim=1))

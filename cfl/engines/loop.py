@@ -47,7 +47,7 @@ class LoopEngine(Engine):
     """One client at a time.
 
     weights: a client's weight in the mean, its number of samples or 1; on_bad_update: "raise" UpdateError or "exclude"
-    the client; sums: creates the sum of a round's uploads; noise: see `LocalStep`.
+    the client; sums: creates the sum of a round's uploads; noise, masked: see `LocalStep`.
     """
 
     model: Model
@@ -60,6 +60,7 @@ class LoopEngine(Engine):
     on_bad_update: Literal["raise", "exclude"]
     sums: Sums = UploadSum
     noise: SampleNoise | None = None
+    masked: bool = False
 
     @property
     def gathers(self) -> Mapping[str, Gathers]:
@@ -114,6 +115,7 @@ class LoopEngine(Engine):
             heads=info.heads,
             public=info.public,
             noise=self.noise,
+            masked=self.masked,
         )
 
     def trained(self, step: LocalStep, inputs: RoundInputs) -> Iterator[Trained]:
@@ -189,7 +191,7 @@ class LoopEngine(Engine):
         """Draw samples from a client's memory, once a step. Raises ValueError if they need a head that is absent."""
         places = recorded(state, client)
         strays = {task for task in places[:, 0].tolist() if task not in (info.task, *info.heads)}
-        if strays and self.model.multi_head:
+        if strays and self.model.multi_head and not self.model.growing:
             raise ValueError(
                 f"its memory holds samples of tasks {strays}, whose heads are not broadcast; see Strategy.heads"
             )

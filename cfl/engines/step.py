@@ -17,6 +17,7 @@ from cfl.core import RAW, Tree, tree
 from cfl.core.functorch import transforming
 from cfl.core.optim import Optimizer
 from cfl.models import Model
+from cfl.models.handle import NO_CLASS
 
 
 class Local(NamedTuple):
@@ -51,6 +52,7 @@ class LocalStep:
 
     frozen: names that do not train; heads: tasks whose heads are broadcast besides the task's own, and train unless
     frozen; public: the public data, if any; noise: clipping and noise of DP-SGD, None without example-level privacy.
+    masked: with a growing head, the logits of a new sample are those of the classes of its task alone.
     """
 
     model: Model
@@ -61,6 +63,12 @@ class LocalStep:
     heads: tuple[int, ...] = ()
     public: Samples | None = None
     noise: SampleNoise | None = None
+    masked: bool = False
+
+    @property
+    def now(self) -> int:
+        """The task up to which a growing head is."""
+        return max((self.task, *self.heads)) if self.model.growing else self.task
 
     def start(self, params: Tree) -> Local:
         """Return the carry before the first step, with copies of the trainable leaves. params: the broadcast model."""
@@ -196,5 +204,12 @@ class LocalStep:
     def _logits(self, leaves: Tree, batch: Batch) -> Tensor:
         """Return the logits (batch, classes), each sample's from the head of its own task."""
         if batch.task is None:
-            return self.model.logits(leaves, batch.x, self.task)
-        return self.model.own_logits(leaves, batch.x, self.task, batch.task)
+            logits = self.model.logits(leaves, batch.x, self.now)
+        else:
+            logits = self.model.own_logits(leaves, batch.x, self.now, batch.task)
+        if not (self.masked and self.model.growing):
+            return logits
+        absent = torch.ones(logits.shape[1], dtype=torch.bool, device=logits.device)
+        absent[self.model.classes_of(self.task)] = False
+        new = torch.ones_like(batch.y, dtype=torch.bool) if batch.task is None else batch.task == self.task
+        return logits.masked_fill(new[:, None] & absent, NO_CLASS)

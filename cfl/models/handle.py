@@ -26,6 +26,7 @@ class Model:
 
     module: any nn.Module that maps (batch, *input_shape) to (batch, outputs);
     classes: outputs of each task's head; multi_head: one head per task, made from the module's last Linear layer;
+    growing: the heads are parts of one head, which has those of all tasks so far (class-incremental streams);
     norm_stats: running statistics of batch normalisation "per_task", "running" (shared), or none ("batch").
     dtype: of the samples; None: that of the module's parameters.
     Attributes: params: the tree; frozen: names in it of the parameters with requires_grad=False, which no task trains;
@@ -42,13 +43,15 @@ class Model:
         classes: Sequence[int],
         *,
         multi_head: bool,
+        growing: bool = False,
         norm_stats: NormStats = "per_task",
         seed: int = 0,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
     ) -> None:
         self.module = own_copy(module, device)
-        self.tasks, self.multi_head, self.seed = len(classes), multi_head, seed
+        self.tasks, self.multi_head, self.growing, self.seed = len(classes), multi_head, growing, seed
+        self.sizes = tuple(classes)
         if norm_stats == "batch":
             drop_running_stats(self.module)
         called, outputs = trace(self.module, input_shape, device, dtype)
@@ -61,6 +64,11 @@ class Model:
         self._check_outputs(outputs, classes)
         self._parameter_names = [name for name, _ in self.module.named_parameters()]
         self._buffer_names = [name for name, _ in self.module.named_buffers()]
+        if growing and norm_stats == "per_task" and self._buffer_names:
+            raise ConfigError(
+                "with scenario=class nothing tells the task of a test sample, nor its running statistics: set "
+                "model.norm_stats=running or model.norm_stats=batch"
+            )
         self._names_per_task = set(self._head_names if multi_head else ())
         self._names_per_task.update(self._buffer_names if norm_stats == "per_task" else ())
         self._slots = _leaf_slots(self.module)
@@ -89,7 +97,7 @@ class Model:
         Those of `frozen` are among them.
         """
         own = [self.tree_name(name, task) for name in self._parameter_names]
-        return tuple(dict.fromkeys([*own, *(name for head in heads for name in self.head(head))]))
+        return tuple(dict.fromkeys([*own, *(name for head in (task, *heads) for name in self.head(head))]))
 
     def buffers(self, task: int) -> tuple[str, ...]:
         """Names in the tree of the buffers (running statistics) that a task uses."""
@@ -101,15 +109,40 @@ class Model:
         return self.tasks > 1 and self.buffers(0) != self.buffers(1)
 
     def head(self, task: int) -> tuple[str, ...]:
-        """Names in the tree of the parameters of the last Linear layer, for a task."""
+        """Names in the tree of the parameters of the last Linear layer, for a task; if it grows, of all its parts."""
+        return tuple(name for part in self._parts(task) for name in self.new_head(part))
+
+    def new_head(self, task: int) -> tuple[str, ...]:
+        """Names in the tree of the parameters of the last Linear layer that a task is the first to have."""
         return tuple(self.tree_name(name, task) for name in self._head_names)
 
+    def old_head(self, task: int) -> frozenset[str]:
+        """Names in the tree of the parts of a growing head that earlier tasks have trained; else none."""
+        return frozenset(self.head(task)) - frozenset(self.new_head(task))
+
+    def classes_of(self, task: int) -> slice:
+        """Outputs of a growing head that are the classes of a task."""
+        start = sum(self.sizes[:task])
+        return slice(start, start + self.sizes[task])
+
     def bind(self, params: Mapping[str, Tensor], task: int) -> Tree:
-        """Select the leaves of one task, under the module's own names."""
-        return {name: params[self.tree_name(name, task)] for name in (*self._parameter_names, *self._buffer_names)}
+        """Select the leaves of one task, under the module's own names; the parts of a growing head are joined."""
+        leaves = {}
+        for name in (*self._parameter_names, *self._buffer_names):
+            parts = self._parts(task) if name in self._head_names else (task,)
+            own = [params[self.tree_name(name, part)] for part in parts]
+            leaves[name] = own[0] if len(own) == 1 else torch.cat(own)
+        return leaves
+
+    def _parts(self, task: int) -> tuple[int, ...]:
+        """Tasks whose heads are joined in that of a task."""
+        return tuple(range(task + 1)) if self.growing else (task,)
 
     def logits(self, params: Mapping[str, Tensor], x: Tensor, task: int) -> Tensor:
-        """Outputs (batch, classes of the task). In training mode the buffers in `params` are written in place."""
+        """Outputs (batch, classes of the task; of all tasks so far if the head grows).
+
+        In training mode the buffers in `params` are written in place.
+        """
         return self._call(self.bind(params, task), x)
 
     def outputs(self, params: Mapping[str, Tensor], x: Tensor, task: int, heads: Sequence[int]) -> Tensor:
@@ -119,7 +152,7 @@ class Model:
         """
         if not self.multi_head:
             return self.logits(params, x, task)[:, None]
-        leaves, sizes = self.bind(params, task), [len(params[self.head(head)[0]]) for head in heads]
+        leaves, sizes = self.bind(params, task), [len(params[self.new_head(head)[0]]) for head in heads]
         for name in self._head_names:
             leaves[name] = torch.cat([params[self.tree_name(name, head)] for head in heads])
         logits = self._call(leaves, x).split(sizes, dim=1)
@@ -128,8 +161,11 @@ class Model:
     def own_logits(self, params: Mapping[str, Tensor], x: Tensor, task: int, own: Tensor) -> Tensor:
         """Outputs (batch, classes of the widest head) of each sample through the head of its own task.
 
-        task: the task whose buffers are used; own: (batch,) task of each sample. `params` may lack unused heads.
+        task: the task whose buffers are used, and up to which a growing head goes; own: (batch,) task of each sample.
+        `params` may lack unused heads.
         """
+        if self.growing:
+            return self.logits(params, x, task)
         heads = [head for head in range(self.tasks) if all(name in params for name in self.head(head))]
         every = self.outputs(params, x, task, heads)
         if every.shape[1] == 1:

@@ -26,7 +26,7 @@ from cfl.runtime.run_folder import RunFolder
 from cfl.runtime.session import Session
 from cfl.runtime.sinks import NullSink, Sink
 from cfl.runtime.state import RunState
-from cfl.streams import Stream
+from cfl.streams import Stream, with_scenario
 from cfl.streams.store import TaskSamples
 
 
@@ -82,12 +82,15 @@ def build_session(
     sink = sink or NullSink()
     custom = members != methods.build(config)
     label = "+".join(type(member).__name__ for member in members.values()) if custom else config.label
+    stream = with_scenario(stream, config.scenario)
     stream = stream.to(machine.device(config.device)).with_augment(config.local.augment)
     public = _checked_public(config, stream, members, label)
     network = _network(config, stream) if module is None else module
     model = _model(config, stream, network)
     methods.check_model(model.module, config)
     composed = ComposedMethod(members)
+    if stream.growing and (why := composed.strategy.not_class_incremental):
+        raise ConfigError(f"{label} cannot run with scenario=class: {why}")
     population = place.population(stream, config)
     rounds = place.rounds(composed, label, model, stream, population, config, public)
     budget = Budget(config, rounds.schedule, population, rounds.sees)
@@ -137,8 +140,9 @@ def _model(config: RunConfig, stream: Stream, module: nn.Module) -> models.Model
     return models.Model(
         module,
         stream.input_shape,
-        [task.classes for task in stream.tasks],
+        stream.heads,
         multi_head=stream.multi_head,
+        growing=stream.growing,
         norm_stats=config.model.norm_stats,
         seed=config.seed,
         device=machine.device(config.device),
@@ -163,6 +167,7 @@ def _engine(
         batch_size=config.local.batch_size,
         weights=config.agg.weights,
         on_bad_update=config.on_bad_update,
+        masked=config.class_loss == "current",
         sums=protection.sum,
         noise=protection.samples,
     )

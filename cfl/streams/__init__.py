@@ -7,10 +7,11 @@ from cfl.streams import builtin as _builtin  # noqa: F401
 from cfl.streams.benchmark import Benchmark, build, selected
 from cfl.streams.partition import Deal, deal
 from cfl.streams.public import with_public
+from cfl.streams.scenario import with_scenario
 from cfl.streams.store import Pool, Stream, Task, TaskSamples
 from cfl.streams.tensors import from_tensors
 
 __all__ = [
     "Benchmark", "Deal", "TaskSamples", "Pool", "Stream", "Task", "build", "deal", "from_tensors", "selected",
-    "with_public",
+    "with_public", "with_scenario",
 ]  # fmt: skip

@@ -15,6 +15,7 @@ from cfl.streams.datasets import Arrays, classes, digits, iris, load, pooled
 from cfl.streams.store import Pool, Stream, Task, TaskSamples, unlabelled
 
 _FOT = "FOT (Bakman et al., ICLR 2024), section 5 and appendix F"
+_FASHION_SOURCE = "none; Split MNIST (Zenke et al., ICML 2017) on the images of Fashion-MNIST"
 _TINY = "none; the setting of FOT's Mini-ImageNet"
 _DIGITS = "scikit-learn, load_digits (no paper)"
 _FEDSOL = "FedSOL (Lee et al., CVPR 2024), Table 2"
@@ -132,6 +133,7 @@ _FIVE: dict[str, tuple[Channels, Channels]] = {
     "notmnist": ((0.4254,), (0.4501,)),  # of images resized to 32 x 32, as in the codes of HAT and GPM
 }
 _MNIST = _data_set("mnist", (0.1307,), (0.3081,))
+_FASHION = _data_set("fashion-mnist", (0.2860,), (0.3530,))
 _CIFAR100 = _data_set("cifar100", (0.4914, 0.4824, 0.4467), (0.2471, 0.24353, 0.2616))
 _MINI_IMAGENET = _data_set(
     "mini-imagenet", (0.47313006, 0.44905752, 0.40378186), (0.27292014, 0.26559181, 0.27953038), complete=True
@@ -143,6 +145,7 @@ _TINY_IMAGENET = _data_set(  # computed from the training images
 _permuted("permuted-digits", 5, _digits, "digits of 8 x 8 pixels, pixels permuted", _DIGITS)
 _permuted("permuted-mnist", 10, _MNIST, "MNIST, pixels permuted, one head", _FOT)
 _split("split-digits", 5, _digits, "digits of 8 x 8 pixels, two classes a task", _DIGITS)
+_split("split-fashion-mnist", 5, _FASHION, "Fashion-MNIST, two classes a task, a head each", _FASHION_SOURCE)
 _split("split-cifar100", 10, _CIFAR100, "CIFAR-100, ten classes a task, a head each", _FOT)
 _split("split-mini-imagenet", 20, _MINI_IMAGENET, "Mini-ImageNet, five classes a task, a head each", _FOT)
 _split(

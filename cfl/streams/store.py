@@ -146,6 +146,7 @@ class Stream:
     """The ordered tasks of a benchmark.
 
     input_shape: shape of one sample, (C, H, W) or (d,); multi_head: one head a task instead of one for all tasks;
+    growing: the heads are parts of one head, and a task's targets and `classes` count those of earlier tasks, too;
     public: unlabelled inputs that the server and all clients have (their targets are zeros without meaning), or None.
     Raises ConfigError for fields of another type; DataError for a stream without tasks, samples of another shape, a
     single head with unequal class counts, a head with more classes than train samples, a test label without train
@@ -157,6 +158,7 @@ class Stream:
     input_shape: tuple[int, ...]
     multi_head: bool
     public: TaskSamples | None = None
+    growing: bool = False
 
     def __post_init__(self) -> None:
         typed_fields(self)
@@ -188,6 +190,17 @@ class Stream:
 
     def __len__(self) -> int:
         return len(self.tasks)
+
+    @property
+    def scenario(self) -> str:
+        """ "task", "class" or "domain": what tells the task of a test sample, see `cfl.streams.scenario`."""
+        return "class" if self.growing else "task" if self.multi_head else "domain"
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """Number of outputs that each task adds to those of a model with a head, or a part of the head, a task."""
+        counts = [task.classes for task in self.tasks]
+        return tuple(new - old for new, old in zip(counts, [0, *counts])) if self.growing else tuple(counts)
 
     def to(self, device: torch.device | str) -> Stream:
         """The stream with its tensors on `device`; samples that share a pool or a permutation still share it.
@@ -230,7 +243,7 @@ class Stream:
         found: dict[str, str] = {}
         for number, task in enumerate(self.tasks):
             name = f"the data of task '{task.name}'"
-            own = [number, self.multi_head, task.classes, parts(task.train), parts(task.test)]
+            own = [number, self.multi_head, self.growing, task.classes, parts(task.train), parts(task.test)]
             found[name] = content.digest([found.get(name), *own])  # two tasks may have one name
         if public and self.public is not None:
             found["the public data"] = content.digest(parts(self.public))

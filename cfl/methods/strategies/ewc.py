@@ -80,7 +80,7 @@ class EWC(Strategy):
     ) -> tuple[Tree, Tree]:
         """Add this task's Fisher and weights to the client's sum F and weighted mean. Upload nothing."""
         model = info.model
-        still = {*info.frozen, *(model.head(info.task) if model.multi_head else ())}
+        still = {*info.frozen, *(model.head(info.task) if model.multi_head and not model.growing else ())}
         names = [name for name in model.trainable(info.task) if name not in still]
         new = dict(state)
         for name, fisher in self.importance(names, params, client, info).items():

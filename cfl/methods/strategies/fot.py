@@ -38,6 +38,9 @@ class FOT(LayerPolicy, GPSE, Strategy):
         "first layer's inputs, which are the data"
     )
     per_sample: ClassVar[bool] = True
+    class_incremental: ClassVar[str] = (
+        "the part of the head with the classes of a task trains in that task alone, since no basis protects it"
+    )
 
     participants: str = option("all", "clients in GPSE", source="code: sampled", choices=("all", "sampled"))
     model: str = option("global", "model that is sketched", source="code: local", choices=("global", "local"))
@@ -61,6 +64,9 @@ class FOT(LayerPolicy, GPSE, Strategy):
             phases = [Phase("train", rounds), gpse]
         coverage = Phase("coverage", cohort="available", train=False, work=True, diagnostic=True)
         return [*phases, coverage] if self.measure_coverage else phases
+
+    def frozen(self, task: int, model: Model) -> frozenset[str]:
+        return super().frozen(task, model) | model.old_head(task)
 
     def init_server(self, params: Tree, model: Model) -> Server:
         device = next(iter(params.values())).device

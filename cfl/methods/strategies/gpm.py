@@ -33,6 +33,9 @@ class GPM(Strategy):
 
     source: ClassVar[str] = "Saha et al., ICLR 2021, Algorithm 1; FOT, appendix F.2"
     hard_constraint: ClassVar[bool] = True
+    class_incremental: ClassVar[str] = (
+        "the part of the head with the classes of a task trains in that task alone, since no basis protects it"
+    )
 
     threshold: float = option(0.95, "share of input energy to protect", source="GPM, eq. 9", above=0.0, at_most=1.0)
     threshold_step: float = option(0.0, "added to the threshold after each task", source="GPM's code", at_least=0.0)
@@ -50,7 +53,7 @@ class GPM(Strategy):
     def frozen(self, task: int, model: Model) -> frozenset[str]:
         biases = {layer.bias for layer in model.layers if layer.bias and self.bias == "freeze"}
         norms = set(model.norms) if self.norm_affine == "freeze" else set()
-        return super().frozen(task, model) | (biases | norms if task else set())
+        return super().frozen(task, model) | model.old_head(task) | (biases | norms if task else set())
 
     def notes(self, model: Model) -> list[str]:
         return covered(model, model.layers, self.frozen(1, model), self._augment)

@@ -27,6 +27,7 @@ class LwF(Strategy):
 
     source: ClassVar[str] = "Li and Hoiem, ECCV 2016, eq. 2"
     per_sample: ClassVar[bool] = True
+    class_incremental: ClassVar[str] = "distils one softmax over the old classes, and the whole head trains"
 
     strength: float = option(1.0, "lambda, weight of the distillation", source="section 3", at_least=0.0, steep="local")
     temperature: float = option(2.0, "T", source="section 3", above=0.0)
@@ -54,5 +55,7 @@ class LwF(Strategy):
         old = tuple(range(ctx.task))
         targets = ctx.forward(ctx.shared["teacher"], ctx.batch, old, dropout=False).detach() / self.temperature
         outputs = ctx.forward(params, ctx.batch, old) / self.temperature
+        if ctx.model.growing:  # one softmax over the old classes
+            targets, outputs = targets.flatten(1)[:, None], outputs.flatten(1)[:, None]
         entropies = -(targets.softmax(dim=2) * outputs.log_softmax(dim=2)).sum(dim=(1, 2))  # eq. 2
         return self.strength * masked_mean(entropies, ctx.batch.mask)

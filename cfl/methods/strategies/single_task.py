@@ -20,6 +20,7 @@ class SingleTask(Strategy):
     source: ClassVar[str] = "FOT, Table 11"
     per_sample: ClassVar[bool] = True
     sequential: ClassVar[bool] = False
+    not_class_incremental: ClassVar[str] = "it has a model for each task, so it needs the task of a test sample"
 
     def init_server(self, params: Tree, model: Model) -> Server:
         return {"initial": dict(params), "models": {}}

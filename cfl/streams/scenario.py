@@ -1,0 +1,42 @@
+"""Scenarios of van de Ven et al. (Nature Machine Intelligence, 2022): what is known of a test sample's task.
+
+- task: its task is given, and each task has a head;
+- domain: the task is not given, and all tasks have the same labels and one head;
+- class: the task is not given, and one head has the classes of all tasks so far; it grows at the start of each task.
+"""
+
+from dataclasses import replace
+
+from cfl.core import ConfigError
+from cfl.streams.store import Stream, Task
+
+SCENARIOS = ("task", "class", "domain")
+
+
+def with_scenario(stream: Stream, scenario: str | None) -> Stream:
+    """Return a stream under a scenario; None: as it is.
+
+    Raises ConfigError for a stream of unequal tasks under "domain", and for another scenario than "class" if the stream
+    numbers the classes of all tasks already.
+    """
+    if scenario in (None, stream.scenario):
+        return stream
+    if stream.growing:
+        raise ConfigError(f"stream '{stream.name}' has targets of scenario=class, so it cannot run with {scenario}")
+    if scenario == "class":
+        return replace(stream, tasks=_numbered(stream), multi_head=True, growing=True)
+    counts = sorted({task.classes for task in stream.tasks})
+    if scenario == "domain" and len(counts) > 1:
+        raise ConfigError(f"scenario=domain needs tasks with equal numbers of classes, and those of '{stream.name}' "
+                          f"have {counts}; use scenario=task or class")  # fmt: skip
+    return replace(stream, multi_head=scenario == "task")
+
+
+def _numbered(stream: Stream) -> tuple[Task, ...]:
+    """Number the classes of all tasks one after another."""
+    found, before = list[Task](), 0
+    for task in stream.tasks:
+        train, test = (replace(samples, targets=samples.targets + before) for samples in (task.train, task.test))
+        before += task.classes
+        found.append(replace(task, train=train, test=test, classes=before))
+    return tuple(found)

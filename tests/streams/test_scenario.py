@@ -1,0 +1,63 @@
+"""Scenarios: which task a label belongs to, and who knows it."""
+
+import pytest
+import torch
+
+from cfl.core import ConfigError
+from cfl.streams import from_tensors, with_scenario
+from tests import toy
+
+
+def targets(stream):
+    return [(set(task.train.targets.tolist()), set(task.test.targets.tolist()), task.classes) for task in stream.tasks]
+
+
+@pytest.mark.parametrize("multi_head", [False, True])
+def test_class_incremental_tasks_number_their_classes_one_after_another(multi_head):
+    """Three tasks of two classes: 0 and 1, then 2 and 3, then 4 and 5."""
+    found = with_scenario(toy.stream(multi_head=multi_head), "class")
+    assert targets(found) == [({0, 1}, {0, 1}, 2), ({2, 3}, {2, 3}, 4), ({4, 5}, {4, 5}, 6)]
+    assert (found.scenario, found.heads, found.growing) == ("class", (2, 2, 2), True)
+
+
+def test_samples_stay_as_they_are():
+    before, after = toy.stream(), with_scenario(toy.stream(), "class")
+    for one, other in zip(before.tasks, after.tasks, strict=True):
+        assert one.test.gather(torch.arange(5))[0].equal(other.test.gather(torch.arange(5))[0])
+
+
+@pytest.mark.parametrize(("multi_head", "natural"), [(False, "domain"), (True, "task")])
+def test_the_natural_scenario_changes_nothing(multi_head, natural):
+    stream = toy.stream(multi_head=multi_head)
+    assert stream.scenario == natural
+    assert with_scenario(stream, natural) is stream and with_scenario(stream, None) is stream
+
+
+@pytest.mark.parametrize(("multi_head", "scenario"), [(False, "task"), (True, "domain")])
+def test_tasks_with_equal_numbers_of_classes_may_share_a_head_or_not(multi_head, scenario):
+    found = with_scenario(toy.stream(multi_head=multi_head), scenario)
+    assert found.scenario == scenario and found.multi_head != multi_head
+    assert targets(found) == targets(toy.stream())
+
+
+def unequal():
+    x, y = torch.randn(30, 4), torch.arange(30)
+    return from_tensors([(x, y % 2, x, y % 2), (x, y % 3, x, y % 3)], name="unequal", multi_head=True)
+
+
+def test_tasks_of_different_sizes_have_parts_of_different_sizes():
+    found = with_scenario(unequal(), "class")
+    assert found.heads == (2, 3) and [task.classes for task in found.tasks] == [2, 5]
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ConfigError, match=r"equal numbers of classes, and those of 'unequal' have \[2, 3\]"):
+        with_scenario(unequal(), "domain")
+    with pytest.raises(ConfigError, match="has targets of scenario=class, so it cannot run with task"):
+        with_scenario(with_scenario(toy.stream(), "class"), "task")
+
+
+def test_scenarios_have_data_of_their_own():
+    """A run does not resume under another scenario."""
+    hashes = [with_scenario(toy.stream(), name).digests(public=False) for name in ("task", "class", "domain")]
+    assert len({tuple(found.values()) for found in hashes}) == 3
