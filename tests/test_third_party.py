@@ -161,6 +161,7 @@ def test_compare_takes_it_beside_a_built_in_method(cfl_run, tmp_path):
     assert runs[0]["accuracy_matrix"] == runs[1]["accuracy_matrix"]
 
 
+@pytest.mark.waits
 def test_nodes_that_have_it_run_it_and_the_others_are_refused(trained, site, tmp_path):
     pytest.importorskip("flwr", reason="the extra flower is not installed")
     from tests.flower.terminals import Machines

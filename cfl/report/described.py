@@ -31,12 +31,12 @@ def blocks(kind: str, name: str, item: Any, source: str) -> list[Any]:
         return [title, tables.hyper_parameters(_parameters(item), "model.")]
     rows, prefix = options.describe(item), "strategy." if kind == "methods" else f"regularizer.{name}."
     own = tables.hyper_parameters(rows, prefix) if rows else "No hyper-parameters."
-    shown = [title, own, tables.answers(_privacy(name, item), "privacy")]
+    shown = [title, own]
     if kind == "methods":
         reason = item.not_class_incremental
         answer = f"not supported: {reason}" if reason else item.class_incremental
         shown.append(tables.answers([("scenario=class", answer)], "scenario"))
-    return shown
+    return [*shown, tables.answers(_privacy(name, item), "privacy")]
 
 
 def _privacy(name: str, item: Any) -> list[tuple[str, str]]:

@@ -1,6 +1,7 @@
 """LwF: the distillation by hand and by brute force, its teacher, and the traffic of runs."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,9 @@ BATCH = Batch(X, torch.arange(6) % 3, torch.ones(6, dtype=torch.float64), torch.
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------
+
+
+HEADS = SimpleNamespace(growing=False)  # a model with a head a task
 
 
 def random_like(params, seed):
@@ -71,13 +75,33 @@ def test_penalty_and_its_gradient_by_hand():
         return params["z"]
 
     batch = Batch(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64), torch.ones(1).double(), torch.zeros(1))
-    ctx = toy.context({"teacher": teacher}, {}, batch, task=2, forward=forward)
+    ctx = toy.context({"teacher": teacher}, {}, batch, model=HEADS, task=2, forward=forward)
     rule = LwF(strength=4.0, temperature=2.0)
     value = rule.penalty(student, torch.zeros(1, 2), ctx)
     assert value.item() == pytest.approx(4 * (math.log(2) - math.log(3 / 16) / 2))
     assert asked == [((0, 1), False), ((0, 1), True)]  # the teacher's outputs are free of dropout
     gradient = torch.func.grad(lambda params: rule.penalty(params, torch.zeros(1, 2), ctx))(student)["z"]
     expected = torch.tensor([[[-0.5, 0.5], [0.5, -0.5]]]).double()
+    torch.testing.assert_close(gradient, expected, atol=1e-15, rtol=0)
+
+
+def test_with_a_growing_head_one_softmax_over_the_old_classes_is_distilled():
+    # T = 2. Teacher (2 ln 3, 0 | 0): p = (3, 1, 1) / 5; student (0, 0 | 0): q = 1 / 3, so H = ln 3. Padding counts as 0.
+    pad = -1e9
+    teacher = {"z": torch.tensor([[[2 * math.log(3), 0.0], [0.0, pad]]], dtype=torch.float64)}
+    student = {"z": torch.tensor([[[0.0, 0.0], [0.0, pad]]], dtype=torch.float64)}
+
+    def forward(params, batch, heads, *, dropout=True):
+        return params["z"]
+
+    batch = Batch(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64), torch.ones(1).double(), torch.zeros(1))
+    growing = SimpleNamespace(growing=True)
+    ctx = toy.context({"teacher": teacher}, {}, batch, model=growing, task=2, forward=forward)
+    rule = LwF(strength=4.0, temperature=2.0)
+    assert rule.penalty(student, torch.zeros(1, 3), ctx).item() == pytest.approx(4 * math.log(3))
+    gradient = torch.func.grad(lambda params: rule.penalty(params, torch.zeros(1, 3), ctx))(student)["z"]
+    # lambda / T (q - p) = 2 (1/3 - 3/5, 1/3 - 1/5, 1/3 - 1/5)
+    expected = 2 * torch.tensor([[[1 / 3 - 3 / 5, 1 / 3 - 1 / 5], [1 / 3 - 1 / 5, 0.0]]]).double()
     torch.testing.assert_close(gradient, expected, atol=1e-15, rtol=0)
 
 
@@ -114,7 +138,7 @@ def test_gradient_by_the_logits_is_lambda_over_t_times_the_difference_of_softmax
     def forward(params, batch, heads, *, dropout=True):
         return params["z"]
 
-    ctx = toy.context({"teacher": teacher}, {}, BATCH, task=2, forward=forward)
+    ctx = toy.context({"teacher": teacher}, {}, BATCH, model=HEADS, task=2, forward=forward)
     gradient = torch.func.grad(lambda params: rule.penalty(params, X, ctx))(student)["z"]
     expected = 3.0 / 2.0 * (F.softmax(student["z"] / 2, dim=2) - F.softmax(teacher["z"] / 2, dim=2)) / 6
     torch.testing.assert_close(gradient, expected, atol=1e-15, rtol=0)
