@@ -86,7 +86,7 @@ def test_penalty_and_its_gradient_by_hand():
 
 
 def test_with_a_growing_head_one_softmax_over_the_old_classes_is_distilled():
-    # T = 2. Teacher (2 ln 3, 0 | 0): p = (3, 1, 1) / 5; student (0, 0 | 0): q = 1 / 3, so H = ln 3. Padding counts as 0.
+    # T = 2. Teacher (2 ln 3, 0 | 0): p = (3, 1, 1) / 5; student (0, 0 | 0): q = 1 / 3, so H = ln 3. Padding is 0.
     pad = -1e9
     teacher = {"z": torch.tensor([[[2 * math.log(3), 0.0], [0.0, pad]]], dtype=torch.float64)}
     student = {"z": torch.tensor([[[0.0, 0.0], [0.0, pad]]], dtype=torch.float64)}
@@ -101,7 +101,7 @@ def test_with_a_growing_head_one_softmax_over_the_old_classes_is_distilled():
     assert rule.penalty(student, torch.zeros(1, 3), ctx).item() == pytest.approx(4 * math.log(3))
     gradient = torch.func.grad(lambda params: rule.penalty(params, torch.zeros(1, 3), ctx))(student)["z"]
     # lambda / T (q - p) = 2 (1/3 - 3/5, 1/3 - 1/5, 1/3 - 1/5)
-    expected = 2 * torch.tensor([[[1 / 3 - 3 / 5, 1 / 3 - 1 / 5], [1 / 3 - 1 / 5, 0.0]]]).double()
+    expected = 2 * torch.tensor([[[1 / 3 - 3 / 5, 1 / 3 - 1 / 5], [1 / 3 - 1 / 5, 0.0]]], dtype=torch.float64)
     torch.testing.assert_close(gradient, expected, atol=1e-15, rtol=0)
 
 
