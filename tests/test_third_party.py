@@ -3,7 +3,6 @@
 A test of a command starts a process, which is what it is about; those that build a stream load Avalanche, too.
 """
 
-import contextlib
 import json
 import os
 import shutil
@@ -161,17 +160,30 @@ def test_compare_takes_it_beside_a_built_in_method(cfl_run, tmp_path):
     assert runs[0]["accuracy_matrix"] == runs[1]["accuracy_matrix"]
 
 
-@pytest.mark.waits
-def test_nodes_that_have_it_run_it_and_the_others_are_refused(trained, site, tmp_path):
-    pytest.importorskip("flwr", reason="the extra flower is not installed")
-    from tests.flower.terminals import Machines
+FEDERATION = """
+import sys
+from pathlib import Path
+from cfl.flower import apps
+from cfl.flower.forward import client
+from cfl.flower.in_process import InProcessGrid
 
-    (folder, *_), installed = trained, {"PYTHONPATH": str(site)}
-    with contextlib.closing(Machines(tmp_path, "ab")) as machines:
-        server = machines.serve(folder / "config.yaml", **installed)
-        machines.join("a", "0-3")
-        server.says("may not join: unknown method 'slowdown'")
-        machines.join("b", "0-3", **installed)
-        assert server.ends() == 0, server.said
-        found, expected = machines.metrics(), json.loads((folder / "metrics.json").read_text())
+config, folder = Path(sys.argv[1]), Path(sys.argv[2])
+nodes = [{"clients": clients, "folder": str(folder / clients)} for clients in ("0-1", "2-3")]
+apps.serve(config, InProcessGrid([client(config, lambda: apps.answer)] * 2, nodes), folder / "out")
+"""
+
+
+def test_nodes_that_have_it_run_it_and_the_others_name_what_they_lack(trained, site, tmp_path):
+    """The nodes with the package are in another process, as they would be elsewhere; this process has not got it."""
+    app = pytest.importorskip("flwr.app", reason="the extra flower is not installed")
+    from cfl.flower import apps, wire
+
+    folder, *_ = trained
+    command = [sys.executable, "-c", FEDERATION, str(folder / "config.yaml"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(site)})
+    assert done.returncode == 0, done.stderr
+    found, expected = (json.loads((path / "metrics.json").read_text()) for path in (tmp_path / "out", folder))
     assert found["accuracy_matrix"] == expected["accuracy_matrix"]
+    context = app.Context(1, 1, {"clients": "0", "folder": str(tmp_path / "n")}, app.RecordDict(), {})
+    answer = apps.answer("join", folder / "config.yaml", wire.pack(None), context)
+    assert "unknown method 'slowdown'" in str(answer.config_records["fault"]["text"])
