@@ -54,8 +54,7 @@ def serve(config: Path, grid: link.Grid, output: Path, data_root: Path | None = 
 
     A run that `output` holds already is continued.
     """
-    settings = loaded(config)
-    check(settings, wait_for)
+    settings = loaded(config, wait_for)
     strategies = methods.build(settings)
     stream = stream_of(settings, data_root, False, public=methods.need_public(strategies))
     sink = console_sink(quiet=False)
@@ -77,10 +76,10 @@ def answer(action: str, config: Path, records: RecordDict, context: Context) -> 
     return node.answer(partial(_node, config, context), action, records, context)
 
 
-def loaded(config: Path) -> RunConfig:
-    """Load a resolved configuration and check that it can run on nodes. Raises ConfigError."""
+def loaded(config: Path, wait_for: int = 0) -> RunConfig:
+    """Load a resolved configuration, and raise ConfigError if it cannot run on nodes. wait_for: as in `check`."""
     settings = resolve.load(read_yaml(config))
-    check(settings)
+    check(settings, wait_for)
     return settings
 
 

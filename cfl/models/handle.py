@@ -127,11 +127,10 @@ class Model:
 
     def bind(self, params: Mapping[str, Tensor], task: int) -> Tree:
         """Select the leaves of one task, under the module's own names; the parts of a growing head are joined."""
-        leaves = {}
-        for name in (*self._parameter_names, *self._buffer_names):
-            parts = self._parts(task) if name in self._head_names else (task,)
-            own = [params[self.tree_name(name, part)] for part in parts]
-            leaves[name] = own[0] if len(own) == 1 else torch.cat(own)
+        leaves = {name: params[self.tree_name(name, task)] for name in (*self._parameter_names, *self._buffer_names)}
+        if self.growing and task:
+            for name in self._head_names:
+                leaves[name] = torch.cat([params[self.tree_name(name, part)] for part in self._parts(task)])
         return leaves
 
     def _parts(self, task: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@
 
 from dataclasses import replace
 
-from cfl.core import ConfigError
+from cfl.core import ConfigError, unknown
 from cfl.streams.store import Stream, Task
 
 SCENARIOS = ("task", "class", "domain")
@@ -16,11 +16,13 @@ SCENARIOS = ("task", "class", "domain")
 def with_scenario(stream: Stream, scenario: str | None) -> Stream:
     """Return a stream under a scenario; None: as it is.
 
-    Raises ConfigError for a stream of unequal tasks under "domain", and for another scenario than "class" if the stream
-    numbers the classes of all tasks already.
+    Raises ConfigError for an unknown scenario, for tasks of unequal sizes under "domain", and for another scenario than
+    "class" if the stream numbers the classes of all tasks already.
     """
     if scenario in (None, stream.scenario):
         return stream
+    if scenario not in SCENARIOS:
+        raise unknown("scenario", str(scenario), SCENARIOS)
     if stream.growing:
         raise ConfigError(f"stream '{stream.name}' has targets of scenario=class, so it cannot run with {scenario}")
     if scenario == "class":

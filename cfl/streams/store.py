@@ -193,7 +193,7 @@ class Stream:
 
     @property
     def scenario(self) -> str:
-        """ "task", "class" or "domain": what tells the task of a test sample, see `cfl.streams.scenario`."""
+        """What tells the task of a test sample: "task", "class" or "domain", see `cfl.streams.scenario`."""
         return "class" if self.growing else "task" if self.multi_head else "domain"
 
     @property

@@ -57,6 +57,11 @@ def test_what_cannot_be_is_refused():
         with_scenario(with_scenario(toy.stream(), "class"), "task")
 
 
+def test_an_unknown_scenario_is_named():
+    with pytest.raises(ConfigError, match="unknown scenario 'clas'.*class"):
+        with_scenario(toy.stream(), "clas")
+
+
 def test_scenarios_have_data_of_their_own():
     """A run does not resume under another scenario."""
     hashes = [with_scenario(toy.stream(), name).digests(public=False) for name in ("task", "class", "domain")]
