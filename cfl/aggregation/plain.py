@@ -15,7 +15,7 @@ class UploadSum:
     Workers build partial sums: export one with `part()`, combine with `merge()`. Only the combined sum is opened and
     closed.
 
-    gathers: how the uploads of each regularizer are combined; the strategy's are averaged, those of `work` summed.
+    gathers: how the uploads of each regularizer and those of `work` are combined; the strategy's updates are averaged.
     clipped: entries beyond the range of integers; shortened: clients whose upload was scaled down to dp.clip; zeroed:
     ids of the clients among them whose upload was not finite and counts as zero; noise: standard deviation of the noise
     in each entry of the sum.
@@ -26,7 +26,7 @@ class UploadSum:
     _exported: ClassVar = [*_added, "_outlines", "_lowest", "_sums", "_stacks"]
 
     def __init__(self, info: RoundInfo, gathers: Mapping[str, Gathers]) -> None:
-        self.info, self.gathers = info, {"strategy": "mean", **gathers, "work": "sum"}
+        self.info, self.gathers = info, {"strategy": "mean", **gathers, "work": gathers.get("work", "sum")}
         self.clipped = self.shortened = 0
         self.zeroed: list[int] = []
         self.noise = 0.0

@@ -40,7 +40,7 @@ def check_schedule(phases: Iterable[Phase], owners: Mapping[int, int], config: R
                 f"a secure sum of one client is its upload, and only one holds data of task {task}: raise "
                 "partition.task_share or set secagg=none"
             )
-    cohorts = {phase.cohort for phase in phases if not (phase.diagnostic or phase.stores)}
+    cohorts = {phase.cohort for phase in phases if not (phase.diagnostic or phase.stores)} - {"none"}
     # Of Poisson cohorts the mean size; a round whose cohort is not safe is aborted.
     sizes = {(min(config.cohort, n) if kind == "sampled" else n, n) for kind in cohorts for n in owners.values()}
     for size, count in sorted(sizes):
@@ -54,7 +54,8 @@ def _secure_sums(methods: Mapping[str, Any], config: RunConfig) -> Iterator[str]
         return
     for owner, method in methods.items():
         if method.gathers == "stack":
-            yield f"'{owner}' needs each client's own upload, which secagg={config.secagg} hides; set secagg=none"
+            name = config.method if owner == "strategy" else owner
+            yield f"'{name}' needs each client's own upload, which secagg={config.secagg} hides; set secagg=none"
     if min(config.cohort, config.partition.clients) < 2:
         yield f"a secure sum of one client is its upload: secagg={config.secagg} needs a cohort of 2 or more"
     room = config.secure.bits - 1 - config.secure.fraction_bits - math.log2(config.partition.clients)

@@ -252,7 +252,7 @@ class ComposedMethod:
 
 def own_state(state: Tree, owner: str) -> Tree:
     """The leaves of one owner, under the owner's own names."""
-    return {name.partition("/")[2]: leaf for name, leaf in state.items() if name.startswith(f"{owner}/")}
+    return tree.part(state, owner)
 
 
 def prefix(owner: str) -> str:

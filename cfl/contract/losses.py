@@ -17,6 +17,11 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return (values * mask).sum() / mask.sum().clamp(min=1)
 
 
+def soft_cross_entropy(targets: Tensor, logits: Tensor, temperature: float) -> Tensor:
+    """H(softmax(targets / T), softmax(logits / T)) over the last dimension: (batch, ...) for (batch, ..., classes)."""
+    return -((targets / temperature).softmax(-1) * (logits / temperature).log_softmax(-1)).sum(-1)
+
+
 def divergence(targets: Tensor, logits: Tensor, temperature: float) -> Tensor:
     """KL(softmax(targets / T) || softmax(logits / T)) of each sample: (batch,). Both arguments are (batch, classes)."""
     log_p, log_q = ((leaf / temperature).log_softmax(dim=1) for leaf in (targets, logits))

@@ -24,6 +24,7 @@ FIGURES = frozenset(
         *("method", "benchmark", "seed", "acc", "fgt", "fgt_max", "bwt", "learning_accuracy", "accuracy_matrix"),
         *("by_task", "bytes_up", "bytes_down", "bytes_by_phase", "seconds", "local_accuracy", "client_bytes"),
         *("client_bytes_max", "epsilon", "epsilon_by_client", "delta", "epsilon_of", "noise_multiplier"),
+        "task_accuracy",
     )
 )
 """Figures of metrics.json that a run computes itself."""
@@ -115,6 +116,15 @@ def _served(value: Any, _: Any, server: Server, task: int) -> str:
     return _matches(value, server["params"], own)
 
 
+def _inferred(value: Any, _: Any, server: Server, x: Tensor, task: int, __: Model) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.shape != x.shape[:1]:
+        return kind(value)
+    wrong = value[(value < 0) | (value > task)]
+    return f"the task {int(wrong[0])}, where tasks are 0 to {task}" if len(wrong) else ""
+
+
 def _state(value: Any, member: LocalRegularizer, *_: Any) -> str:
     """Check a client's state. A strategy's leaf `MEMORY` has to hold places."""
     if (text := _tree(value)) or not isinstance(member, Strategy) or MEMORY not in value:
@@ -130,9 +140,9 @@ def _pair(value: Any, first: Callable[[Any], str], second: Callable[[Any], str])
     return next((f"a pair with {text}" for text in (first(value[0]), second(value[1])) if text), "")
 
 
-def _sent(value: Any, member: LocalRegularizer, counters: Callable[[], Sequence[str]]) -> str:
+def _sent(value: Any, stacked: bool, counters: Callable[[], Sequence[str]]) -> str:
     """Check an upload. counters: names of the model's buffers, whose integers no sum includes."""
-    text, stacked = _tree(value), member.gathers == "stack" and not isinstance(member, Strategy)
+    text = _tree(value)
     whole = [] if text or stacked else [name for name, leaf in value.items() if not leaf.is_floating_point()]
     if whole and (wrong := [name for name in whole if name not in counters()]):
         text = f"an upload whose leaf '{wrong[0]}' is {kind(value[wrong[0]])}, where sums take floating-point numbers"
@@ -140,13 +150,14 @@ def _sent(value: Any, member: LocalRegularizer, counters: Callable[[], Sequence[
 
 
 def _finished(value: Any, member: LocalRegularizer, _: Tree, ctx: Ctx, *__: Any) -> str:
-    upload = partial(_sent, member=member, counters=lambda: ctx.model.buffers(ctx.task))
+    stacked = member.gathers == "stack" and not isinstance(member, Strategy)  # a strategy's updates are averaged
+    upload = partial(_sent, stacked=stacked, counters=lambda: ctx.model.buffers(ctx.task))
     return _pair(value, upload, partial(_state, member=member))
 
 
 def _worked(value: Any, member: LocalRegularizer, _: Tree, *others: Any) -> str:
     info: RoundInfo = others[-1]
-    upload = partial(_sent, member=member, counters=lambda: info.model.buffers(info.task))
+    upload = partial(_sent, stacked=member.gathers == "stack", counters=lambda: info.model.buffers(info.task))
     return _pair(value, upload, partial(_state, member=member))
 
 
@@ -216,6 +227,13 @@ def _figures(value: Any, *_: Any) -> str:
     return next(_not_json(value, ""), "")
 
 
+def _pictures(value: Any, *_: Any) -> str:
+    if value is None:
+        return ""
+    right = isinstance(value, Tensor) and value.dtype == torch.uint8 and value.dim() == 5 and value.shape[2] in (1, 3)
+    return "" if right and value.numel() else kind(value)
+
+
 def _not_json(value: Any, path: str) -> Iterator[str]:
     """Yield the parts of nested values that JSON cannot hold."""
     if isinstance(value, dict):
@@ -269,7 +287,9 @@ PROMISES = {
     ),
     "absorb": Promise(_SERVER, _next),
     "serve": Promise("a tree with the names and shapes of the server's 'params'", _served),
+    "infer_task": Promise("None, or an int64 tensor with a task for each sample", _inferred),
     "report": Promise("a dictionary of new names to numbers, texts, lists or dictionaries of them", _figures),
+    "images": Promise("None, or a uint8 tensor (rows, columns, 1 or 3 channels, height, width)", _pictures),
     "begin_task": Promise(_SERVER, _next),
 }
 """What each hook has to return. "around gradient" is the function that `around` returns."""

@@ -5,12 +5,14 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal, NamedTuple, get_args
 
+from torch import Tensor
+
 from cfl.contract.client import Client
 from cfl.contract.samples import Samples
 from cfl.core import ConfigError, Tree, unknown
 from cfl.models import Model
 
-_COHORTS = Literal["sampled", "available"]
+_COHORTS = Literal["sampled", "available", "none"]
 
 STAGES = ("keys", "shares", "upload", "unmask")
 """Stages of a round, in order, at which a client may drop out; at "unmask" the client has already sent its upload."""
@@ -20,14 +22,15 @@ STAGES = ("keys", "shares", "upload", "unmask")
 class Phase:
     """A named sequence of rounds within a task.
 
-    cohort: "sampled" draws the configured number of clients, "available" takes all clients with data of the task.
+    cohort: "sampled" draws the configured number of clients, "available" takes all clients with data of the task;
+    "none" takes no client: the server works alone, in `absorb`, with a checkpoint after each round.
     train: clients train locally; work: clients run the strategy's `work`, after training if both are set.
     stores: the results of `work` stay with the client, and nothing is uploaded.
     diagnostic: the phase is a measurement of the simulator, and its bytes are not counted.
     Uploads of phases with `stores` or `diagnostic` get no mask, clipping, noise or accounting, so these may not train.
     Raises ConfigError for a missing name, an unknown cohort, rounds other than a whole number of at least 0, a
-    phase with neither `train` nor `work`, a phase named "train" without `train`, and `train` with `stores` or
-    `diagnostic`.
+    phase with clients and neither `train` nor `work`, or without clients and one of them, a phase named "train" without
+    `train`, and `train` with `stores` or `diagnostic`.
     """
 
     name: str
@@ -45,8 +48,11 @@ class Phase:
         rounds: Any = self.rounds
         if not isinstance(name, str) or not name or not isinstance(rounds, Integral):
             raise ConfigError(f"a phase has a name and a whole number of rounds, not {name!r} and {rounds!r}")
-        if self.rounds < 0 or not (self.train or self.work):
-            raise ConfigError(f"phase '{self.name}' has {self.rounds} rounds, train={self.train} and work={self.work}")
+        if self.rounds < 0 or (self.train or self.work) == (self.cohort == "none"):
+            raise ConfigError(
+                f"phase '{self.name}' has {self.rounds} rounds, cohort={self.cohort}, train={self.train} and "
+                f"work={self.work}"
+            )
         if self.name == "train" and not self.train:  # its rounds would draw with the keys of training rounds
             raise ConfigError("a phase called 'train' has to train; give this phase another name")
         if self.train and (self.stores or self.diagnostic):
@@ -77,6 +83,16 @@ class Privacy(NamedTuple):
     noise: float = 0.0
 
 
+class Pixels(NamedTuple):
+    """Normalisation of 8-bit images: an input is (image / 255 - mean) / std.
+
+    mean, std: broadcastable to an image, such as (channels, 1, 1), or None where the images are not normalised so.
+    """
+
+    mean: Tensor | None
+    std: Tensor | None
+
+
 @dataclass(frozen=True)
 class RoundInfo:
     """A round, as hooks see it.
@@ -92,6 +108,7 @@ class RoundInfo:
     expected: number of clients that sums are divided by. It is the average size of a cohort if the size is protected;
     otherwise, in `absorb`, it is the number of `clients`.
     dropped: id to the stage at which the client drops out; privacy: None without differential privacy.
+    pixels: of the task's images; None if the inputs are no 8-bit images.
     """
 
     task: int
@@ -113,6 +130,7 @@ class RoundInfo:
     expected: float = 1.0
     dropped: Mapping[int, str] = field(default_factory=dict)
     privacy: Privacy | None = None
+    pixels: Pixels | None = None
 
     @property
     def place(self) -> str:

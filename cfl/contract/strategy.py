@@ -9,7 +9,8 @@ The hooks of `Strategy` stand in the order in which a run calls them:
     server, before a round     heads, frozen, broadcast
     client, in a round         loss, finish, work
     server, after a round      absorb
-    at the end of a task       serve, report, begin_task of the next task
+    in an evaluation           serve, infer_task
+    at the end of a task       report, images, begin_task of the next task
 
 A strategy also has the client hooks of `LocalRegularizer`. Its state on a client lasts until the end of the run.
 """
@@ -22,7 +23,7 @@ from torch import Tensor
 from cfl.contract.client import Client
 from cfl.contract.context import Ctx
 from cfl.contract.losses import cross_entropy, masked_mean
-from cfl.contract.regularizer import LocalRegularizer
+from cfl.contract.regularizer import Gathers, LocalRegularizer
 from cfl.contract.rounds import Phase, RoundInfo, Server, TreesByOwner
 from cfl.core import Tree, tree
 from cfl.models import Model
@@ -41,9 +42,16 @@ class Strategy(LocalRegularizer):
 
     source: ClassVar[str] = "McMahan et al., AISTATS 2017, Algorithm 1"
     sends: ClassVar[str] = "its update w_global - w_local, every round"
+    gathers: ClassVar[Gathers] = "sum"
+    """Aggregation of its `work` uploads: plain sum, or stack (clients, ...), see `LocalRegularizer.gathers`."""
+    kept: ClassVar[tuple[str, ...]] = ()
+    """Trees of the broadcast that a client gets once a task, and stores until the next task. They do not change within
+    a task, and all rounds of a task with clients broadcast them, or none. A client that dropped out gets them again."""
     per_sample: ClassVar[bool] = True
     sequential: ClassVar[bool] = True
     """False if one model does not learn the tasks one after another; forgetting is then undefined."""
+    task_incremental: ClassVar[str] = "a head a task; it trains in its own task alone"
+    """What the method does with scenario=task."""
     class_incremental: ClassVar[str] = "the head has the classes of all tasks so far, and all of it trains"
     """What the method does with scenario=class."""
     not_class_incremental: ClassVar[str] = ""
@@ -107,7 +115,7 @@ class Strategy(LocalRegularizer):
     def work(
         self, params: Tree, client: Client, shared: TreesByOwner, state: Tree, info: RoundInfo
     ) -> tuple[Tree, Tree]:
-        """Return a client's upload, which is summed over clients without weights, and its new state.
+        """Return a client's upload, which is aggregated as `gathers` says, and its new state.
 
         Called for each client in a phase with `work`, after local training if the phase trains. The model is in
         evaluation mode. params: the broadcast, with the client's trained leaves in it; shared: the whole broadcast;
@@ -120,7 +128,8 @@ class Strategy(LocalRegularizer):
 
         Called by the server once the uploads are aggregated, after every `server_step`; not for an aborted round.
         mean["strategy"]: the weighted mean of the `finish` uploads, as `server_step` left it, in a round in which
-        clients trained and the strategy uploaded; mean["work"]: the sum of the `work` uploads, in a phase with `work`;
+        clients trained and the strategy uploaded; mean["work"]: the `work` uploads as `gathers` says, in a phase with
+        `work`; both are absent in a phase without clients;
         lr: server.lr.
         The default subtracts lr times mean["strategy"] from the parameters. Buffers (running statistics) are averages
         already, and take the whole step for every lr.
@@ -138,12 +147,28 @@ class Strategy(LocalRegularizer):
         """Return the parameters that are evaluated on a task. Called for each evaluation."""
         return server["params"]
 
+    def infer_task(self, server: Server, x: Tensor, task: int, model: Model) -> Tensor | None:
+        """Return the task of each test sample, (n,) int64 from 0 to `task`, or None if the method infers no task.
+
+        Called for each batch of an evaluation, unless the scenario gives the task. x: (n, *input_shape); task: the last
+        task learned. A sample is then predicted by `serve` of its inferred task, among the classes of that task.
+        """
+        return None
+
     def report(self, server: Server, model: Model) -> dict[str, Any]:
         """Return the method's own figures for metrics.json; "subspace_use" maps layers to fractions.
 
         Called at the end of each task.
         """
         return {}
+
+    def images(self, server: Server, model: Model) -> Tensor | None:
+        """Return images that the method has made, to look at: (rows, columns, channels, height, width) uint8, or None.
+
+        Called at the end of each task. A row holds the images of a class, in the order of the head's classes, in grey
+        (1 channel) or RGB (3 channels). The run's folder gets them as one picture, which reports show.
+        """
+        return None
 
     def begin_task(self, server: Server, task: int, model: Model) -> Server:
         """Return the server's trees at the start of a task.

@@ -34,6 +34,17 @@ def select(a: Mapping[str, Tensor], names: Iterable[str]) -> Tree:
     return {name: a[name] for name in names}
 
 
+def under(owner: str, a: Mapping[str, Tensor]) -> Tree:
+    """Name the leaves "owner/name"."""
+    return {f"{owner}/{name}": leaf for name, leaf in a.items()}
+
+
+def part(a: Mapping[str, Tensor], owner: str) -> Tree:
+    """Select the leaves named "owner/name", under the names alone."""
+    start = f"{owner}/"
+    return {name.removeprefix(start): leaf for name, leaf in a.items() if name.startswith(start)}
+
+
 def dot(a: Tree, b: Tree) -> Tensor:
     """Inner product over all leaves: a tensor ()."""
     return torch.stack([(leaf * b[name]).sum() for name, leaf in a.items()]).sum()

@@ -20,7 +20,7 @@ Sums = Callable[[RoundInfo, Mapping[str, Gathers]], UploadSum]
 class Outcome:
     """Result of a round's clients: aggregated uploads, new states, and figures.
 
-    mean: weighted means of the strategy's uploads, sums of "work", and regularizers' uploads as their `gathers` says;
+    mean: weighted means of the strategy's uploads; uploads of "work" and of regularizers as their `gathers` says;
     states: client id to new state; excluded: clients whose upload was not finite; aborted: reason for a missing sum;
     bytes_up, bytes_down: bytes of all clients, the second without the broadcast; noise: see `Privacy`;
     clipped: number of entries beyond the range of integers; shortened: number of clients whose upload was scaled down
@@ -49,9 +49,12 @@ class Outcome:
         missing = {"missing": self.missing} if self.missing else {}
         return {"clients": len(self.states), **{name: getattr(self, name) for name in names}, **missing, **self.wire}
 
-    def traffic(self, info: RoundInfo, shared: TreesByOwner) -> dict[str, int]:
-        """Return the bytes of all clients, including the broadcast `shared` to each; 0 in a diagnostic phase."""
-        broadcast = len(info.clients) * sum(map(tree.nbytes, shared.values()))
+    def traffic(self, info: RoundInfo, shared: TreesByOwner, held: int = 0) -> dict[str, int]:
+        """Return the bytes of all clients, including the broadcast `shared` to each; 0 in a diagnostic phase.
+
+        held: bytes of the broadcast that clients have already, see `Strategy.kept`.
+        """
+        broadcast = len(info.clients) * sum(map(tree.nbytes, shared.values())) - held
         counts = {"bytes_up": self.bytes_up, "bytes_down": broadcast + self.bytes_down}
         return dict.fromkeys(counts, 0) if info.phase.diagnostic else counts
 
@@ -86,7 +89,7 @@ class Collected:
 
 
 class Engine(Protocol):
-    """Computes rounds. gathers: by regularizer, see `LocalRegularizer`; sums: makes the sum of a round's uploads.
+    """Computes rounds. gathers: of each regularizer and of "work"; sums: makes the sum of a round's uploads.
 
     grown: bytes by which the engine's largest other process has grown.
     """

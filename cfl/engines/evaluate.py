@@ -17,12 +17,60 @@ from cfl.models import Model
 Observer = Callable[[RoundInfo, int, Tree], None]
 
 
+class Inference:
+    """Predictions for test samples whose task is inferred, and how often the inferred task is right.
+
+    served: task to the parameters that predict for it, of all tasks so far; infer: maps inputs (n, ...) to the task of
+    each, (n,) int64, or to None if it infers no task.
+    """
+
+    def __init__(self, served: Mapping[int, Tree], infer: Callable[[Tensor], Tensor | None]) -> None:
+        self.served, self.infer = served, infer
+        self._right: list[Tensor] = []
+
+    def __call__(self, model: Model, x: Tensor, sizes: Mapping[int, int]) -> Tensor | None:
+        """Outputs (n, classes) for inputs (n, ...), each by the model of its inferred task; None without inference.
+
+        sizes: true task to its number of inputs, in their order. With a growing head, outputs of other classes than
+        those of the inferred task are minus infinity.
+        """
+        tasks = self.infer(x)
+        if tasks is None:
+            return None
+        own = torch.tensor([*sizes], device=x.device).repeat_interleave(torch.tensor([*sizes.values()]).to(x.device))
+        self._right.append(tasks == own)
+        logits, last, together = x.new_empty(len(x), 0), max(self.served), _by_batch(model)
+        for task in tasks.unique().tolist():
+            rows, head = tasks == task, last if model.growing else task
+            if together:  # the samples of one task alone would have other statistics, and a single sample none
+                found = model.logits(self.served[task], x, head)[rows]
+            else:
+                found = model.logits(self.served[task], x[rows], head)
+            if model.growing:
+                classes = model.classes_of(task)
+                found[:, : classes.start] = found[:, classes.stop :] = -torch.inf
+            logits = logits if logits.shape[1] else found.new_empty(len(x), found.shape[1])
+            logits[rows] = found
+        return logits
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Share of test samples whose task is inferred right; empty without inference."""
+        return {"task_accuracy": float(torch.cat(self._right).double().mean())} if self._right else {}
+
+
 def accuracy(model: Model, params: Tree, samples: Samples, task: int, batch_size: int) -> float:
     """Return the fraction of correct predictions on samples of one task; see `accuracies`."""
     return accuracies(model, {task: params}, {task: samples}, batch_size)[0]
 
 
-def accuracies(model: Model, served: Mapping[int, Tree], parts: Mapping[int, Samples], batch_size: int) -> list[float]:
+def accuracies(
+    model: Model,
+    served: Mapping[int, Tree],
+    parts: Mapping[int, Samples],
+    batch_size: int,
+    inference: Inference | None = None,
+) -> list[float]:
     """Return for each task of `served` the fraction of correct predictions on its samples, in evaluation mode.
 
     served: task to the parameters that predict for it, through the task's head; if the head grows, through that of the
@@ -30,10 +78,11 @@ def accuracies(model: Model, served: Mapping[int, Tree], parts: Mapping[int, Sam
     batch_size: samples of a batch. Tasks whose parameters are the same tensors share batches. A model that normalises
     by batch statistics takes each task alone, in batches drawn at random with the model's seed, because the batches
     then decide the predictions.
+    inference: predicts in place of `served` where it infers the task of a sample.
     Raises UpdateError if the largest output of a sample is NaN or infinity: such a model predicts nothing.
     """
     model.module.eval()
-    separate = any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in model.module.modules())
+    separate = _by_batch(model)
     groups: dict[tuple[int, ...], list[int]] = {}
     head = {task: max(served) if model.growing else task for task in served}
     for task, params in served.items():
@@ -49,14 +98,22 @@ def accuracies(model: Model, served: Mapping[int, Tree], parts: Mapping[int, Sam
             shares = {own: Share(parts[own], each.to(parts[own].targets.device)) for own, each in rows.items()}
             for pieces in _batches(shares, batch_size, separate):
                 x, y = (_joined(leaves) for leaves in zip(*pieces.values(), strict=True))
-                logits = model.logits(served[task], x, head[task])
+                sizes = {own: len(labels) for own, (_, labels) in pieces.items()}
+                logits = None if inference is None else inference(model, x, sizes)
+                if logits is None:
+                    logits = model.logits(served[task], x, head[task])
                 found = torch.stack([logits.argmax(dim=1) == y, ~logits.amax(dim=1).isfinite()])
-                for own, mine in zip(pieces, found.split([len(y) for _, y in pieces.values()], dim=1), strict=True):
+                for own, mine in zip(pieces, found.split([*sizes.values()], dim=1), strict=True):
                     counts[own].append(mine.sum(dim=1))
     sums = torch.stack([torch.stack(each).sum(dim=0) for each in counts.values()])  # one transfer from the device
     found_of = dict(zip(served, sums.tolist(), strict=True))
     _check_outputs({task: bad for task, (_, bad) in found_of.items()}, served, parts)
     return [correct / len(parts[task]) for task, (correct, _) in found_of.items()]
+
+
+def _by_batch(model: Model) -> bool:
+    """True for a model that normalises by the statistics of each batch."""
+    return any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in model.module.modules())
 
 
 def _check_outputs(bad: Mapping[int, int], served: Mapping[int, Tree], parts: Mapping[int, Samples]) -> None:

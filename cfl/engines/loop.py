@@ -64,7 +64,8 @@ class LoopEngine(Engine):
 
     @property
     def gathers(self) -> Mapping[str, Gathers]:
-        return {owner: member.gathers for owner, member in self.composed.regularizers.items()}
+        members = self.composed.regularizers.items()
+        return {**{owner: member.gathers for owner, member in members}, "work": self.strategy.gathers}
 
     def collect(self, total: UploadSum, inputs: RoundInputs, observe: Observe | None) -> Collected:
         info, shared, _, states = inputs

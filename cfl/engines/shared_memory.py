@@ -48,9 +48,10 @@ class Arena:
                 return None if found is None else ("known", found)
             tensor = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf.detach()
             shape = tuple(tensor.shape)
-            if expanded := tensor.numel() > 1 and not any(tensor.stride()):  # a single number
+            if expanded := tensor.dim() > 0 < tensor.numel() and not any(tensor.stride()):  # a single number
                 tensor = tensor[(0,) * tensor.dim()]
             flat = tensor.reshape(-1).contiguous() if tensor.numel() else tensor.new_empty(0)  # NumPy's have stride 0
+            flat = flat.as_strided(flat.shape, (1,))  # a lone number may have stride 0, and is contiguous
             leaves.append(flat.view(torch.uint8))
             begin = -(-ends[-1] // _ALIGNED) * _ALIGNED
             ends.append(begin + len(leaves[-1]))

@@ -51,7 +51,7 @@ class Model:
     ) -> None:
         self.module = own_copy(module, device)
         self.tasks, self.multi_head, self.growing, self.seed = len(classes), multi_head, growing, seed
-        self.sizes = tuple(classes)
+        self.sizes, self.input_shape = tuple(classes), tuple(input_shape)
         if norm_stats == "batch":
             drop_running_stats(self.module)
         called, outputs = trace(self.module, input_shape, device, dtype)

@@ -35,7 +35,8 @@ def blocks(kind: str, name: str, item: Any, source: str) -> list[Any]:
     if kind == "methods":
         reason = item.not_class_incremental
         answer = f"not supported: {reason}" if reason else item.class_incremental
-        shown.append(tables.answers([("scenario=class", answer)], "scenario"))
+        answers = [("scenario=task", item.task_incremental), ("scenario=class", answer)]
+        shown.append(tables.answers(answers, "scenario"))
     return [*shown, tables.answers(_privacy(name, item), "privacy")]
 
 

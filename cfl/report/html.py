@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cfl.core.version import __version__
-from cfl.report import figures, tables
+from cfl.report import figures, sheets, tables
 from cfl.report.figures import Figure
 from cfl.report.plots import Style
 from cfl.report.runs import FinishedRun, Found, RunGroup, Scene, command, differing, option_text, overview, scenes
@@ -43,6 +43,7 @@ def page(found: Found, *, date: str) -> str:
         _quiet(_WORDS),
         *map(_quiet, _missing(found)),
         *(_scene(scene, styles, several) for scene in shown),
+        _section("Synthetic images", *sheets.parts(_makers(shown, styles, several))),
         _section("Privacy spent", _privacy(shown, several)),
         _section("Configuration", *_configuration(shown, several)),
         _section("Commands to repeat the runs", *_repeat(shown, several)),
@@ -163,6 +164,14 @@ def _megabytes(run: FinishedRun) -> dict[str, float]:
 
 def _seconds(run: FinishedRun) -> dict[str, float]:
     return {f"{who}: {what}": value for who, phases in run.timing.items() for what, value in phases.items()}
+
+
+def _makers(shown: Sequence[Scene], styles: Styles, several: bool) -> Iterator[sheets.Maker]:
+    """Every run, named by its group and its seed."""
+    for scene, group in _all(shown):
+        for run in group.runs:
+            name = f"{_name(scene, group, several)}, seed {run.metrics['seed']}"
+            yield sheets.Maker(name, _mark(styles[group.label]), run)
 
 
 def _privacy(shown: Sequence[Scene], several: bool) -> str:

@@ -17,7 +17,7 @@ from cfl.core import ConfigError
 from cfl.experiments.compare import HOW, continuation, spent
 from cfl.report import tables
 from cfl.report.tables import Cell
-from cfl.runtime.run_folder import read_json
+from cfl.runtime.run_folder import read_json, sheets
 
 _NEEDED = ("method", "benchmark", "seed", "acc", "accuracy_matrix")
 
@@ -26,7 +26,8 @@ _NEEDED = ("method", "benchmark", "seed", "acc", "accuracy_matrix")
 class FinishedRun:
     """A finished run and the contents of its files; `rounds`, `timing` and `machine` are empty without their file.
 
-    config: None if a name is unknown, such as a method of another package; options: dotted name to value.
+    config: None if a name is unknown, such as a method of another package; options: dotted name to value; sheets: task
+    to the picture of the images that the method had made by its end.
     """
 
     path: Path
@@ -36,6 +37,7 @@ class FinishedRun:
     rounds: list[dict[str, Any]] = field(default_factory=list)
     timing: dict[str, dict[str, float]] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
+    sheets: dict[int, Path] = field(default_factory=dict)
 
     @cached_property
     def key(self) -> str:
@@ -138,9 +140,10 @@ def _scenes(benchmark: str, runs: Sequence[FinishedRun]) -> list[Scene]:
 
 def overview(scenes: Sequence[Scene]) -> tuple[list[str], list[list[Cell]], int]:
     """Summary table: titles, a row per group, and the number of leading columns that hold names."""
-    names = ["acc", "fgt", "learning_accuracy", "epsilon", "bytes_up", "bytes_down", "seconds", "seeds"]
+    names = ["acc", "fgt", "learning_accuracy", *tables.OPTIONAL, "bytes_up", "bytes_down", "seconds", "seeds"]
     summaries = [[tables.summary(group.metrics) for group in scene.groups] for scene in scenes]
-    names = [name for name in names if name != "epsilon" or any("epsilon" in row for rows in summaries for row in rows)]
+    every = [row for rows in summaries for row in rows]
+    names = [name for name in names if name not in tables.OPTIONAL or any(name in row for row in every)]
     labels = {"benchmark": len({scene.benchmark for scene in scenes}) > 1, "setting": any(s.setting for s in scenes)}
     shown = [name for name, more_than_one in labels.items() if more_than_one]
     rows = [
@@ -207,7 +210,7 @@ def _run(folder: Path) -> FinishedRun:
     except json.JSONDecodeError:
         raise ConfigError(f"'{rounds}' is damaged; repeat the run, or move the file away") from None
     timing, machine = (read_json(folder / name) for name in ("timing.json", "machine.json"))
-    return FinishedRun(folder, metrics, options, config, rows, timing, machine)
+    return FinishedRun(folder, metrics, options, config, rows, timing, machine, sheets(folder))
 
 
 def _settings(runs: Sequence[FinishedRun], names: Sequence[str]) -> list[str]:

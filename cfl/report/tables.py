@@ -11,6 +11,8 @@ from rich.table import Table
 Metrics = Mapping[str, Any]
 Matrix = Sequence[Sequence[float | None]]
 _SCORES = {"acc": "ACC %", "fgt": "FGT %", "learning_accuracy": "LA %"}
+OPTIONAL = {"task_accuracy": "tasks %", "epsilon": "epsilon"}
+"""Figures that only some runs have, and their titles in a table."""
 _COSTS = {  # title in a table, and divisor of its unit
     "bytes_up": ("up MB", 1e6),
     "bytes_down": ("down MB", 1e6),
@@ -20,7 +22,7 @@ _COSTS = {  # title in a table, and divisor of its unit
 }
 _TITLES = {
     **_SCORES,
-    "epsilon": "epsilon",
+    **OPTIONAL,
     **{name: title for name, (title, _) in _COSTS.items()},
     "seconds": "seconds",
     "seeds": "seeds",
@@ -58,6 +60,8 @@ def matrix(rows: Matrix, title: str) -> Table:
 def run(metrics: Metrics, title: str, folder: Path) -> Iterator[Table | str]:
     """Results of a run for the terminal: accuracy matrix, local models, privacy spent, ACC and FGT, and the folder."""
     yield matrix(metrics["accuracy_matrix"], f"Accuracy: {title}")
+    if "task_accuracy" in metrics:
+        yield f"Test samples whose task is inferred right: {percent(metrics['task_accuracy'])}%"
     if local := metrics.get("local_accuracy"):
         mean, worst = percent(sum(local) / len(local)), percent(min(local))
         yield f"Local models of the last cohort: {mean}% on average, {worst}% for the worst"
@@ -79,11 +83,12 @@ def summary(runs: Sequence[Metrics]) -> dict[str, Any]:
     """Mean and population standard deviation over runs of one method.
 
     Keys: acc, fgt, learning_accuracy (fractions); bytes_up, bytes_down (all clients); client_bytes (mean bytes that a
-    client stores between rounds); seconds; client_seconds (sum over clients); server_seconds; and epsilon with
-    differential privacy. Values: dicts with mean and std, NaN if undefined or not stored. seeds: list of the seeds.
+    client stores between rounds); seconds; client_seconds (sum over clients); server_seconds; epsilon with differential
+    privacy, and task_accuracy (a fraction) with inferred tasks. Values: dicts with mean and std, NaN if undefined or
+    not stored. seeds: list of the seeds.
     """
     out: dict[str, Any] = {"seeds": [run["seed"] for run in runs]}
-    for name in (*_SCORES, *_COSTS, "seconds", *(["epsilon"] if "epsilon" in runs[0] else [])):
+    for name in (*_SCORES, *_COSTS, "seconds", *(name for name in OPTIONAL if name in runs[0])):
         values = np.array([run.get(name) for run in runs], dtype=float)  # None becomes NaN
         out[name] = {"mean": float(values.mean()), "std": float(values.std())}
     return out
@@ -137,8 +142,8 @@ def compared(summaries: Mapping[str, Mapping[str, Any]], title: str) -> Table:
     """
     table = Table(title=title, title_justify="left")
     table.add_column("method")
-    spent = ["epsilon"] if any("epsilon" in row for row in summaries.values()) else []
-    names = ["acc", "fgt", *spent, *_COSTS, "seeds"]
+    found = [name for name in OPTIONAL if any(name in row for row in summaries.values())]
+    names = ["acc", "fgt", *found, *_COSTS, "seeds"]
     for text in head(names):
         table.add_column(text, justify="right")
     for method, row in zip(summaries, cells(list(summaries.values()), names), strict=True):
@@ -203,7 +208,7 @@ def _text(row: Mapping[str, Any], name: str) -> str:
     if name == "seeds":
         return str(len(row["seeds"]))
     score = row.get(name, {"mean": math.nan})
-    if name in _SCORES:
+    if name in _SCORES or name == "task_accuracy":
         return spread(score, len(row["seeds"]))
     digits, unit = (2 if name == "epsilon" else 1), _COSTS.get(name, ("", 1))[1]
     return NONE if math.isnan(score["mean"]) else f"{score['mean'] / unit:.{digits}f}"

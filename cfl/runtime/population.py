@@ -34,6 +34,8 @@ class Population:
 
     def expected(self, phase: Phase, tasks: tuple[int, ...]) -> float:
         """Expected cohort size of a round. tasks: those whose data clients train on."""
+        if phase.cohort == "none":
+            return 0.0
         owners = len(self.owners(tasks))
         return float(min(self.config.cohort, owners) if phase.cohort == "sampled" else owners)
 
@@ -43,6 +45,8 @@ class Population:
         Fixed sampling draws the same number of clients in every round; Poisson sampling draws each independently.
         """
         owners, expected = self.owners(tasks), self.expected(phase, tasks)
+        if not expected:
+            return ()
         if expected >= len(owners):
             return owners
         source = rng.numpy_generator(rng.key(key, "cohort"))

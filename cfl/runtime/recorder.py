@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from cfl.assembly import resolve
 from cfl.config.schema import RunConfig
 from cfl.contract import RoundInputs
 from cfl.core import CheckpointError, Tree, machine
 from cfl.engines import Outcome
-from cfl.runtime import checkpoint
+from cfl.runtime import checkpoint, contact_sheet
 from cfl.runtime.fingerprint import Fingerprint, code
 from cfl.runtime.privacy_budget import Budget
 from cfl.runtime.rounds import Rounds
@@ -55,6 +56,7 @@ class Recorder:
                 self.state.restore(*found, device=self._device)
                 notes = [*notes, f"resumed after {self.state.position} of {total} rounds"]
             self.folder.truncate_rounds(self.state.position)
+            self.folder.truncate_sheets(len(self.state.reports))
             self.folder.write_config(resolve.dump(config))
             place = {"states": self.fingerprint.states}
             self.folder.write_made_of({"run": self.fingerprint.parts, "code": code(config), "place": place})
@@ -64,6 +66,11 @@ class Recorder:
         """Pass warnings to the sink."""
         for text in texts:
             self.sink.warn(text)
+
+    def images(self, task: int, made: Tensor | None) -> None:
+        """Write the images that the strategy has made by the end of a task as a contact sheet."""
+        if self.folder is not None and made is not None:
+            self.folder.write_sheet(task, contact_sheet.png(made))
 
     def lap(self, what: str, measured: float = 0.0) -> None:
         """Book the seconds since the last lap on "clients", "server", "evaluate" or "checkpoint".
@@ -76,11 +83,12 @@ class Recorder:
         self._seconds["evaluate"] += measured
 
     def round(
-        self, inputs: RoundInputs, outcome: Outcome, accuracy: float | None, local: Mapping[str, list[Any]]
+        self, inputs: RoundInputs, outcome: Outcome, accuracy: float | None, local: Mapping[str, list[Any]], held: int
     ) -> None:
         """Record a round, its task if the task is over, and a checkpoint if one is due.
 
-        accuracy: of the global model on the current task, None if not evaluated; local: figures of the local models.
+        accuracy: of the global model on the current task, None if not evaluated; local: figures of the local models;
+        held: bytes of the broadcast that the clients had already.
         """
         info, state, spent = inputs.info, self.state, self._seconds
         ends_task = self.rounds.ends_task(state.position - 1)
@@ -92,7 +100,7 @@ class Recorder:
             "dropped": info.dropped,
             "accuracy": accuracy,
             "lr": info.lr,
-            **outcome.traffic(info, inputs.shared),
+            **outcome.traffic(info, inputs.shared, held),
             "seconds": spent["clients"] + spent["server"],
             **({"local": dict(local)} if local else {}),
         }

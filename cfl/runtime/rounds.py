@@ -8,7 +8,7 @@ import torch
 from cfl.aggregation import scope
 from cfl.assembly import privacy_rules
 from cfl.config.schema import RunConfig
-from cfl.contract import MEMORY, RoundInfo, RoundInputs, TreesByOwner
+from cfl.contract import MEMORY, RoundInfo, RoundInputs, Server, TreesByOwner
 from cfl.contract.composed import STRATEGY, ComposedMethod
 from cfl.core import Tree, tree
 from cfl.models import Model
@@ -94,6 +94,24 @@ class Rounds:
         tasks = self.population.stream.tasks
         return tree.nbytes(state) + sum(tasks[int(task)].train.sample_bytes for task, _ in memory.tolist())
 
+    def held(self, inputs: RoundInputs, last_task: Mapping[int, int]) -> int:
+        """Bytes of a round's broadcast that its clients have from earlier rounds of the task, see `Strategy.kept`."""
+        info = inputs.info
+        again = sum(last_task.get(id) == info.task for id in info.clients)
+        return again * self.kept_bytes(inputs.shared)
+
+    def kept_at_end(self, server: Server) -> int:
+        """Bytes of the kept trees on a client of the last task, once the run is over. server: its trees at the end."""
+        if not self.strategy.kept:
+            return 0
+        with_clients = ((task, phase.cohort != "none") for task, phase, _ in self.schedule)
+        last = [number for number, found in enumerate(with_clients) if found == (self.tasks - 1, True)]
+        return self.kept_bytes(self.strategy.broadcast(server, self.info(last[-1]))) if last else 0
+
+    def kept_bytes(self, shared: TreesByOwner) -> int:
+        """Bytes of a broadcast that each of its clients stores until the next task."""
+        return sum(tree.nbytes(shared[name]) for name in self.strategy.kept if name in shared)
+
     def info(self, position: int) -> RoundInfo:
         """Describe a round to the strategy."""
         (task, phase, number), key = self.schedule[position], self._keys[position]
@@ -120,6 +138,7 @@ class Rounds:
             expected=expected,
             dropped=self.population.dropped(cohort, key),
             privacy=scope.privacy(phase, expected < len(owners), self.config),
+            pixels=self.population.stream.tasks[task].train.pool.pixels,
         )
 
     def survived(self, info: RoundInfo, ids: tuple[int, ...], noise: float) -> RoundInfo:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,7 @@ from filelock import FileLock, Timeout
 from cfl.config.overrides import read_yaml
 from cfl.core import Busy, ConfigError, files
 
-MADE_OF = "made_of.json"
+MADE_OF, IMAGES = "made_of.json", "images"
 _LOCK = ".lock"
 _PATIENCE = 0.5  # seconds to wait for the lock; `busy` holds it for less
 _RESTORE = "put the whole file back, or begin again with another --output"
@@ -22,7 +23,7 @@ _RESTORE = "put the whole file back, or begin again with another --output"
 
 class RunFolder:
     """A run's folder: `config.yaml`, `metrics.json`, `made_of.json`, `timing.json`, `rounds.jsonl`,
-    `checkpoints/`.
+    `checkpoints/`, and `images/` if the method makes images.
 
     resume: continue the run in the folder. The folder stays locked until `close` or the end of the process.
     Raises ConfigError if the folder cannot be written, or holds a run and `resume` is False; Busy if another process
@@ -80,7 +81,7 @@ class RunFolder:
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write the resolved configuration (plain data) to `config.yaml`."""
-        _write(self.path / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False))
+        _write(self.path / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False).encode())
 
     def read_config(self) -> dict[str, Any]:
         """Read `config.yaml`; an empty dictionary if the file does not exist. Raises ConfigError for a damaged file."""
@@ -140,7 +141,32 @@ class RunFolder:
         for number, line in enumerate(lines, 1):
             if not _holds_round(line):
                 raise ConfigError(f"line {number} of '{self._rounds}' is damaged: it holds no round; {_RESTORE}")
-        _write(self._rounds, "".join(f"{line.decode()}\n" for line in lines))
+        _write(self._rounds, b"".join(line + b"\n" for line in lines))
+
+    def write_sheet(self, task: int, png: bytes) -> None:
+        """Write `images/task-<task>.png` atomically. Raises ConfigError if the write fails."""
+        path = self.path / IMAGES / f"task-{task}.png"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            _write(path, png)
+            files.sync(path.parent)
+        except OSError as error:
+            raise _unwritable(path, error) from None
+
+    def truncate_sheets(self, n_tasks: int) -> None:
+        """Keep the contact sheets of the first `n_tasks` tasks; later tasks, after the checkpoint, are repeated."""
+        for task, path in sheets(self.path).items():
+            if task >= n_tasks:
+                try:
+                    path.unlink()
+                except OSError as error:
+                    raise _unwritable(path, error) from None
+
+
+def sheets(folder: Path) -> dict[int, Path]:
+    """Return the contact sheets of a run's folder: number of the task, in rising order, to the PNG file."""
+    found = ((re.fullmatch(r"task-(\d+)\.png", path.name), path) for path in (folder / IMAGES).glob("task-*.png"))
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
 
 
 def _holds_round(line: bytes) -> bool:
@@ -153,7 +179,7 @@ def _holds_round(line: bytes) -> bool:
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Write a JSON file atomically. NaN is written as null. Raises ConfigError if the file cannot be written."""
-    _write(path, json.dumps(plain(data), indent=2, allow_nan=False) + "\n")
+    _write(path, json.dumps(plain(data), indent=2, allow_nan=False).encode() + b"\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -178,9 +204,9 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, data: bytes) -> None:
     try:
-        files.replace(path, text.encode(), path.with_name(f".{path.name}.{os.getpid()}.tmp"))
+        files.replace(path, data, path.with_name(f".{path.name}.{os.getpid()}.tmp"))
     except OSError as error:
         raise _unwritable(path, error) from None
 

@@ -11,7 +11,7 @@ from cfl.contract import RoundInfo, RoundInputs, Server, Strategy, TreesByOwner
 from cfl.contract.composed import STRATEGY, ComposedMethod
 from cfl.core import HookError, UpdateError, metrics, tree
 from cfl.engines import Engine, Outcome
-from cfl.engines.evaluate import LocalModels, Observer, accuracies, accuracy
+from cfl.engines.evaluate import Inference, LocalModels, Observer, accuracies, accuracy
 from cfl.models import Model
 from cfl.runtime.population import Population
 from cfl.runtime.privacy_budget import Budget
@@ -83,7 +83,9 @@ class Session:
         inputs = self.prepare(position)
         self.recorder.lap("server")
         local_models = self._local_models(inputs, observe)
-        outcome = self.engine.round(inputs, local_models)
+        alone = inputs.info.phase.cohort == "none"
+        outcome = Outcome() if alone else self.engine.round(inputs, local_models)
+        held = self.rounds.held(inputs, self.state.last_task)
         self.recorder.lap("clients", local_models.seconds if local_models else 0.0)
         self._absorb(inputs, outcome)
         self.recorder.warn(outcome.faults(inputs.info))
@@ -91,7 +93,7 @@ class Session:
         self.state.position = position + 1
         accuracy = self._evaluate(inputs.info, last=self.rounds.ends_task(position))
         self.recorder.lap("evaluate")
-        self.recorder.round(inputs, outcome, accuracy, local_models.figures if local_models else {})
+        self.recorder.round(inputs, outcome, accuracy, local_models.figures if local_models else {}, held)
 
     def finish(self) -> Result:
         """Return the metrics of the whole run, and write them if the run has a folder."""
@@ -145,13 +147,16 @@ class Session:
             return self._end_task(info.task)
         every = self.config.eval_every
         due = info.phase.train and bool(every) and (info.round + 1) % every == 0
-        return self._accuracies([info.task])[0] if due else None
+        return self._accuracies([info.task], self._inference(info.task))[0] if due else None
 
     def _end_task(self, task: int) -> float:
         """Append a row to the accuracy matrix: the global model on every task so far."""
         state = self.state
-        state.accuracy_matrix[task, : task + 1] = self._accuracies(range(task + 1))
-        state.reports.append(plain(self.strategy.report(state.server, self.model)))
+        inference = self._inference(task)
+        state.accuracy_matrix[task, : task + 1] = self._accuracies(range(task + 1), inference)
+        own = self.strategy.report(state.server, self.model)
+        state.reports.append(plain({**own, **(inference.figures if inference else {})}))
+        self.recorder.images(task, self.strategy.images(state.server, self.model))
         if task + 1 < len(self.stream):
             server, clients = self.composed.end_task(state.server, state.clients)
             begun = self.strategy.begin_task(server, task + 1, self.model)
@@ -159,10 +164,18 @@ class Session:
             state.server, state.clients = begun, clients
         return state.accuracy_matrix[task, task]
 
-    def _accuracies(self, tasks: Iterable[int]) -> list[float]:
+    def _accuracies(self, tasks: Iterable[int], inference: Inference | None) -> list[float]:
         served = {task: self.strategy.serve(self.state.server, task) for task in tasks}
         tests = {task: self.stream.tasks[task].test for task in served}
-        return accuracies(self.model, served, tests, self.config.eval_batch_size)
+        return accuracies(self.model, served, tests, self.config.eval_batch_size, inference)
+
+    def _inference(self, task: int) -> Inference | None:
+        """The strategy's inference of tasks 0 to `task`; None if the scenario gives the task of a test sample."""
+        if self.stream.scenario == "task":
+            return None
+        server = self.state.server
+        served = {known: self.strategy.serve(server, known) for known in range(task + 1)}
+        return Inference(served, lambda x: self.strategy.infer_task(server, x, task, self.model))
 
     def _local_models(self, inputs: RoundInputs, observe: Observer | None) -> LocalModels | None:
         """Measure the local models of this round; None if no measurement is due and no observer is set."""
@@ -177,11 +190,14 @@ class Session:
 
     def _client_bytes(self) -> dict[str, float]:
         """Bytes that a client stores between rounds, mean and maximum over all clients with data."""
-        owners = self.population.owners(tuple(range(len(self.stream))))
-        stored = [self._stored(own) for own in self.state.clients.values()]
+        state, kept = self.state, self.rounds.kept_at_end(self.state.server)
+        holders = {id for id, task in state.last_task.items() if task == len(self.stream) - 1}
         without_state = self._stored({})
-        total = sum(stored) + (len(owners) - len(stored)) * without_state
-        return {"client_bytes": total / len(owners), "client_bytes_max": max([*stored, without_state])}
+        stored = [
+            (self._stored(state.clients[id]) if id in state.clients else without_state) + kept * (id in holders)
+            for id in self.population.owners(tuple(range(len(self.stream))))
+        ]
+        return {"client_bytes": sum(stored) / len(stored), "client_bytes_max": max(stored)}
 
     def _stored(self, state: tree.Tree) -> int:
         """Bytes of a client's trees, of the samples in its memory, and of the public inputs."""

@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from cfl.contract import Pixels
 from cfl.core import DataError, content, rng
 from cfl.core.typed import typed, typed_fields
 from cfl.streams import checks
@@ -48,6 +49,11 @@ class Pool:
         if x.dtype == torch.uint8 or not x.numel() or all(bound.isfinite() for bound in x.aminmax()):
             return torch.empty(0, dtype=torch.int64, device=x.device)
         return (~x.flatten(1).isfinite().all(1)).nonzero().flatten()
+
+    @property
+    def pixels(self) -> Pixels | None:
+        """How 8-bit images become inputs; None for a pool of floating-point samples."""
+        return Pixels(self.mean, self.std) if self.images.dtype == torch.uint8 else None
 
     def to(self, device: torch.device | str) -> Pool:
         """The pool with its tensors on `device`; the pool itself if they are there."""
@@ -149,8 +155,9 @@ class Stream:
     growing: the heads are parts of one head, and a task's targets and `classes` count those of earlier tasks, too;
     public: unlabelled inputs that the server and all clients have (their targets are zeros without meaning), or None.
     Raises ConfigError for fields of another type; DataError for a stream without tasks, samples of another shape, a
-    single head with unequal class counts, a head with more classes than train samples, a test label without train
-    samples (of the task, or with a single head of any task), a sample with NaN or infinity, and empty public data.
+    single head with unequal class counts or one that grows, a head with more classes than train samples, a test label
+    without train samples (of the task, or with a single head of any task), a sample with NaN or infinity, and empty
+    public data.
     """
 
     name: str
@@ -165,6 +172,8 @@ class Stream:
         if not self.tasks:
             raise DataError(f"stream '{self.name}' has no task; give at least one")
         counts = sorted({task.classes for task in self.tasks})
+        if self.growing and not self.multi_head:
+            raise DataError(f"stream '{self.name}' has growing=True, so its head has parts: set multi_head=True")
         if not self.multi_head and len(counts) > 1:
             raise DataError(
                 f"tasks of the single-head stream '{self.name}' have {counts} classes; "

@@ -123,15 +123,15 @@ def test_a_client_may_store_its_current_data_and_keep_its_memory(places, expecte
 def test_an_unknown_cohort_is_refused_with_the_nearest_name():
     with pytest.raises(ConfigError, match="unknown cohort of phase 'store' 'availble'; did you mean 'available'"):
         Phase("store", cohort="availble")
-    with pytest.raises(ConfigError, match="unknown cohort of phase 'store' 'xyz'; known: available, sampled"):
+    with pytest.raises(ConfigError, match="unknown cohort of phase 'store' 'xyz'; known: available, none, sampled"):
         Phase("store", cohort="xyz")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"train": False}, "phase 'idle' has 1 rounds, train=False and work=False"),
-        ({"rounds": -1}, "phase 'idle' has -1 rounds, train=True and work=False"),
+        ({"train": False}, "phase 'idle' has 1 rounds, cohort=sampled, train=False and work=False"),
+        ({"rounds": -1}, "phase 'idle' has -1 rounds, cohort=sampled, train=True and work=False"),
     ],
     ids=str,
 )

@@ -65,4 +65,9 @@ def test_the_figures_of_a_run_are_known():
     private = ["dp.level=client", "dp.noise_multiplier=1", "agg.weights=uniform", "sampling=poisson"]
     config = toy_config("tasks=2", "rounds=1", "eval_local=1", *private)
     found = cfl.run(config, stream=toy_stream(2)).metrics
-    assert set(found) - {"subspace_use"} == FIGURES  # subspace_use is the strategy's own
+    assert set(found) - {"subspace_use"} == FIGURES - {"task_accuracy"}  # subspace_use is the strategy's own
+
+
+def test_a_strategy_cannot_report_the_share_of_inferred_tasks_itself():
+    text = PROMISES["report"].fault({"task_accuracy": 1.0}, Strategy(), {}, None)
+    assert text == "a figure 'task_accuracy', which every run has of its own"

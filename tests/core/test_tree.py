@@ -95,3 +95,13 @@ def test_all_finite(bad):
     good = {"w": torch.zeros(3), "n": torch.tensor(2)}
     assert tree.all_finite(good) and tree.all_finite({})
     assert not tree.all_finite({**good, "v": torch.tensor([0.0, bad])})
+
+
+@settings(max_examples=40, deadline=None)
+@given(SHAPES, SHAPES)
+def test_parts_of_a_tree_come_back_under_their_own_names(ours, theirs):
+    a, b = filled(ours, 1), filled(theirs, 2)
+    both = {**tree.under("a", a), **tree.under("ab", b)}  # one owner's name begins with the other's
+    assert_equal(tree.part(both, "a"), a)
+    assert_equal(tree.part(both, "ab"), b)
+    assert tree.part(both, "b") == {}

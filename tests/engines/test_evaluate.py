@@ -6,7 +6,7 @@ from torch import nn
 
 import cfl
 from cfl.core import UpdateError, rng
-from cfl.engines.evaluate import LocalModels, accuracies, accuracy
+from cfl.engines.evaluate import Inference, LocalModels, accuracies, accuracy
 from cfl.models import Model
 from cfl.streams.store import Pool, TaskSamples
 from tests import toy
@@ -171,3 +171,40 @@ def test_a_class_whose_output_is_minus_infinity_is_never_predicted():
     model = Model(masked, (1,), [3], multi_head=False)
     part = TaskSamples(Pool(torch.zeros(2, 1)), torch.arange(2), torch.tensor([1, 1]))
     assert accuracy(model, model.params, part, 0, 2) == 0.0
+
+
+def inferring(model, *tasks, shift=1.0):
+    """Predictions by the inferred tasks; task t is served the model with its last bias moved by t times `shift`."""
+    last = list(model.params)[-1]
+    served = {task: {**model.params, last: model.params[last] + task * shift * torch.arange(2)} for task in range(2)}
+    return served, Inference(served, lambda x: torch.tensor(tasks))
+
+
+def test_each_sample_is_predicted_by_the_model_of_its_inferred_task():
+    model = Model(toy.mlp(3, 4, 2), (3,), [2, 2], multi_head=False)
+    served, inference = inferring(model, 1, 0, 0, 1, 0)
+    x = toy.random(5, 3)
+    found = inference(model, x, {0: 3, 1: 2})
+    for sample, row, task in zip(x, found, (1, 0, 0, 1, 0), strict=True):
+        torch.testing.assert_close(row, model.logits(served[task], sample[None], 0)[0])
+    # true tasks are 0, 0, 0, 1, 1: samples 1, 2 and 3 of five are right
+    assert inference.figures == {"task_accuracy": pytest.approx(3 / 5)}
+
+
+def test_batch_statistics_are_those_of_the_batch_and_not_of_the_samples_of_one_inferred_task():
+    """One sample alone has no statistics."""
+    module = toy.net(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model = Model(module, (3,), [2, 2], multi_head=False, norm_stats="batch")
+    served, inference = inferring(model, 0, 0, 1, 0)
+    x = toy.random(4, 3)
+    model.module.eval()
+    with torch.no_grad():
+        found = inference(model, x, {0: 4})
+        whole = {task: model.logits(params, x, 0) for task, params in served.items()}
+    assert found.equal(torch.stack([whole[task][row] for row, task in enumerate((0, 0, 1, 0))]))
+
+
+def test_without_inference_there_is_no_prediction_and_no_figure():
+    model = Model(toy.mlp(3, 4, 2), (3,), [2, 2], multi_head=False)
+    inference = Inference({0: model.params}, lambda x: None)
+    assert inference(model, toy.random(4, 3), {0: 4}) is None and inference.figures == {}

@@ -143,7 +143,7 @@ def plain_and_private(name):
     config = toy.config("local.batch_size=6", "public.name=stream", method=name)
     session = build_session(config, toy.stream(), members.build(config))
     last = 3  # by then control variates, teachers and earlier models exist
-    while session.schedule[last][1].work:
+    while not session.schedule[last][1].train:
         last += 1
     for position in range(last):
         session.round(position)

@@ -316,6 +316,7 @@ CASES = {
     "hooks: report of seconds": row("report", {"seconds": 1.0}, "a figure 'seconds', which every run has of its own"),
     "hooks: report of a set": row("report", {"a": {"b": [1, {2}]}}, r"'a\['b'\]\[1\]' as a set"),
     "hooks: report of a complex number": row("report", {"z": 1j}, "'z' as a complex"),
+    "hooks: images of floats": row("images", torch.zeros(2, 1, 1, 4, 4), "a float32 tensor .*", base=Strategy),
     "hooks: refuses True": row("refuses", True, r"a bool \(True\)", promise="a text, or None"),
     # arguments
     "hooks: too few arguments": (

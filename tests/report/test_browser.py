@@ -1,10 +1,13 @@
 """The page in a real browser; skipped if no browser is installed."""
 
 import base64
+import shutil
 
 import pytest
+import torch
 
 from cfl.report import html, runs
+from cfl.runtime import contact_sheet
 from tests.report.browser import PROGRAM, Browser
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine to open the page in")
@@ -59,6 +62,30 @@ def test_a_wide_table_scrolls_in_its_own_box(browser, url):
     browser.open(url, 390)
     boxes = browser.value("[...document.querySelectorAll('.scroll')].map(one => [one.clientWidth, one.scrollWidth])")
     assert any(inside > box for box, inside in boxes) and all(box <= 390 for box, _ in boxes)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_large_sheet_of_images_scrolls_with_its_numbers_beside_the_rows(browser, painted, tmp_path, width):
+    shutil.copytree(painted, tmp_path / "runs")
+    images = torch.zeros(40, 30, 1, 4, 4, dtype=torch.uint8)  # 870 x 1160 pixels
+    (tmp_path / "runs/paints-seed0/images/task-2.png").write_bytes(contact_sheet.png(images))
+    page = tmp_path / "report.html"
+    page.write_text(html.page(runs.read([tmp_path / "runs"]), date="2026-11-24"), encoding="utf-8")
+    browser.open(page.as_uri(), width)
+    assert browser.value("document.documentElement.scrollWidth") <= width
+    parts = "const [box, all, one] = ['.scroll', '.grid', 'img'].map(it => document.querySelector(`.sheet ${it}`));"
+    sizes = "[box.clientWidth, box.clientHeight, one.clientWidth, one.clientHeight, one.naturalWidth]"
+    box_width, box_height, *shown = browser.value(f"(() => {{ {parts} return {sizes}; }})()")
+    assert shown == [30 * 29 - 1, 40 * 29 - 1, 30 * 29 - 1] and box_width < 600 and box_height < 700
+    middles = """(() => { const top = document.querySelector('.sheet img').getBoundingClientRect().top;
+        return [...document.querySelector('.sheet .rows').children].map(one => {
+            const own = one.getBoundingClientRect(); return (own.top + own.bottom) / 2 - top; }); })()"""
+    assert browser.value(middles) == pytest.approx([29 * row + 14 for row in range(40)], abs=3)
+    browser.call("Emulation.setEmulatedMedia", media="print")
+    wide, beside, drawn = browser.value(f"""(() => {{ {parts} const rows = document.querySelector('.sheet .rows');
+        return [document.documentElement.scrollWidth, rows.clientHeight, one.clientHeight]; }})()""")
+    browser.call("Emulation.setEmulatedMedia", media="")
+    assert wide <= width and beside == drawn < 40 * 29  # on paper, a sheet shrinks to its column
 
 
 def test_folded_text_is_printed(browser, url):

@@ -56,3 +56,12 @@ def test_the_mean_and_the_population_deviation_are_printed(name):
     summary = tables.summary([{"seed": 0, "acc": 0, name: 0.2}, {"seed": 1, "acc": 0, name: 0.4}])
     ((cell,),) = tables.cells([summary], [name])
     assert cell.text == "30.0 ± 10.0"
+
+
+def test_a_column_of_inferred_tasks_is_there_if_a_run_infers_them():
+    without, inferred = row(0.4, 0.1), row(0.7, 0.1, task_accuracy=0.75)
+    heads = [[column.header for column in tables.compared(rows, "").columns] for rows in (
+        {"a": without}, {"a": without, "b": inferred})]  # fmt: skip
+    assert ["tasks %" in titles for titles in heads] == [False, True]
+    assert [[cell.text for cell in line] for line in tables.cells([without, inferred], ["task_accuracy"])] == [
+        ["–"], ["75.0"]]  # fmt: skip

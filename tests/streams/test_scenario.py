@@ -1,9 +1,11 @@
 """Scenarios: which task a label belongs to, and who knows it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from cfl.core import ConfigError
+from cfl.core import ConfigError, DataError
 from cfl.streams import from_tensors, with_scenario
 from tests import toy
 
@@ -66,3 +68,9 @@ def test_scenarios_have_data_of_their_own():
     """A run does not resume under another scenario."""
     hashes = [with_scenario(toy.stream(), name).digests(public=False) for name in ("task", "class", "domain")]
     assert len({tuple(found.values()) for found in hashes}) == 3
+
+
+def test_a_head_that_grows_has_parts():
+    stream = with_scenario(toy.stream(multi_head=True), "class")
+    with pytest.raises(DataError, match=r"growing=True, so its head has parts: set multi_head=True"):
+        replace(stream, multi_head=False)
