@@ -30,12 +30,16 @@ SERVER_HOOKS = (
     "work",
     "absorb",
     "serve",
+    "infer_task",
     "notes",
     "report",
+    "images",
 )
 
 
 PARTS = {"finish": ("upload", "state"), "work": ("upload", "state"), "server_step": ("step", "own")}
+UNCHANGED = ("augment", "around", "penalty", "adjust")  # hooks of a step that change nothing in the base class
+FEW = 16  # samples of a batch whose task is inferred for each alone
 FINITE = ("loss", "penalty", "around gradient", "adjust", "finish", "send", "work", "server_step", "serve")
 
 
@@ -61,7 +65,9 @@ class HookFailed(Exception):
 def watched(method: LocalRegularizer, faults: Faults) -> Any:
     """Return a copy of the method whose hooks record faults."""
     base = type(method)
-    hooks = (*CLIENT_HOOKS, *SERVER_HOOKS) if isinstance(method, Strategy) else REGULARIZER_HOOKS
+    every = (*CLIENT_HOOKS, *SERVER_HOOKS) if isinstance(method, Strategy) else REGULARIZER_HOOKS
+    idle = [hook for hook in UNCHANGED if getattr(base, hook) is getattr(LocalRegularizer, hook)]
+    hooks = [hook for hook in every if hook not in idle]
     uploads: Uploads = {}
 
     def watch(hook: str) -> Callable[..., Any]:
@@ -80,6 +86,8 @@ def watched(method: LocalRegularizer, faults: Faults) -> Any:
                 )
             if hook in ("finish", "work"):
                 _check_upload(hook, given, result[0], uploads, faults)
+            if hook == "infer_task" and result is not None:
+                _check_each(partial(getattr(base, hook), self), given, result, faults)
             return result
 
         return call
@@ -98,6 +106,20 @@ def _check_upload(hook: str, given: Mapping[str, Any], upload: Tree, uploads: Up
         faults.add(hook, f"{text}; the server sums the uploads of a phase, so all must be alike")
 
 
+def _check_each(infer: Callable[..., Any], given: Mapping[str, Any], tasks: Tensor, faults: Faults) -> None:
+    """Compare the tasks inferred in a batch with those of some of its samples, each in a batch of its own."""
+    x = given["x"]
+    rows = range(0, len(x), -(-len(x) // FEW))
+    try:
+        alone = [infer(*{**given, "x": x[row : row + 1]}.values()) for row in rows]
+    except Exception as error:
+        faults.add("infer_task", f"raises {type(error).__name__} for a batch of one sample: {error}")
+        raise HookFailed from error
+    if not all(isinstance(one, Tensor) and one.equal(tasks[row : row + 1]) for row, one in zip(rows, alone)):
+        text = "the task of a sample depends on the other samples of the batch"
+        faults.add("infer_task", f"{text}; infer it from the sample and the server's trees alone")
+
+
 def same(a: Any, b: Any) -> bool:
     """True if two values are equal, tensors to the bit (NaN equals NaN)."""
     return not any(unlike(a, b))
@@ -106,7 +128,8 @@ def same(a: Any, b: Any) -> bool:
 def unlike(a: Any, b: Any, path: str = "") -> Iterator[str]:
     """Yield the paths at which two values differ, such as "'state/seen'"; tensors are compared to the bit."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        alike = a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+        alike = a.shape == b.shape and a.dtype == b.dtype
+        alike = alike and (torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all()))
     elif isinstance(a, Mapping) and isinstance(b, Mapping) and list(a) == list(b):
         for name in a:
             yield from unlike(a[name], b[name], f"{path}/{name}" if path else str(name))
@@ -187,7 +210,7 @@ def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def _global_draws() -> tuple[Any, ...]:
     kind, keys, *rest = np.random.get_state()  # noqa: NPY002
-    return bytes(torch.get_rng_state().tolist()), kind, np.asarray(keys).tobytes(), *rest, random.getstate()
+    return torch.get_rng_state().numpy().tobytes(), kind, np.asarray(keys).tobytes(), *rest, random.getstate()
 
 
 def _class_values(method: Any) -> dict[str, Any]:

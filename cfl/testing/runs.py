@@ -1,6 +1,8 @@
 """Checks of rounds and runs: dependence between clients, absent clients, other engines, and resuming after a kill."""
 
+import shutil
 import tempfile
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -8,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from cfl.config.schema import FlowerConfig, RunConfig
-from cfl.contract import LocalRegularizer, RoundInputs, Strategy
+from cfl.contract import LocalRegularizer, RoundInputs, Strategy, TreesByOwner
 from cfl.contract.composed import STRATEGY
-from cfl.core import CflError, Tree, tree
+from cfl.core import CflError, Tree, machine, tree
 from cfl.core.errors import few
 from cfl.runtime import checkpoint
 from cfl.runtime.builder import build_session
@@ -44,18 +46,25 @@ def planned(
     return found
 
 
-def check_rounds(session: Session, faults: Faults) -> None:
-    """In every round, compute each client alone, in reverse order, and compare with the round of the cohort."""
-    tasks = [task for task, *_ in session.schedule]
+def check_rounds(session: Session, plain: Session, faults: Faults) -> None:
+    """In every round, compute each client alone, in reverse order, and compare with the round of the cohort.
+
+    session: of a watched method; plain: the same run of the method itself, for the clients alone.
+    """
+    tasks, sent = [task for task, *_ in session.schedule], dict[int, TreesByOwner]()
     for position, (task, phase, _) in enumerate(session.schedule):
         info, shared, clients, states = session.prepare(position)
+        if clients:
+            _check_kept(session, shared, sent.setdefault(task, shared), faults)
         hook = "finish" if phase.train else "work"
-        alone = [
-            session.engine.round(RoundInputs(info, shared, [client], {client.id: states[client.id]}))
-            for client in reversed(clients)
-        ]
         kept = {id: tree.clone(leaves) for id, leaves in session.state.clients.items()}
         session.round(position)
+        if faults:
+            return
+        alone = [
+            plain.engine.round(RoundInputs(info, shared, [client], {client.id: states[client.id]}))
+            for client in reversed(clients)
+        ]
         # The state of a regularizer ends with its task, so compare it within the task only.
         prefix = "" if tasks[position + 1 : position + 2] in ([], [task]) else f"{STRATEGY}/"
         after = {id: _begun(leaves, prefix) for id, leaves in session.state.clients.items()}
@@ -68,6 +77,14 @@ def check_rounds(session: Session, faults: Faults) -> None:
             if id not in info.clients and (differing := [*unlike(_begun(leaves, prefix), after[id])]):
                 text = "the state of a client changes in a round without it"
                 faults.add(hook, f"{text} ({few(differing, 2)}); do not write to a state in place")
+
+
+def _check_kept(session: Session, shared: TreesByOwner, first: TreesByOwner, faults: Faults) -> None:
+    """Compare the trees that clients keep with those of the first broadcast of the task."""
+    for name in session.strategy.kept:
+        if differing := [*unlike(first.get(name, {}), shared.get(name, {}), name)]:
+            text = f"a tree in `kept` changes within a task ({few(differing, 2)})"
+            faults.add("broadcast", f"{text}; send the same tree in all rounds of the task, or leave it out of `kept`")
 
 
 def _begun(leaves: Tree, prefix: str) -> Tree:
@@ -115,18 +132,19 @@ def check_resume(
     every_round: bool,
     faults: Faults,
 ) -> None:
-    """Kill the run in every round, or in one, resume it, and compare the last checkpoint with that of a whole run."""
+    """Resume the run as if it had been killed in every round, or in one, and compare the last checkpoints.
+
+    The copy of a run's folder within a round is what a kill in this round leaves. Another run then replaces anything
+    that the process may have kept of this one. The latest kill is resumed first, so that the rounds before a kill were
+    never computed since.
+    """
     total = len(session(config, stream, method, module).schedule)
     with tempfile.TemporaryDirectory() as folder:
-        expected = _saved(config, stream, method, module, Path(folder) / "whole")
-        for after in range(2, total + 1) if every_round else [total // 2 + 1]:
-            path = Path(folder) / str(after)
-            try:
-                run(config, output=path, stream=stream, model=module, sink=_Kill(after), **_roles(method))
-            except _Killed:
-                # Another run replaces anything that the process may have kept of this one.
-                run(config.model_copy(update={"seed": config.seed + 1}), stream=stream, model=module, **_roles(method))
-                found = _saved(config, stream, method, module, path)
+        kills, whole = range(2, total + 1) if every_round else [total // 2 + 1], Path(folder) / "whole"
+        expected = _saved(config, stream, method, module, whole, sink=_Copies(whole, kills))
+        run(config.model_copy(update={"seed": config.seed + 1}), stream=stream, model=module, **_roles(method))
+        for after in reversed(kills):
+            found = _saved(config, stream, method, module, _copy_of(whole, after))
             for name, leaves in expected.items():
                 if differing := [*unlike(leaves, found.get(name), name)]:
                     text = (
@@ -144,26 +162,32 @@ def _roles(method: LocalRegularizer) -> dict[str, Any]:
     return {"strategy": Strategy(), "regularizers": {"checked": method}}
 
 
-class _Killed(Exception):
-    """Raised by `_Kill`."""
+class _Copies(NullSink):
+    """Copy a run's folder in the middle of rounds, before the round is saved. after: the numbers of these rounds."""
 
-
-class _Kill(NullSink):
-    """Kill a run in the middle of a round, before the round is saved."""
-
-    def __init__(self, after: int) -> None:
-        self.after = after
+    def __init__(self, path: Path, after: Sequence[int]) -> None:
+        self.path, self.after = path, after
 
     def round(self, row: dict[str, Any]) -> None:
-        if row["rounds_done"] == self.after:
-            raise _Killed
+        if row["rounds_done"] in self.after:
+            machine.await_writers()
+            shutil.copytree(self.path, _copy_of(self.path, row["rounds_done"]))
+
+
+def _copy_of(path: Path, after: int) -> Path:
+    return path.with_name(f"{path.name}-{after}")
 
 
 def _saved(
-    config: RunConfig, stream: Stream, method: LocalRegularizer, module: nn.Module | None, path: Path
+    config: RunConfig,
+    stream: Stream,
+    method: LocalRegularizer,
+    module: nn.Module | None,
+    path: Path,
+    sink: NullSink | None = None,
 ) -> dict[str, Tree]:
     """Run or resume to the end, and return the trees of the last checkpoint."""
-    run(config, output=path, resume=True, stream=stream, model=module, **_roles(method))
+    run(config, output=path, resume=True, stream=stream, model=module, sink=sink, **_roles(method))
     fingerprint = session(config, stream, method, module).recorder.fingerprint.text
     found = checkpoint.load_latest(path / "checkpoints", fingerprint, lambda text: None)
     return found[0] if found else {}

@@ -80,6 +80,11 @@ class ReportsByDraws(cfl.Strategy):
         return {"draw": torch.rand(()).item(), "undefined": float("nan")}
 
 
+class PaintsByDraws(cfl.Strategy):
+    def images(self, server, model):
+        return torch.randint(255, (2, 1, 1, 4, 4), dtype=torch.uint8)
+
+
 @dataclass(frozen=True)
 class KeepsField(cfl.Strategy):
     history: list = field(default_factory=list)
@@ -287,6 +292,66 @@ class InfiniteAround(cfl.LocalRegularizer):
         return lambda params, ctx: {name: leaf / 0 for name, leaf in grad_fn(params, ctx).items()}
 
 
+class InfersByDraws(cfl.Strategy):
+    def infer_task(self, server, x, task, model):
+        return torch.randint(0, task + 1, (len(x),))
+
+
+class InfersFromTheOthers(cfl.Strategy):
+    """One task for a whole batch: that of most samples."""
+
+    def infer_task(self, server, x, task, model):
+        return (x.argmax(dim=1) // 2).clamp(max=task).mode().values.expand(len(x))
+
+
+class InfersLaterTasks(cfl.Strategy):
+    def infer_task(self, server, x, task, model):
+        return x.argmax(dim=1) // 2
+
+
+class InfersByBatch(cfl.Strategy):
+    """Standardises the batch, which a sample alone does not survive."""
+
+    def infer_task(self, server, x, task, model):
+        return (x - x.mean(dim=0)).argmax(dim=1).clamp(max=task) if len(x) > 1 else None
+
+
+class InfersInPlace(cfl.Strategy):
+    def infer_task(self, server, x, task, model):
+        return x.mul_(2).argmax(dim=1).clamp(max=task)
+
+
+class KeepsMoving(cfl.Strategy):
+    """Says that clients keep a tree, and changes it in every round."""
+
+    kept: ClassVar = ("numbers",)
+
+    def broadcast(self, server, info):
+        return {**super().broadcast(server, info), "numbers": {"n": torch.tensor(float(info.round))}}
+
+
+class KeepsSometimes(cfl.Strategy):
+    kept: ClassVar = ("numbers",)
+
+    def broadcast(self, server, info):
+        down = super().broadcast(server, info)
+        return {**down, "numbers": {"n": torch.ones(2)}} if info.round else down
+
+
+class OneHeadGrown(cfl.Strategy):
+    """Trains the classes of a task alone where a head grows, by a name that is not there."""
+
+    def frozen(self, task, model):
+        return super().frozen(task, model) | ({f"head@{task}"} if model.growing else set())
+
+
+class Infers(cfl.Strategy):
+    """Valid, with names of its own for all arguments; most tasks are inferred right."""
+
+    def infer_task(self, trees, images, last, network):
+        return (images.argmax(dim=1) // 2).clamp(max=last)
+
+
 class Halves(cfl.LocalRegularizer):
     """Returns a gradient of one row only, on a stream with one head."""
 
@@ -309,6 +374,7 @@ BROKEN = [
     (WritesGradients(), "adjust", "writes to grads['1.weight'], grads['1.bias'] and 4 more in place"),
     (WritesServer(), "absorb", "writes to server['params']['1.weight'], "),
     (ReportsByDraws(), "report", "draws from a global generator"),
+    (PaintsByDraws(), "images", "draws from a global generator"),
     (WritesState(), "finish", "writes to ctx.state['rounds'] in place"),
     (AddsToState(), "finish", "adds ctx.state['seen'] to its arguments"),
     (DrawsGlobally(), "adjust", "draws from a global generator"),
@@ -339,6 +405,14 @@ BROKEN = [
     (BareOption(), "plan", "BareOption.beta is an option, but BareOption is not a dataclass; add @dataclass"),
     (GPM(apply="nothing"), "plan", "unknown value of strategy.apply 'nothing'"),
     (Raises(), "penalty", "raises KeyError: 'nothing'"),
+    (InfersByDraws(), "infer_task", "draws from a global generator"),
+    (InfersFromTheOthers(), "infer_task", "the task of a sample depends on the other samples of the batch"),
+    (InfersByBatch(), "infer_task", "the task of a sample depends on the other samples of the batch"),
+    (InfersLaterTasks(), "infer_task", "returned the task 3, where tasks are 0 to 1; it has to return None, or an"),
+    (InfersInPlace(), "infer_task", "writes to x in place"),
+    (KeepsMoving(), "broadcast", "a tree in `kept` changes within a task ('numbers/n')"),
+    (KeepsSometimes(), "broadcast", "a tree in `kept` changes within a task ('numbers')"),
+    (OneHeadGrown(), "frozen", "returned the unknown parameter 'head@0'"),
 ]
 
 
@@ -400,6 +474,17 @@ def test_arguments_may_have_any_names():
     check_strategy(OtherNames())
 
 
+def test_tasks_may_be_inferred_from_each_sample():
+    check_strategy(Infers())
+
+
+def test_the_growing_head_is_left_out_where_it_is_refused():
+    class TaskLabels(OneHeadGrown):
+        not_class_incremental: ClassVar = "it needs the task"
+
+    check_strategy(TaskLabels())
+
+
 def test_the_toy_stream_is_named():
     with pytest.raises(ConformanceError, match=r"^Halves breaks 1 rule on the toy stream with one head:\n  adjust: "):
         check_strategy(Halves())
@@ -422,10 +507,14 @@ def test_one_message_contains_all_faults():
         check_strategy(Both())
 
 
+SHORT = {
+    "target": dict(rounds=2, warmup=1, g_steps=2, samples=8, latent=4, width=4, student_steps=2, batch=4),
+    "fedcil": dict(iterations=1, consolidation=1, width=4),
+}
 BUILT_IN = [*((plugins.strategies, name) for name in plugins.strategies.names())]
 BUILT_IN += [*((plugins.local, name) for name in plugins.local.names())]
 
 
 @pytest.mark.parametrize(("registry", "name"), BUILT_IN, ids=[name for _, name in BUILT_IN])
 def test_every_built_in_method_keeps_the_rules(registry, name):
-    check_strategy(registry.get(name)())
+    check_strategy(registry.get(name)(**SHORT.get(name, {})))
