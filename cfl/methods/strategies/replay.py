@@ -5,18 +5,25 @@ each step. A replayed sample goes through the head of its own task, so the serve
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from cfl.contract import MEMORY, Batch, Client, Ctx, Phase, RoundInfo, Strategy, TreesByOwner, with_consolidation
 from cfl.core import Tree, option, rng
+from cfl.methods.balanced import balanced
 from cfl.models import Model
 
 
 @dataclass(frozen=True)
 class Replay(Strategy):
     """Stored samples of earlier tasks join every batch."""
+
+    task_incremental: ClassVar[str] = (
+        "stored samples go through the heads of their tasks; these stay, or train with train_old_heads"
+    )
+    class_incremental: ClassVar[str] = "stored samples join every batch, and the whole head trains"
 
     memory: int = option(1, "samples that a client stores", source="FOT, F.2: 1 a task", at_least=0)
     budget: str = option("per_task", "`memory` per task, or in total", source="FOT, F.2", choices=("per_task", "total"))
@@ -80,16 +87,3 @@ class Replay(Strategy):
         stay = torch.randperm(len(old), generator=source)[:from_old].to(old.device)
         kept = torch.cat([old[stay], new[: self.memory - from_old]])
         return {MEMORY: kept, "seen": torch.tensor(seen + len(new))}
-
-
-def balanced(groups: Tensor, order: Tensor) -> Tensor:
-    """Rearrange `order` (n,) so that the groups take turns, and each prefix is balanced over them.
-
-    groups: (n,) int64 group of each member; order: permutation of the members, whose order within a group is kept.
-    """
-    ordered, turn = groups[order], torch.empty_like(order)
-    together = ordered.argsort(stable=True)
-    sizes = ordered[together].unique_consecutive(return_counts=True)[1]
-    starts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-    turn[together] = torch.arange(len(order), device=order.device) - starts  # number of earlier members of the group
-    return order[turn.argsort(stable=True)]

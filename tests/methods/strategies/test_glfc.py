@@ -1,6 +1,7 @@
 """GLFC's gradient compensation: weights by hand, FedAvg as a limit, and weights without gradient."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from cfl.models.handle import NO_CLASS
 from tests import toy
 
 LR = 0.1
+PLAIN = SimpleNamespace(growing=False)  # a model whose head does not grow
 Y, TASK = [0, 2, 1, 0, 2], [1, 1, 1, 0, 0]  # three new samples, two replayed
 
 
@@ -37,7 +39,7 @@ def joined(y, task, mask=None):
 
 
 def loss_of(strategy, logits, whole, task=1):
-    return strategy.loss(logits, toy.context({}, {}, whole, task=task))
+    return strategy.loss(logits, toy.context({}, {}, whole, model=PLAIN, task=task))
 
 
 def reference(logits, y, task, criterion="ce", constant=True):
