@@ -12,6 +12,7 @@ input. Norm weights and biases freeze after the first task. Clients sketch the g
 """
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,23 +24,26 @@ from cfl.methods.subspace import basis as bases
 from cfl.methods.subspace.gpse import GPSE
 from cfl.methods.subspace.layer_policy import LayerPolicy
 from cfl.methods.subspace.projection import project_step, step_energies
+from cfl.methods.subspace.task_inference import PHASE, OptionalTaskInference
 from cfl.models import Model
 
 
 @plugins.strategies.register("fot")
 @dataclass(frozen=True)
-class FOT(LayerPolicy, GPSE, Strategy):
+class FOT(OptionalTaskInference, LayerPolicy, GPSE, Strategy):
     """Federated Orthogonal Training: project aggregates off earlier tasks' layer inputs (Bakman et al., 2024)."""
 
     source: ClassVar[str] = "Bakman et al., ICLR 2024, Algorithm 1"
     sends: ClassVar[str] = (
         "its update w_global - w_local, every round; after each task but the last, a sketch and two energies of each "
         "layer's inputs; with strategy.project_at=server no energies; with strategy.freeze_first=true nothing of the "
-        "first layer's inputs, which are the data"
+        "first layer's inputs, which are the data; with strategy.infer_tasks=true and scenario=class, after each task "
+        "the sum of second moments of the classifier's inputs, and the number of samples"
     )
     per_sample: ClassVar[bool] = True
     class_incremental: ClassVar[str] = (
-        "the part of the head with the classes of a task trains in that task alone, since no basis protects it"
+        "the part of the head with the classes of a task trains in that task alone, since no basis protects it; "
+        "strategy.infer_tasks=true infers the task of a test sample"
     )
 
     participants: str = option("all", "clients in GPSE", source="code: sampled", choices=("all", "sampled"))
@@ -52,9 +56,12 @@ class FOT(LayerPolicy, GPSE, Strategy):
         if self.model == "local" and self.participants == "all":
             raise ConfigError("strategy.model=local sketches the last cohort: use strategy.participants=sampled")
 
+    def refuses(self, run: Mapping[str, Any]) -> str | None:
+        return self.inference_refuses(run) or super().refuses(run)
+
     def plan(self, task: int, tasks: int, rounds: int) -> list[Phase]:
         if task == tasks - 1 and not self.after_last_task:
-            return [Phase("train", rounds)]
+            return [Phase("train", rounds), *self.feature_phases()]
         if self.model == "local":  # the authors' code: GPSE in the last training round
             phases = [Phase("train", rounds - 1), Phase("train+gpse", work=True)]
         else:
@@ -62,8 +69,9 @@ class FOT(LayerPolicy, GPSE, Strategy):
                 "gpse", cohort="available" if self.participants == "all" else "sampled", train=False, work=True
             )
             phases = [Phase("train", rounds), gpse]
-        coverage = Phase("coverage", cohort="available", train=False, work=True, diagnostic=True)
-        return [*phases, coverage] if self.measure_coverage else phases
+        if self.measure_coverage:
+            phases.append(Phase("coverage", cohort="available", train=False, work=True, diagnostic=True))
+        return [*phases, *self.feature_phases()]
 
     def frozen(self, task: int, model: Model) -> frozenset[str]:
         return super().frozen(task, model) | model.old_head(task)
@@ -79,7 +87,8 @@ class FOT(LayerPolicy, GPSE, Strategy):
 
     def broadcast(self, server: Server, info: RoundInfo) -> TreesByOwner:
         down = super().broadcast(server, info)
-        if info.phase.work and (self.project_at == "client" or info.phase.diagnostic):
+        sketched = info.phase.work and info.phase.name != PHASE
+        if sketched and (self.project_at == "client" or info.phase.diagnostic):
             dtype = next(iter(down["params"].values())).dtype
             down["basis"] = {name: basis.to(dtype) for name, basis in server["basis"].items()}
         return down
@@ -87,7 +96,9 @@ class FOT(LayerPolicy, GPSE, Strategy):
     def work(
         self, params: Tree, client: Client, shared: TreesByOwner, state: Tree, info: RoundInfo
     ) -> tuple[Tree, Tree]:
-        """GPSE at a client, or the measurement of coverage."""
+        """GPSE at a client, the measurement of coverage, or the sums over features."""
+        if info.phase.name == PHASE:
+            return self.feature_sums(params, client, info), state
         layers = self.projected(info.model)
         nothing = {layer.name: params[layer.weight].new_zeros(self.width(layer), 0) for layer in layers}
         half = self.energies if info.phase.diagnostic else self.sketches
@@ -97,7 +108,9 @@ class FOT(LayerPolicy, GPSE, Strategy):
         new = dict(super().absorb(server, mean, info, lr))
         if info.phase.train:
             new |= self._fed_project(server, new["params"], info.model)
-        if info.phase.diagnostic:
+        if info.phase.name == PHASE:
+            new |= self.with_core(server, mean["work"], info)
+        elif info.phase.diagnostic:
             pairs = {name.removeprefix("energy/"): pair for name, pair in mean["work"].items()}
             new["coverage"] = {name: 1 - pair[1] / pair[0].clamp(min=1e-300) for name, pair in pairs.items()}
         elif info.phase.work:

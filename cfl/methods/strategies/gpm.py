@@ -11,30 +11,37 @@ projection.
 Paper and code differ in the first task, where the code takes one direction too few (`first_rank_bug`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from cfl.contract import Batch, Client, Ctx, Phase, RoundInfo, Strategy, TreesByOwner, with_consolidation
-from cfl.core import Tree, option, plugins, rng
+from cfl.contract import Client, Ctx, Phase, RoundInfo, Server, Strategy, TreesByOwner, with_consolidation
+from cfl.core import Tree, option, plugins
 from cfl.methods.subspace import basis as bases
-from cfl.methods.subspace.layer_inputs import stream
-from cfl.methods.subspace.projection import covered, input_vectors, project, project_step, width
+from cfl.methods.subspace.input_sums import layer_grams
+from cfl.methods.subspace.projection import covered, project, project_step
 from cfl.methods.subspace.sketch import Gram
-from cfl.models import Layer, Model
+from cfl.methods.subspace.task_inference import PHASE, OptionalTaskInference
+from cfl.models import Model
 
 
 @plugins.strategies.register("gpm")
 @dataclass(frozen=True)
-class GPM(Strategy):
+class GPM(OptionalTaskInference, Strategy):
     """Gradient projection memory at each client: projects updates off its own earlier inputs (Saha et al., 2021)."""
 
     source: ClassVar[str] = "Saha et al., ICLR 2021, Algorithm 1; FOT, appendix F.2"
+    sends: ClassVar[str] = (
+        "its update w_global - w_local, every round; with strategy.infer_tasks=true and scenario=class, after each "
+        "task the sum of second moments of the classifier's inputs, and the number of samples"
+    )
     hard_constraint: ClassVar[bool] = True
     class_incremental: ClassVar[str] = (
-        "the part of the head with the classes of a task trains in that task alone, since no basis protects it"
+        "the part of the head with the classes of a task trains in that task alone, since no basis protects it; "
+        "strategy.infer_tasks=true infers the task of a test sample"
     )
 
     threshold: float = option(0.95, "share of input energy to protect", source="GPM, eq. 9", above=0.0, at_most=1.0)
@@ -48,7 +55,10 @@ class GPM(Strategy):
     first_rank_bug: bool = option(False, "one direction fewer in the first task", source="GPM's code")
 
     def plan(self, task: int, tasks: int, rounds: int) -> list[Phase]:
-        return with_consolidation(task, tasks, rounds)
+        return [*with_consolidation(task, tasks, rounds), *self.feature_phases()]
+
+    def refuses(self, run: Mapping[str, Any]) -> str | None:
+        return self.inference_refuses(run)
 
     def frozen(self, task: int, model: Model) -> frozenset[str]:
         biases = {layer.bias for layer in model.layers if layer.bias and self.bias == "freeze"}
@@ -74,20 +84,16 @@ class GPM(Strategy):
     def work(
         self, params: Tree, client: Client, shared: TreesByOwner, state: Tree, info: RoundInfo
     ) -> tuple[Tree, Tree]:
-        """Extend the client's bases by directions of its layer inputs. Upload nothing."""
-        before, sums = known(state), {}
-        for layer in info.model.layers:
-            empty = bases.empty(width(layer, self._augment), client.device)
-            sums[layer.name] = Gram(before.get(layer.name, empty), None, key=0)
-
-        def add_inputs(layer: Layer, inputs: Tensor, batch: Batch) -> None:
-            sums[layer.name].add(input_vectors(inputs, layer, self._augment), batch.ids)
-
-        source = rng.generator(rng.key(info.key, "samples", client.id))
-        chosen = torch.randperm(len(client), generator=source)[: self.samples or None].to(client.device)
-        stream(info.model, params, info.task, client.batches(64, chosen), info.model.layers, add_inputs)
+        """Extend the client's bases by directions of its layer inputs; in phase "features", send sums over features."""
+        if info.phase.name == PHASE:
+            return self.feature_sums(params, client, info), state
+        sums = layer_grams(params, client, info, self.samples, known=known(state), augment=self._augment)
         stored = {layer.name: params[layer.weight].dtype for layer in info.model.layers}
         return {}, {f"basis/{name}": self._extended(sums[name], info.task, dtype) for name, dtype in stored.items()}
+
+    def absorb(self, server: Server, mean: TreesByOwner, info: RoundInfo, lr: float) -> Server:
+        new = super().absorb(server, mean, info, lr)
+        return {**new, **self.with_core(server, mean.get("work", {}), info)}
 
     def _extended(self, inputs: Gram, task: int, dtype: torch.dtype) -> Tensor:
         """The inputs' basis (d, k) with the new directions of a layer (GPM, eq. 8-9); dtype: of the stored basis."""

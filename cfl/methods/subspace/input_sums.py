@@ -1,20 +1,53 @@
-"""One pass of a client's samples through the model that adds each layer's inputs to the layer's running sum."""
+"""Passes of a client's samples through the model that add each layer's inputs to the layer's running sum."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from cfl.contract import Batch, Client, RoundInfo
 from cfl.core import ConfigError, Tree, rng
+from cfl.methods.subspace import basis as bases
 from cfl.methods.subspace import private_sketch as private
 from cfl.methods.subspace.layer_inputs import Patches, slides, some_patches, stream
-from cfl.methods.subspace.projection import input_vectors
+from cfl.methods.subspace.projection import input_vectors, width
 from cfl.methods.subspace.sketch import Energies, Gram
 from cfl.models import Layer
 
 BATCH = 64  # samples per forward pass
+
+
+def drawn_batches(client: Client, info: RoundInfo, samples: int = 0) -> Iterator[Batch]:
+    """Yield the client's samples in batches: all in random order, or `samples` of them, drawn by round and client."""
+    source = rng.generator(rng.key(info.key, "samples", client.id))
+    return client.batches(BATCH, torch.randperm(len(client), generator=source)[: samples or None].to(client.device))
+
+
+def layer_grams(
+    params: Tree,
+    client: Client,
+    info: RoundInfo,
+    samples: int = 0,
+    *,
+    known: Mapping[str, Tensor] | None = None,
+    augment: bool = False,
+) -> dict[str, Gram]:
+    """Return the sum X X^T of each layer's inputs, by layer name, over `samples` of the client's samples (0: all).
+
+    known: layer name to the basis O (d, k) of the residual; without it, the empty basis; augment: append the constant 1
+    of a bias to the inputs.
+    """
+    layers, sums = info.model.layers, {}
+    for layer in layers:
+        empty = bases.empty(width(layer, augment), client.device)
+        sums[layer.name] = Gram((known or {}).get(layer.name, empty), None, key=0)
+
+    def add(layer: Layer, inputs: Tensor, batch: Batch) -> None:
+        sums[layer.name].add(input_vectors(inputs, layer, augment), batch.ids)
+
+    stream(info.model, params, info.task, drawn_batches(client, info, samples), layers, add)
+    return sums
 
 
 def add_inputs(
