@@ -71,6 +71,19 @@ def build(cls: type[T], values: dict[str, Any], prefix: str) -> T:
         raise ConfigError(f"{cls.__name__} refuses the options of {prefix}: {reason(error)}") from error
 
 
+def fill(item: Any, values: Mapping[str, Any]) -> None:
+    """Give the options of a frozen dataclass that are None their values of a preset; called in its `__post_init__`."""
+    for name, value in values.items():
+        if getattr(item, name) is None:
+            object.__setattr__(item, name, value)
+
+
+def given(value: T | None) -> T:
+    """The value of an option after `fill`."""
+    assert value is not None
+    return value
+
+
 def check(item: Any, prefix: str) -> None:
     """Raise ConfigError if an object that was made without `build` has a value that `build` rejects."""
     cls = type(item)

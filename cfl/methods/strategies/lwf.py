@@ -15,7 +15,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from cfl.contract import Ctx, RoundInfo, Server, Strategy, TreesByOwner
-from cfl.contract.losses import masked_mean
+from cfl.contract.losses import masked_mean, soft_cross_entropy
 from cfl.core import Tree, option, plugins, tree
 from cfl.models import Model
 
@@ -27,6 +27,9 @@ class LwF(Strategy):
 
     source: ClassVar[str] = "Li and Hoiem, ECCV 2016, eq. 2"
     per_sample: ClassVar[bool] = True
+    task_incremental: ClassVar[str] = (
+        "distils each old head on the new samples; old heads stay, or train with train_old_heads"
+    )
     class_incremental: ClassVar[str] = "distils one softmax over the old classes, and the whole head trains"
 
     strength: float = option(1.0, "lambda, weight of the distillation", source="section 3", at_least=0.0, steep="local")
@@ -53,9 +56,9 @@ class LwF(Strategy):
         if ctx.task == 0:
             return 0.0
         old = tuple(range(ctx.task))
-        targets = ctx.forward(ctx.shared["teacher"], ctx.batch, old, dropout=False).detach() / self.temperature
-        outputs = ctx.forward(params, ctx.batch, old) / self.temperature
+        targets = ctx.forward(ctx.shared["teacher"], ctx.batch, old, dropout=False).detach()
+        outputs = ctx.forward(params, ctx.batch, old)
         if ctx.model.growing:  # one softmax over the old classes
             targets, outputs = targets.flatten(1)[:, None], outputs.flatten(1)[:, None]
-        entropies = -(targets.softmax(dim=2) * outputs.log_softmax(dim=2)).sum(dim=(1, 2))  # eq. 2
+        entropies = soft_cross_entropy(targets, outputs, self.temperature).sum(dim=1)  # eq. 2
         return self.strength * masked_mean(entropies, ctx.batch.mask)

@@ -1,0 +1,1 @@
+"""Generators of synthetic samples, and how servers and clients train them."""

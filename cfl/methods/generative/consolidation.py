@@ -1,0 +1,52 @@
+"""FedCIL's model consolidation: batches that the generators of the clients draw (Qi et al., ICLR 2023)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cfl.core import Tree, tree
+from cfl.methods.balanced import balanced
+from cfl.methods.generative.acgan import ACGAN, Labelled, choose
+
+Owned = tuple[Tree, Tensor]
+"""A client's generator, under its own names, and the classes (k,) that it has seen, of those that are asked for."""
+
+
+def groups_of(uploads: Tree, first: int) -> list[list[Owned]]:
+    """The clients' generators with their classes of the task, and with their earlier ones; groups without any are left.
+
+    uploads: leaves (clients, ...) named "generator/...", and "labels" (clients, classes of the stream), 1 for a class
+    that the client has seen; first: first class of the task.
+    """
+    rows = range(len(uploads["labels"]))
+    owned = [
+        (tree.part({name: leaf[row] for name, leaf in uploads.items()}, "generator"), uploads["labels"][row])
+        for row in rows
+    ]
+    both = [
+        [(generator, seen.nonzero().flatten()) for generator, labels in owned if (seen := labels * mask).any()]
+        for mask in _masks(uploads["labels"][0], first)
+    ]
+    return [group for group in both if group]
+
+
+def _masks(like: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    new = (torch.arange(len(like), device=like.device) >= first).to(like)
+    return new, 1 - new
+
+
+def pool(gan: ACGAN, group: Sequence[Owned], count: int, source: torch.Generator) -> Labelled:
+    """Draw `count` images with each generator, of its classes uniformly, and keep `count` of all, balanced by class."""
+    drawn = [gan.fakes(generator, choose(classes, count, source), source) for generator, classes in group]
+    return resampled(Labelled(*map(torch.cat, zip(*drawn, strict=True))), count, source)
+
+
+def resampled(batch: Labelled, count: int, source: torch.Generator) -> Labelled:
+    """At most `count` samples at random, with as many of each class: the numbers of two classes differ by 1 at most.
+
+    A class with too few samples has all of them in the result.
+    """
+    order = torch.randperm(len(batch.classes), generator=source).to(batch.classes.device)
+    rows = balanced(batch.classes, order)[:count]
+    return Labelled(batch.x[rows], batch.classes[rows])
