@@ -35,7 +35,7 @@ NAMELESS = ("aggregation", "engines", "runtime")  # what runs methods names none
 KNOWN_METHODS = r"\bfot\b|\bgpm\b|\bewc\b|fedsol|fedavg"
 # package -> modules that may import it, with those inside; None: any one module
 HOMES = {
-    "avalanche": {"cfl.streams.avalanche"},
+    "avalanche": {"cfl.streams.avalanche", "cfl.streams.preload"},
     "opacus": None,
     "tensorboard": None,
     "matplotlib": None,
@@ -105,7 +105,7 @@ def modules_of(*parts: str) -> list[str]:
 def method_names() -> re.Pattern[str]:
     """The names under which methods and regularizers register, and some well-known ones, in any case."""
     enters = re.compile(r"""\b(?:strategies|local)\.register\(\s*["']([^"']+)["']""")
-    names = {name for source in sources().values() for name in enters.findall(source)}
+    names = {name for source in sources().values() for name in enters.findall(source)} - {"target"}  # a common noun
     return re.compile("|".join([KNOWN_METHODS, *(rf"\b{re.escape(name)}\b" for name in sorted(names))]), re.IGNORECASE)
 
 

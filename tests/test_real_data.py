@@ -17,12 +17,12 @@ pytestmark = pytest.mark.data
 )
 def test_two_tasks_train_for_a_few_rounds(benchmark: str, parameters: int, layers: int, options: tuple) -> None:
     need_data(benchmark.partition("-")[2])
-    overrides = ["tasks=2", "rounds=2", "cohort=3", "strategy.measure_coverage=false", *options]
+    overrides = ["tasks=2", "rounds=1", "cohort=3", "strategy.measure_coverage=false", *options]
     result = cfl.run(cfl.resolve(benchmark, method="fot", overrides=overrides))
     assert sum(leaf.numel() for leaf in result.params.values()) == parameters
     use = result.metrics["subspace_use"]
     assert len(use) == layers and all(0 < share <= 1 for share in use.values())
-    # ten classes a task; chance is 0.1, and two rounds are too few for more than a sign of learning
+    # ten classes a task; chance is 0.1, and one round is too few for more than a sign of learning
     assert result.accuracy_matrix.shape == (2, 2) and 0.05 < result.metrics["acc"] < 1
 
 

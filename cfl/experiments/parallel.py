@@ -149,7 +149,7 @@ class _Queue:
     def _start(self) -> tuple[Connection, BaseProcess | None]:
         # Do not fork this process, which has threads: the fork server has only imported the modules of a run.
         context: Any = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
-        multiprocessing.set_forkserver_preload(["cfl.runtime.runner"])
+        multiprocessing.set_forkserver_preload(["cfl.runtime.runner", "cfl.streams.preload"])
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, *self._data))
         with self._lock:

@@ -1,7 +1,7 @@
 """The interface to Avalanche: it makes the stream, and its experiences are read once into rows of a pool.
 
 Avalanche gets data sets of row numbers instead of images, because loading images through it is too slow for a training
-loop. An Avalanche experience is a task here. No other module imports Avalanche, whose import takes seconds.
+loop. An Avalanche experience is a task here. No other module uses Avalanche, whose import takes seconds.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

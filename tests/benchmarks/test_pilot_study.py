@@ -22,7 +22,7 @@ METHODS, SEEDS = ("fedavg", "fedproj"), (0, 1, 2)
 def local(method, seed):
     """Accuracy (3,) of the clients' models on all 150 samples after local training in the last round."""
     found = []
-    config = cfl.resolve("iris", method=method, seed=seed)
+    config = cfl.resolve("iris", method=method, seed=seed, overrides=["engine=vmapped", "block=3"])
     result = cfl.run(config, observe=lambda info, id, params: found.append((info.round, id, params)))
     assert [(round, id) for round, id, _ in found[-3:]] == [(19, 0), (19, 1), (19, 2)]
     return np.array(result.metrics["local_accuracy"]), result, [params for _, _, params in found[-3:]]
