@@ -425,6 +425,8 @@ SINGLE = {  # (can be protected at dp.level=example, why)
     "er": (False, "stored samples join each batch: one is used in tasks that the budget does not count"),
     "ewc": (False, "squared gradients of raw samples stay in the client's state and pull its later updates"),
     "fedavg": (True, "a mean of single losses"),
+    "fedcil": (False, "generators that draw images like the raw samples, one by one"),
+    "fedprotip": (False, "sends directions of raw inputs and second moments of features, which nothing bounds"),
     "fot": (True, "a mean of single losses; Gram matrices are sums over samples, each bounded by the strategy itself"),
     "glfc": (False, "stored samples, and weights by the classes of the whole batch"),
     "gpm": (False, "bases of raw inputs stay in the client's state and cut its later updates"),
@@ -432,6 +434,7 @@ SINGLE = {  # (can be protected at dp.level=example, why)
     "lwf": (True, "a mean of single losses; the teacher is an earlier global model"),
     "rgo": (False, "curvature from raw samples stays in the client's state and shapes its later updates"),
     "single_task": (True, "a mean of single losses, by task"),
+    "target": (True, "a mean of single losses; the server makes its samples from protected models"),
     "fedasam": (False, "moves by the gradient of the batch before it takes the one that counts: two uses a step"),
     "fedavgm": (True, "sums of protected updates"),
     "feddf": (True, "logits of the trained model on public data: made of protected gradients alone"),
@@ -470,6 +473,8 @@ def test_single_samples_are_protected_where_the_table_says_so(name):
     reason = refused(name, [*EXAMPLE, *further])
     if safe:
         assert reason is None
+    elif name == "fedprotip":  # which is refused at any level
+        assert "second moments of features" in reason
     else:
         assert f"'{name}' uses samples beyond the gradients that dp.level=example bounds" in reason
 
@@ -477,8 +482,9 @@ def test_single_samples_are_protected_where_the_table_says_so(name):
 @pytest.mark.parametrize("name", SINGLE)
 def test_clients_and_sums_are_protected_but_for_those_that_need_more_than_a_sum(name):
     client, summed = refused(name, CLIENT), refused(name, ["secagg=full"])
-    assert (client is not None) == (name in {"feddf", "fedet", "fedproj", "fednova"})
-    assert (summed is not None) == (name == "fedet")
+    stacks = {"fedet", "fedcil"}
+    assert (client is not None) == (name in stacks | {"feddf", "fedproj", "fednova", "fedprotip"})
+    assert (summed is not None) == (name in stacks)
 
 
 def test_refused_gives_the_reason_that_reading_gives():

@@ -159,13 +159,16 @@ def test_wrong_overrides_are_one_line_that_says_what_is_valid(override, message)
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("strategy.threshold=0.9", "'fedavg' has no option strategy.threshold; 'fot', 'gpm' have: add --method fot"),
+        (
+            "strategy.threshold=0.9",
+            "'fedavg' has no option strategy.threshold; 'fedprotip', 'fot', 'gpm' have: add --method fedprotip",
+        ),
         ("strategy.min_rank=1", "'fedavg' has no option strategy.min_rank; 'fot' has: add --method fot"),
         *(
             (
                 f"{typo}=0.9",
                 f"unknown option '{typo}'; did you mean 'strategy.threshold'? "
-                "'fedavg' has no option strategy.threshold; 'fot', 'gpm' have: add --method fot",
+                "'fedavg' has no option strategy.threshold; 'fedprotip', 'fot', 'gpm' have: add --method fedprotip",
             )
             for typo in ("strateg.threshold", "threshold", "treshold", "strategy.treshold")
         ),
