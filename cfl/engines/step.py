@@ -17,7 +17,6 @@ from cfl.core import RAW, Tree, tree
 from cfl.core.functorch import transforming
 from cfl.core.optim import Optimizer
 from cfl.models import Model
-from cfl.models.handle import NO_CLASS
 
 
 class Local(NamedTuple):
@@ -209,7 +208,5 @@ class LocalStep:
             logits = self.model.own_logits(leaves, batch.x, self.now, batch.task)
         if not (self.masked and self.model.growing):
             return logits
-        absent = torch.ones(logits.shape[1], dtype=torch.bool, device=logits.device)
-        absent[self.model.classes_of(self.task)] = False
-        new = torch.ones_like(batch.y, dtype=torch.bool) if batch.task is None else batch.task == self.task
-        return logits.masked_fill(new[:, None] & absent, NO_CLASS)
+        only = self.model.among(logits, self.task)
+        return only if batch.task is None else torch.where((batch.task == self.task)[:, None], only, logits)

@@ -125,6 +125,12 @@ class Model:
         start = sum(self.sizes[:task])
         return slice(start, start + self.sizes[task])
 
+    def among(self, logits: Tensor, task: int) -> Tensor:
+        """Outputs (batch, classes) of a growing head, those of other tasks' classes replaced by `NO_CLASS`."""
+        others = torch.ones(logits.shape[1], dtype=torch.bool, device=logits.device)
+        others[self.classes_of(task)] = False
+        return logits.masked_fill(others, NO_CLASS)
+
     def bind(self, params: Mapping[str, Tensor], task: int) -> Tree:
         """Select the leaves of one task, under the module's own names; the parts of a growing head are joined."""
         leaves = {name: params[self.tree_name(name, task)] for name in (*self._parameter_names, *self._buffer_names)}

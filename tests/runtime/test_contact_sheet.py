@@ -8,14 +8,11 @@ from PIL import Image
 import cfl
 from cfl.contract import Strategy
 from cfl.core import HookError
-from cfl.runtime import checkpoint, contact_sheet, run_folder
+from cfl.runtime import contact_sheet, run_folder
 from tests import toy
+from tests.runtime.test_resume import killed
 
 CONFIG = toy.config("tasks=3", "rounds=2", method="fedavg")
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL."""
 
 
 def run(output=None, resume=False, strategy=toy.Paints):
@@ -98,18 +95,7 @@ def test_without_images_or_without_a_folder_nothing_is_written(tmp_path, monkeyp
 @pytest.mark.parametrize("killed_at", [4, 5, 6])
 def test_a_resumed_run_leaves_the_same_pictures(killed_at, when, reference, tmp_path, monkeypatch):
     """Round 4 ends task 1, round 6 ends task 2: a picture may be newer than the last checkpoint."""
-    save = checkpoint.save
-
-    def dies(folder, serial, *rest, **options):
-        if serial == killed_at and when.startswith("before"):
-            raise Killed
-        path = save(folder, serial, *rest, **options)
-        if serial == killed_at:
-            raise Killed
-        return path
-
-    with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(checkpoint, "save", dies)
+    with killed(monkeypatch, killed_at, when):
         run(tmp_path)
     if (killed_at, when) != (6, "after it"):  # the last task is repeated
         (tmp_path / "images" / "task-2.png").write_bytes(b"old")

@@ -1,11 +1,13 @@
 """A run killed at any moment ends with the same bytes as one never killed."""
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,24 @@ OPTIONS = ("local.momentum=0.9", "model.dropout=[0.2,0.2]", "partition.name=shar
 
 class Killed(BaseException):
     """Stands for SIGKILL: nothing in the package may catch it."""
+
+
+@contextlib.contextmanager
+def killed(monkeypatch: pytest.MonkeyPatch, at: int, when: str) -> Iterator[None]:
+    """Kill the run inside at its checkpoint number `at`. when: "before..." for before it is written, else after it."""
+    save = checkpoint.save
+
+    def dies(folder: Path, serial: int, *rest, **options) -> Path:
+        if serial == at and when.startswith("before"):
+            raise Killed
+        path = save(folder, serial, *rest, **options)
+        if serial == at:
+            raise Killed
+        return path
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(checkpoint, "save", dies)
+        yield
 
 
 def finished(folder: Path) -> tuple[str, str, bytes]:
@@ -59,18 +79,7 @@ def test_the_schedule_of_the_toy_run_is_as_stated(reference: tuple) -> None:
 def test_killed_at_every_checkpoint_the_run_ends_with_the_same_bytes(
     killed_at: int, when: str, reference: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save = checkpoint.save
-
-    def dies(folder: Path, serial: int, *rest, **options) -> Path:
-        if serial == killed_at and when.startswith("before"):
-            raise Killed
-        path = save(folder, serial, *rest, **options)
-        if serial == killed_at:
-            raise Killed
-        return path
-
-    with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(checkpoint, "save", dies)
+    with killed(monkeypatch, killed_at, when):
         run(tmp_path)
     result = run(tmp_path, resume=True)
     assert finished(tmp_path) == reference[0]

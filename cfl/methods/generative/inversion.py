@@ -88,14 +88,11 @@ class Inversion:
         z = torch.randn(self.samples, self.latent, generator=source).to(device)
         with model.evaluation():
             found, generator, statistics = self._search(trees, target, z, info)
-        student = trees["student"]
         kept = generators.stored(found, info.pixels)
         synthetic = {**trees["synthetic"], "x": torch.cat([trees["synthetic"]["x"], kept])}
         labels = {name: torch.cat([trees["labels"][name], leaf]) for name, leaf in target._asdict().items()}
-        trees = {**trees, "synthetic": synthetic, "labels": labels}
-        if info.round >= given(self.warmup):
-            student = self._taught(trees, info)
-        return {**trees, "generator": generator, "statistics": statistics, "student": student}
+        trees = {**trees, "synthetic": synthetic, "labels": labels, "generator": generator, "statistics": statistics}
+        return {**trees, "student": self._taught(trees, info)} if info.round >= given(self.warmup) else trees
 
     def _fresh(self, params: Tree, info: RoundInfo) -> Server:
         """The trees before the first round of a phase."""
@@ -105,7 +102,7 @@ class Inversion:
         empty = torch.empty(0, *model.input_shape, device=device)
         scale = {} if info.pixels is None else {k: v for k, v in info.pixels._asdict().items() if v is not None}
         none = torch.empty(0, dtype=torch.int64, device=device)
-        weights = redrawn(params, model, info.task, rng.generator(rng.key(key, "student")))
+        weights = redrawn(params, model, rng.generator(rng.key(key, "student")))
         return {
             "synthetic": {"x": generators.stored(empty, info.pixels), **scale},
             "labels": {"own": none, "y": none},
@@ -232,7 +229,7 @@ def watched(model: Model) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
             hook.remove()
 
 
-def redrawn(params: Tree, model: Model, task: int, source: torch.Generator) -> Tree:
+def redrawn(params: Tree, model: Model, source: torch.Generator) -> Tree:
     """A student's initial weights: as the teacher's tree, but drawn anew (official code).
 
     Weights of layers are Xavier normal, biases N(0, 1), weights of normalisations N(1, 0.02) and their biases 0.

@@ -23,7 +23,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from cfl.contract import Client, Ctx, Phase, RoundInfo, Server, Strategy, TreesByOwner
@@ -34,7 +33,6 @@ from cfl.methods.subspace.projection import covered, project
 from cfl.methods.subspace.sketch import pack, unpack
 from cfl.methods.subspace.task_inference import TaskInference
 from cfl.models import Model
-from cfl.models.handle import NO_CLASS
 
 
 @plugins.strategies.register("fedprotip")
@@ -83,11 +81,7 @@ class FedProTIP(TaskInference, Strategy):
         return {**down, "basis": {name: basis.to(dtype) for name, basis in server["basis"].items()}}
 
     def loss(self, logits: Tensor, ctx: Ctx) -> Tensor:
-        if ctx.model.growing:
-            others = torch.ones(logits.shape[1], dtype=torch.bool, device=logits.device)
-            others[ctx.model.classes_of(ctx.task)] = False
-            logits = logits.masked_fill(others, NO_CLASS)
-        return super().loss(logits, ctx)
+        return super().loss(ctx.model.among(logits, ctx.task) if ctx.model.growing else logits, ctx)
 
     def adjust(self, grads: Tree, params: Tree, ctx: Ctx) -> Tree:
         return project(grads, ctx.shared["basis"], ctx.model.layers, augment=False)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cfl.contract import Batch, Ctx, Phase, RoundInfo, Server, Strategy, TreesByOwner
-from cfl.contract.losses import cross_entropy, masked_mean, soft_cross_entropy
+from cfl.contract.losses import soft_cross_entropy
 from cfl.core import Tree, option, plugins, rng
 from cfl.methods.generative.generator import inputs
 from cfl.methods.generative.inversion import Inversion
@@ -80,11 +80,7 @@ class TARGET(Inversion, Strategy):
 
     def loss(self, logits: Tensor, ctx: Ctx) -> Tensor:
         """Cross-entropy, over the classes of the task alone."""
-        if not ctx.model.growing:
-            return super().loss(logits, ctx)
-        classes = ctx.model.classes_of(ctx.task)
-        new = ctx.batch._replace(y=(ctx.batch.y - classes.start).clamp(min=0))
-        return masked_mean(cross_entropy(logits[:, classes], new), ctx.batch.mask)
+        return super().loss(ctx.model.among(logits, ctx.task) if ctx.model.growing else logits, ctx)
 
     def penalty(self, params: Tree, logits: Tensor, ctx: Ctx) -> Tensor | float:
         if ctx.task == 0:

@@ -218,7 +218,7 @@ def test_the_students_weights_are_drawn_as_in_the_official_code():
     with rng.fork(0):
         module = nn.Sequential(nn.Linear(200, 300), nn.BatchNorm1d(300), nn.Linear(300, 2))
     own = Model(module, (200,), (2, 2), multi_head=True, growing=True, norm_stats="running")
-    new = redrawn(own.params, own, 0, rng.generator(1))
+    new = redrawn(own.params, own, rng.generator(1))
     assert new.keys() == own.params.keys()
     assert new["0.weight"].std().item() == pytest.approx(math.sqrt(2 / 500), rel=0.02)  # Xavier: 2 / (200 + 300)
     assert new["0.bias"].std().item() == pytest.approx(1, rel=0.15)
