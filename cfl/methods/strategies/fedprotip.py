@@ -93,7 +93,7 @@ class FedProTIP(TaskInference, Strategy):
         up = self.feature_sums(params, client, info, self.samples)
         inputs = {} if info.task == info.tasks - 1 else layer_grams(params, client, info, self.samples)
         for name, sums in inputs.items():
-            vectors, squared = bases.spectrum(sums.matrix, gram=True)
+            vectors, squared = sums.spectrum()
             rank = bases.choose_rank(squared, 0.0, self._threshold(info.task))
             core = (vectors[:, :rank] * squared[:rank]) @ vectors[:, :rank].T  # V S^2 V^T
             up |= {f"core/{name}": pack(core).to(next(iter(params.values()))), f"energy/{name}": sums.energies[:1]}

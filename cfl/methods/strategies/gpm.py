@@ -98,7 +98,7 @@ class GPM(OptionalTaskInference, Strategy):
     def _extended(self, inputs: Gram, task: int, dtype: torch.dtype) -> Tensor:
         """The inputs' basis (d, k) with the new directions of a layer (GPM, eq. 8-9); dtype: of the stored basis."""
         basis, (full, residual) = inputs.basis, inputs.energies.tolist()
-        vectors, squared, *_ = bases.residual_spectrum(inputs.matrix, basis, gram=True)  # eq. 8
+        vectors, squared = inputs.spectrum()  # eq. 8
         # inputs that the basis covers leave its rounding errors from storage in `dtype`, which are no directions
         rounding = len(basis) * torch.finfo(dtype).eps ** 2 * full
         squared = torch.where(squared > rounding, squared, 0.0)

@@ -97,6 +97,20 @@ class Gram(Energies):
         """X* X*^T (d, d), float64."""
         return bases.remove(bases.remove(self._gram(), self.basis).T, self.basis)
 
+    def spectrum(self) -> tuple[Tensor, Tensor]:
+        """Left singular vectors (d, k) of X* and its squared singular values (k,), largest first.
+
+        k = d. With fewer vectors than dimensions, k is their number n: X*^T X* (n, n) has the same values, and its
+        eigenvectors times X* the same directions. Values below the numerical rank are zero.
+        """
+        if self.few is None or len(self.few) >= len(self.basis):
+            vectors, squared, *_ = bases.residual_spectrum(self.matrix, self.basis, gram=True)
+            return vectors, squared
+        rest = bases.remove(self.few.double(), self.basis)
+        vectors, squared = bases.spectrum(rest)
+        lengths = torch.where(squared > 0, squared.rsqrt(), 0.0)
+        return rest.T @ vectors * lengths, squared
+
     def release(self) -> Tensor:
         """Packed Gram matrix (d (d + 1) / 2,), or a sketch (d, s)."""
         if self.columns is None:

@@ -66,6 +66,21 @@ def test_pack_keeps_half_and_unpack_inverts_it():
 # --- the law of a sketch ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("vectors", [5, 30])  # fewer than the 12 dimensions, and more
+@pytest.mark.parametrize("rank", [0, 3])
+def test_the_spectrum_of_few_vectors_is_that_of_their_gram_matrix(vectors, rank):
+    x, basis = _random(vectors, 12), _orthonormal(12, rank)
+    found, squared = _fed(Gram(basis, None, 0), x[:, None, :]).spectrum()
+    residual = x - x @ basis @ basis.T
+    sizes = torch.linalg.svdvals(residual).square()
+    known = int((squared > 0).sum())
+    assert known == min(vectors, 12 - rank)  # no direction is in the basis
+    assert torch.allclose(squared[:known], sizes[:known], rtol=1e-10)
+    found = found[:, :known]
+    assert torch.allclose(found.T @ found, torch.eye(known).double(), atol=1e-10)
+    assert torch.allclose((found * squared[:known]) @ found.T, residual.T @ residual, atol=1e-10)
+
+
 def _draws(kind, x, basis, columns, count):
     """Independent sketches (count, d, s) of the inputs x (n, d) by one of the two routes."""
     if kind == "gram":
