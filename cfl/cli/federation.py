@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from cfl.assembly.resolve import resolve
-from cfl.cli.commands import DataRoot, app
+from cfl.cli.app import DataRoot, app
 from cfl.experiments.compare import alone
 
 Clients = Annotated[str, typer.Option(help="Clients of this node, such as 3 or 0-3,7.")]

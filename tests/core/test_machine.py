@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cfl
-from cfl.cli import commands
+from cfl.cli import train
 from cfl.core import machine
 from tests import toy
 
@@ -56,8 +56,8 @@ def test_only_the_command_changes_how_the_process_allocates(monkeypatch, tmp_pat
     monkeypatch.setattr(machine, "keep_memory", lambda: calls.append("here"))
     cfl.run(toy.config(), stream=toy.stream())
     assert calls == []
-    monkeypatch.setattr(commands.runner, "run", lambda *given, **options: cfl.run(toy.config(), stream=toy.stream()))
-    commands._run(toy.config(), tmp_path, resume=False, quiet=True, tensorboard=False)
+    monkeypatch.setattr(train.runner, "run", lambda *given, **options: cfl.run(toy.config(), stream=toy.stream()))
+    train._run(toy.config(), tmp_path, resume=False, quiet=True, tensorboard=False)
     assert calls == ["here"]
 
 

@@ -1,0 +1,111 @@
+"""Commands of several runs: `cfl-run compare` and `cfl-run reproduce`."""
+# ruff: noqa: B006  # Typer reads the type of an option's default, and no command changes its lists
+
+import shlex
+from collections.abc import Sequence, Sized
+from itertools import chain
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cfl.cli.app import (
+    Benchmark,
+    DataRoot,
+    Download,
+    Engine,
+    Jobs,
+    Output,
+    Plot,
+    Quiet,
+    Scale,
+    Seeds,
+    Set,
+    app,
+    display,
+)
+from cfl.core import CflError
+from cfl.experiments import reproduce as papers
+from cfl.experiments.compare import plan, reference, seeds_of
+from cfl.experiments.parallel import run_all
+from cfl.report import reproduced, tables
+from cfl.report.comparison import Comparison
+
+
+@app.command()
+def compare(
+    benchmark: Benchmark[str],
+    methods: Annotated[str, typer.Option(help="Methods, such as fedavg,fot,fot+fedsol.")],
+    seeds: Seeds = "0",
+    scale: Scale[str | None] = None,
+    overrides: Set = [],
+    vary: Annotated[list[str], typer.Option(metavar="KEY=A,B", help="Run with each value. Repeatable.")] = [],
+    against: Annotated[str | None, typer.Option(help="Reference method of paired tests (default: the first).")] = None,
+    engine: Engine[str | None] = None,
+    jobs: Jobs = None,
+    data_root: DataRoot = None,
+    download: Download = False,
+    output: Output[Path | None] = None,
+    matrix: Annotated[bool, typer.Option("--matrix", help="Print the mean accuracy matrix of each method.")] = False,
+    quiet: Quiet = False,
+    plot: Plot = True,
+) -> None:
+    """Run methods x settings x seeds in parallel, and print tables of the results.
+
+    BENCHMARK: a name such as permuted-digits; see 'cfl-run list benchmarks'.
+    """
+    folder = output or Path("runs") / f"compare-{benchmark}"
+    # Resolve all runs before the first one starts: a wrong name must not show up after hours.
+    groups = plan(benchmark, methods, seeds, folder, overrides=overrides, vary=vary, scale=scale, engine=engine)
+    other = reference(groups, against)
+    runs = [run for group in groups for run in group.runs]
+    failed = run_all(runs, jobs=jobs, quiet=quiet, data_root=data_root, download=download)
+    found = Comparison(benchmark, scale, groups, other)
+    if not found.results:
+        raise _failed(failed, runs)
+    given: dict[str, Sequence[str | None]] = {"--methods": [methods], "--seeds": [seeds], "--set": overrides}
+    given |= {"--vary": vary, "--scale": [scale], "--against": [against], "--engine": [engine]}
+    words = [word for flag, values in given.items() for value in values if value for word in (flag, value)]
+    found.write(folder / "compare.json", shlex.join(["cfl-run", "compare", benchmark, *words]))
+    if plot:
+        found.draw(folder / "compare.png")
+    display(*found.tables(matrix), f"results in {folder}")
+    if failed:
+        raise _failed(failed, runs)
+
+
+@app.command()
+def reproduce(
+    table: Annotated[str | None, typer.Argument()] = None,
+    only: Annotated[list[str], typer.Option(metavar="NAME", help="Column, row or part of the table. Repeatable.")] = [],
+    seeds: Seeds = "0..2",
+    scale: Scale[str] = "paper",
+    overrides: Set = [],
+    engine: Engine[str] = "auto",
+    jobs: Jobs = None,
+    stored: Annotated[list[Path], typer.Option(help="Use the finished runs in this folder. Repeatable.")] = [],
+    output: Output[Path] = Path("runs/reproduce"),
+    show: Annotated[bool, typer.Option("--show", help="Show the finished runs, and run nothing.")] = False,
+    data_root: DataRoot = None,
+    download: Download = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run the missing runs of a paper's table, and print the results next to the paper's.
+
+    TABLE: a name such as fot-table1; the default lists the tables.
+    """
+    if table is None:
+        display(tables.listing([(one.name, one.title, "") for one in papers.tables().values()], "tables"))
+        return
+    wanted = papers.table(table)
+    runs = wanted.runs(only, seeds_of(seeds), scale, [f"engine={engine}", *overrides], output, stored)
+    needed = [] if show else list(chain(*runs.values()))
+    failed = run_all(needed, jobs=jobs, quiet=quiet, data_root=data_root, download=download)
+    ours = {cell: papers.scores(wanted.measures, each) for cell, each in runs.items()}
+    display(*reproduced.shown(wanted, ours, scale))
+    if failed:
+        raise _failed(failed, needed)
+
+
+def _failed(failed: Sized, runs: Sized) -> CflError:
+    return CflError(f"{len(failed)} of {len(runs)} runs failed, see above")

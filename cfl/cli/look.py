@@ -1,0 +1,56 @@
+"""Commands that run nothing: `cfl-run list`, `describe` and `report`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cfl.cli.app import app, display
+from cfl.core import plugins, unknown
+from cfl.report import described, tables, write
+
+KINDS = {
+    "benchmarks": plugins.benchmarks,
+    "methods": plugins.strategies,
+    "models": plugins.models,
+    "regularizers": plugins.local,
+}
+
+
+@app.command("list")
+def list_(what: Annotated[str | None, typer.Argument()] = None) -> None:
+    """List the available names, each with a summary and its source.
+
+    WHAT: benchmarks, methods, models or regularizers; the default lists all.
+    """
+    if what is not None and what not in KINDS:
+        raise unknown("kind", what, KINDS)
+    for kind, registry in KINDS.items():
+        if what in (None, kind):
+            rows = [(name, described.summary(registry.get(name)), registry.source(name)) for name in registry.names()]
+            display(tables.listing(rows, kind))
+
+
+@app.command()
+def describe(name: str) -> None:
+    """Show hyper-parameters with default, valid values, meaning and source, or the preset of a benchmark.
+
+    NAME: a benchmark, method, model or regularizer.
+    """
+    found = [kind for kind, registry in KINDS.items() if name in registry.names()]
+    if not found:
+        raise unknown("name", name, [known for registry in KINDS.values() for known in registry.names()])
+    for kind in found:
+        display(*described.blocks(kind, name, KINDS[kind].get(name), KINDS[kind].source(name)))
+
+
+@app.command()
+def report(
+    runs: list[Path],
+    output: Annotated[list[Path], typer.Option("--output", "-o", help="FILE.html, FILE.md or FILE.tex. Repeatable.")],
+) -> None:
+    """Write a report of finished runs: an HTML page, or a Markdown or LaTeX table.
+
+    RUNS: folders of runs, or folders that contain runs.
+    """
+    display(*(f"written: {path}" for path in write.files(runs, output)))

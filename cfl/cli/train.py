@@ -1,0 +1,83 @@
+"""`cfl-run train`."""
+# ruff: noqa: B006  # Typer reads the type of an option's default, and no command changes its lists
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cfl.assembly.resolve import resolve
+from cfl.cli.app import Benchmark, DataRoot, Download, Engine, Output, Plot, Quiet, Scale, Set, app, display
+from cfl.config.schema import RunConfig
+from cfl.core import ConfigError, machine, plugins
+from cfl.experiments.compare import alone, continuation
+from cfl.report import plots, tables
+from cfl.runtime import runner
+from cfl.runtime.sinks import Sinks, console_sink
+from cfl.runtime.tensorboard import TensorBoardSink
+
+
+@app.command()
+def train(
+    benchmark: Benchmark[str | None] = None,
+    method: Annotated[str | None, typer.Option(help="Method, such as fot or fot+fedsol (default: fedavg).")] = None,
+    local: Annotated[list[str], typer.Option("--local", help="Add a local regularizer. Repeatable.")] = [],
+    seed: Annotated[int | None, typer.Option(help="Seed of all random draws (default: 0).")] = None,
+    scale: Scale[str | None] = None,
+    overrides: Set = [],
+    config: Annotated[Path | None, typer.Option(help="Repeat the run of this resolved config.yaml.")] = None,
+    output: Output[Path | None] = None,
+    data_root: DataRoot = None,
+    download: Download = False,
+    engine: Engine[str | None] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the output folder.")] = False,
+    quiet: Quiet = False,
+    plot: Plot = True,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write TensorBoard event files to the output folder.")
+    ] = False,
+) -> None:
+    """Train a method over the tasks of a benchmark.
+
+    BENCHMARK: a name such as permuted-digits; see 'cfl-run list benchmarks'.
+    """
+    layers = dict(method=method, regularizers=local, overrides=overrides, seed=seed, engine=engine, scale=scale)
+    resolved = _resolved(benchmark, file=config, **layers)
+    folder = output or Path("runs") / alone(resolved)
+    if resume and output is None and not (folder / "config.yaml").exists():
+        raise ConfigError(f"'{folder}' holds no run to resume; repeat the options of that run, or pass its --output")
+    metrics = _run(resolved, folder, resume, quiet, tensorboard, data_root=data_root, download=download)
+    title = f"{resolved.benchmark}, {resolved.label}, seed {resolved.seed}"
+    if plot:
+        plots.accuracy(metrics["accuracy_matrix"], title, folder / "accuracy.png")
+    display(*tables.run(metrics, title, folder))
+
+
+def _resolved(benchmark: str | None, **layers: Any) -> RunConfig:
+    """Resolve a configuration and check that its benchmark is registered; `resolve` accepts any name."""
+    if benchmark is not None:
+        plugins.benchmarks.get(benchmark)
+    config = resolve(benchmark, **layers)
+    plugins.benchmarks.get(config.benchmark)
+    return config
+
+
+def _run(config: RunConfig, folder: Path, resume: bool, quiet: bool, tensorboard: bool, **data: Any) -> dict[str, Any]:
+    machine.keep_memory()
+    sink = Sinks(console_sink(quiet), *([TensorBoardSink(folder / "tensorboard")] if tensorboard else []))
+    try:
+        return runner.run(config, output=folder, resume=resume, sink=sink, **data).metrics
+    except KeyboardInterrupt:
+        print(_interrupted(folder, **data), file=sys.stderr)
+        raise
+    finally:
+        sink.close()
+
+
+def _interrupted(folder: Path, data_root: Path | None, download: bool) -> str:
+    if not (folder / "config.yaml").exists():
+        return "interrupted before the first round: nothing is saved; give the same command again"
+    data = (["--data-root", str(data_root)] if data_root else []) + ["--download"] * download
+    return f"interrupted; continue with: {shlex.join([*continuation(folder), *data])}"
