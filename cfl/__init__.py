@@ -23,6 +23,7 @@ from cfl.core.version import __version__
 from cfl.models import Model
 from cfl.runtime import sinks, tensorboard
 from cfl.runtime.runner import run
+from cfl.runtime.saved_run import SavedRun, load
 from cfl.runtime.session import Result
 from cfl.streams import Stream, from_tensors
 
@@ -35,6 +36,6 @@ sys.modules.update({f"{__name__}.{name}": module for name, module in _ADDRESSES.
 
 __all__ = [
     "MEMORY", "Batch", "CflError", "Client", "Ctx", "LocalRegularizer", "Model", "Phase", "Result", "RoundInfo",
-    "RunConfig", "Strategy", "Stream", "__version__", "errors", "from_tensors", "losses", "option", "plugins",
-    "resolve", "rng", "run", "sinks", "tree", "with_consolidation",
+    "RunConfig", "SavedRun", "Strategy", "Stream", "__version__", "errors", "from_tensors", "load", "losses", "option",
+    "plugins", "resolve", "rng", "run", "sinks", "tree", "with_consolidation",
 ]  # fmt: skip

@@ -334,3 +334,39 @@ def test_train_prints_the_epsilon(tmp_path, capsys):
     assert f"Differential privacy: epsilon {metrics['epsilon']:.3g} at delta 1e-05 per client, for all uploads" in shown
     assert metrics["epsilon_by_client"].keys() == {"0", "1", "2", "3"}
     assert metrics["noise_multiplier"] == 1.0
+
+
+def test_evaluate_repeats_the_last_evaluation_and_takes_own_samples(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert invoke("train", "permuted-digits", *SMALL, "--quiet", "--no-plot", "--output", "first") == 0
+    capsys.readouterr()
+    assert invoke("evaluate", "first") == 0
+    shown = capsys.readouterr().out
+    last = json.loads((tmp_path / "first" / "metrics.json").read_text())["accuracy_matrix"][-1]
+    assert all(f"{value:.1%}" in shown for value in last) and f"ACC {100 * sum(last) / 2:.1f}%" in shown
+    x = np.zeros((4, 64), dtype=np.float32)
+    label = int(cfl.load("first").predict(x)[0])
+    np.savez(tmp_path / "mine.npz", x=x, y=[label, label, label, (label + 1) % 10])
+    assert invoke("evaluate", "first", "--data", "mine.npz") == 0
+    assert "mine.npz: 4 samples" in (shown := capsys.readouterr().out) and "75.0%" in shown
+    assert invoke("train", "permuted-digits", *SMALL, "--no-plot", "--from", "first", "--output", "second") == 0
+    assert "note: starts from the model in 'first'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "text"),
+    [
+        (("evaluate", "nothing"), 2, "'nothing' holds no run"),
+        (("evaluate", "run", "--task", "0"), 2, "--task is for samples in --data"),
+        (("evaluate", "run", "--data", "absent.npz"), 1, "'absent.npz' must be an .npz file with arrays x and y"),
+        (("evaluate", "run"), 2, "has a stream of its own, 'custom'; pass --data"),
+        (("train", "permuted-digits", "--from", "nothing"), 2, "'nothing' holds no run"),
+    ],
+)
+def test_evaluate_and_from_name_what_is_wrong(args, status, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    x, y = np.zeros((20, 3)), np.arange(20) % 2
+    config = cfl.resolve("permuted-digits", overrides=["rounds=1", "partition.clients=1"])
+    cfl.run(config, stream=cfl.from_tensors([(x, y, x, y)]), output="run")
+    assert invoke(*args) == status
+    assert text in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """`cfl-run train`."""
 # ruff: noqa: B006  # Typer reads the type of an option's default, and no command changes its lists
 
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -32,6 +33,9 @@ def train(
     data_root: DataRoot = None,
     download: Download = False,
     engine: Engine[str | None] = None,
+    start: Annotated[
+        str | None, typer.Option("--from", help="Start from the model of the run in this folder (option start).")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the output folder.")] = False,
     quiet: Quiet = False,
     plot: Plot = True,
@@ -43,6 +47,7 @@ def train(
 
     BENCHMARK: a name such as permuted-digits; see 'cfl-run list benchmarks'.
     """
+    overrides = [*overrides, *([f"start={json.dumps(start)}"] if start else [])]
     layers = dict(method=method, regularizers=local, overrides=overrides, seed=seed, engine=engine, scale=scale)
     resolved = _resolved(benchmark, file=config, **layers)
     folder = output or Path("runs") / alone(resolved)

@@ -168,6 +168,9 @@ class RunConfig(Section):
     class_loss: Literal["seen", "current"] = Field(
         "seen", description="with scenario=class: classes in the loss of a new sample, all seen or those of its task"
     )
+    start: str | None = Field(
+        None, description="folder of another run, with whose model this run starts; null: with random weights"
+    )
     engine: Literal["loop", "vmapped", "pool", "pool+vmapped", "flower", "auto"] = Field(
         "loop",
         description="clients one by one, in vectorised blocks, in processes, both, in blocks on the nodes of a Flower "

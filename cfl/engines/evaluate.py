@@ -39,6 +39,10 @@ class Inference:
             return None
         own = torch.tensor([*sizes], device=x.device).repeat_interleave(torch.tensor([*sizes.values()]).to(x.device))
         self._right.append(tasks == own)
+        return self.outputs(model, x, tasks)
+
+    def outputs(self, model: Model, x: Tensor, tasks: Tensor) -> Tensor:
+        """Outputs (n, classes) for inputs (n, ...), each by the model of its task in `tasks` (n,)."""
         logits, last, together = x.new_empty(len(x), 0), max(self.served), _by_batch(model)
         for task in tasks.unique().tolist():
             rows, head = tasks == task, last if model.growing else task

@@ -56,6 +56,7 @@ def built(
     machine.keep_memory()
     members = methods.build(config)
     stream = stream or stream_of(config, data_root, False, public=methods.need_public(members))
+    config = config.model_copy(update={"start": None})  # the server broadcasts the starting model
     session = build_session(config, stream, members, place=place)
     return session.engine, session.rounds, session.recorder.fingerprint
 

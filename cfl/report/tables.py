@@ -57,6 +57,19 @@ def matrix(rows: Matrix, title: str) -> Table:
     return table
 
 
+def evaluated(found: Mapping[str, float], title: str) -> Iterator[Table | str]:
+    """Accuracy on each of some sets of samples, and their mean if there are several. found: name to fraction."""
+    table = Table()
+    table.add_column("samples")
+    table.add_column("accuracy", justify="right")
+    for name, value in found.items():
+        table.add_row(name, f"{value:.1%}")
+    yield title
+    yield table
+    if len(found) > 1:
+        yield f"ACC {percent(sum(found.values()) / len(found))}%"
+
+
 def run(metrics: Metrics, title: str, folder: Path) -> Iterator[Table | str]:
     """Results of a run for the terminal: accuracy matrix, local models, privacy spent, ACC and FGT, and the folder."""
     yield matrix(metrics["accuracy_matrix"], f"Accuracy: {title}")

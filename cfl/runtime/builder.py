@@ -5,16 +5,15 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from cfl import engines, models
 from cfl.aggregation.protected import UploadProtection
-from cfl.assembly import methods, privacy_rules
+from cfl.assembly import methods, network, privacy_rules
 from cfl.config.schema import RunConfig
 from cfl.contract import LocalRegularizer
 from cfl.contract.composed import STRATEGY, ComposedMethod, prefix
-from cfl.core import ConfigError, machine, optim, options, plugins, rng
+from cfl.core import ConfigError, Tree, machine, optim, options, plugins
 from cfl.engines import Engine
 from cfl.engines.choose import choose, undecided
 from cfl.runtime.fingerprint import CHECKPOINTS, Fingerprint
@@ -23,9 +22,11 @@ from cfl.runtime.privacy_budget import Budget
 from cfl.runtime.recorder import Recorder
 from cfl.runtime.rounds import Rounds
 from cfl.runtime.run_folder import RunFolder
+from cfl.runtime.saved_run import description
 from cfl.runtime.session import Session
 from cfl.runtime.sinks import NullSink, Sink
 from cfl.runtime.state import RunState
+from cfl.runtime.warm_start import started
 from cfl.streams import Stream, with_scenario
 from cfl.streams.store import TaskSamples
 
@@ -66,7 +67,7 @@ def build_session(
     config: RunConfig,
     stream: Stream,
     members: Mapping[str, LocalRegularizer],
-    module: nn.Module | None = None,
+    own: nn.Module | None = None,
     folder: RunFolder | None = None,
     sink: Sink | None = None,
     data_root: Path | None = None,
@@ -74,19 +75,22 @@ def build_session(
 ) -> Session:
     """Build a run that has not begun.
 
-    members: "strategy" and regularizers by name; module: a network of your own, None for the configured model;
+    members: "strategy" and regularizers by name; own: a network of your own, None for the configured model;
     data_root: folder of the data sets, for engines that build the stream elsewhere.
     Measures which engine is fastest if the configuration leaves that open. Raises ConfigError if the configuration, the
     methods, the model and the stream do not fit together.
     """
     sink = sink or NullSink()
-    custom = members != methods.build(config)
+    built = methods.build(config)
+    custom = members != built
     label = "+".join(type(member).__name__ for member in members.values()) if custom else config.label
     stream = with_scenario(stream, config.scenario)
     stream = stream.to(machine.device(config.device)).with_augment(config.local.augment)
     public = _checked_public(config, stream, members, label)
-    network = _network(config, stream) if module is None else module
-    model = _model(config, stream, network)
+    module = network.build(config, stream.input_shape, stream.tasks[0].classes) if own is None else own
+    device = machine.device(config.device)
+    model = network.handle(config, module, stream.input_shape, stream.heads, stream.scenario, device)
+    notes, start = _start(config, model)
     methods.check_model(model.module, config)
     composed = ComposedMethod(members)
     if stream.growing and (why := composed.strategy.not_class_incremental):
@@ -100,8 +104,9 @@ def build_session(
     state = RunState({"params": model.params, **first}, len(stream))
     lenient = config.model_copy(update={"on_bad_update": "exclude"})  # a measurement judges no update
     config = _with_measured_engine(config, rounds, state, partial(_engine, lenient, stream, rounds, protection))
-    own = module is not None
-    fingerprint = Fingerprint(config, composed, network, stream, public is not None, own, place.states)
+    fingerprint = Fingerprint(
+        config, composed, module, stream, public is not None, own is not None, place.states, start
+    )
     engine = _engine(config, stream, rounds, protection, config.engine, config.block)
     make = place.engine or (None if config.engine in engines.ENGINES else plugins.engines.get(config.engine))
     if make is not None:
@@ -110,7 +115,19 @@ def build_session(
         engine = make(parts)
     names = [task.name for task in stream.tasks]
     recorder = Recorder(folder, sink, state, rounds, budget, names, fingerprint)
-    return Session(config, label, stream, composed, model, population, rounds, budget, state, engine, recorder)
+    notes += [*model.notes(), *composed.strategy.notes(model), *population.notes(), *budget.notes()]
+    about = description(stream, own, members[STRATEGY] if members[STRATEGY] != built[STRATEGY] else None)
+    return Session(
+        config, label, stream, composed, model, population, rounds, budget, state, engine, recorder, notes, about
+    )
+
+
+def _start(config: RunConfig, model: models.Model) -> tuple[list[str], Tree]:
+    """Let the model start from that of another run, if configured so. Returns notes, and the parameters taken."""
+    if config.start is None:
+        return [], {}
+    model.params, note = started(model, config.start)
+    return [note], model.params
 
 
 def _checked_public(
@@ -129,25 +146,6 @@ def _checked_public(
             "or from_tensors(public=...)"
         )
     return stream.public
-
-
-def _network(config: RunConfig, stream: Stream) -> nn.Module:
-    with rng.fork(rng.key(config.seed, "model")):
-        return models.build(config.model.name, stream.input_shape, stream.tasks[0].classes, config.model.options)
-
-
-def _model(config: RunConfig, stream: Stream, module: nn.Module) -> models.Model:
-    return models.Model(
-        module,
-        stream.input_shape,
-        stream.heads,
-        multi_head=stream.multi_head,
-        growing=stream.growing,
-        norm_stats=config.model.norm_stats,
-        seed=config.seed,
-        device=machine.device(config.device),
-        dtype=torch.float32,
-    )
 
 
 def _engine(

@@ -122,14 +122,14 @@ class Writer:
 
 def load_latest(
     folder: Path,
-    fingerprint: str,
+    fingerprint: str | None,
     warn: Callable[[str], None],
     packs: Packs | None = None,
 ) -> tuple[dict[str, Tree], dict[str, Any]] | None:
     """Return all trees (on the CPU) and the metadata of the newest readable checkpoint, None if no checkpoint exists.
 
-    fingerprint: required value of meta["fingerprint"]; warn: receives one message for each damaged checkpoint skipped;
-    packs: learns what the checkpoint's packs hold.
+    fingerprint: required value of meta["fingerprint"], None for any; warn: receives one message for each damaged
+    checkpoint skipped; packs: learns what the checkpoint's packs hold.
     The states come after the other trees, by name.
     Raises CheckpointError if that checkpoint belongs to another configuration, if all checkpoints are damaged, or if
     the folder cannot be listed.
@@ -142,7 +142,7 @@ def load_latest(
     for path in found:
         try:
             trees, entry = tree_file.decode(path.read_bytes())
-            if entry["meta"].get("fingerprint") != fingerprint:
+            if fingerprint is not None and entry["meta"].get("fingerprint") != fingerprint:
                 raise CheckpointError(
                     f"{folder} holds a run with another configuration; "
                     "choose another --output, or repeat the options of that run"

@@ -10,7 +10,7 @@ from cfl.assembly import methods, resolve
 from cfl.config.overrides import change
 from cfl.config.schema import RunConfig
 from cfl.contract.composed import ComposedMethod, prefix
-from cfl.core import content, plugins
+from cfl.core import Tree, content, plugins
 from cfl.runtime import checkpoint
 from cfl.streams import Stream
 
@@ -22,7 +22,8 @@ class Fingerprint:
     """What the checkpoints of a run depend on.
 
     network: the module before it has run, since it may keep what it computes; own: whether it is the user's;
-    public: whether the methods read the stream's public data; states: where the states of the clients are kept.
+    public: whether the methods read the stream's public data; states: where the states of the clients are kept;
+    start: parameters taken from another run, empty without one.
     """
 
     def __init__(
@@ -34,14 +35,16 @@ class Fingerprint:
         public: bool,
         own: bool,
         states: str = CHECKPOINTS,
+        start: Tree | None = None,
     ) -> None:
         self.config, self.composed, self.network, self.stream = config, composed, network, stream
-        self._public, self._own_network, self.states = public, own, states
+        self._public, self._own_network, self.states, self._start = public, own, states, start or {}
 
     @cached_property
     def text(self) -> str:
         """Hash of options and parts. Checkpoints store it."""
-        return checkpoint.fingerprint({**decisive(resolve.dump(self.config)), "parts": self.parts})
+        start = {"starting model": content.digest(self._start)} if self._start else {}
+        return checkpoint.fingerprint({**decisive(resolve.dump(self.config)), "parts": self.parts, **start})
 
     @cached_property
     def parts(self) -> dict[str, str]:
@@ -61,7 +64,7 @@ class Fingerprint:
         for name in {**self.parts, **parts} if parts else ():
             if parts.get(name) != self.parts.get(name):
                 return f"{name} changed since the run began"
-        return ""
+        return f"the model in '{self.config.start}' changed since the run began" if self._start else ""
 
     def _methods(self) -> dict[str, str]:
         members, built = self.composed.members, methods.build(self.config)
@@ -97,8 +100,12 @@ def code(config: RunConfig) -> dict[str, str]:
 
 
 def decisive(options: Options) -> dict[str, Any]:
-    """The options that a checkpoint depends on: all but number and place of processes, which change no result."""
-    return {name: value for name, value in options.items() if name not in ("workers", "flower")}
+    """The options that a checkpoint depends on: all but number and place of processes, which change no result.
+
+    Options that earlier versions lack count where they are set, so that a newer version continues an older run.
+    """
+    later = {name for name in ("start",) if options.get(name) is None}
+    return {name: value for name, value in options.items() if name not in {"workers", "flower", *later}}
 
 
 def _name(item: Any) -> str:

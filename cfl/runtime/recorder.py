@@ -46,8 +46,11 @@ class Recorder:
         self._clock = time.monotonic()
         self._seconds: dict[str, float] = defaultdict(float)  # of the round in progress
 
-    def start(self, config: RunConfig, notes: list[str], resume: bool) -> None:
-        """Write the configuration, restore the last checkpoint if `resume` is set, and announce the run."""
+    def start(self, config: RunConfig, about: Mapping[str, Any], notes: list[str], resume: bool) -> None:
+        """Write the configuration, restore the last checkpoint if `resume` is set, and announce the run.
+
+        about: contents of model.json.
+        """
         total = len(self.rounds.schedule)
         if self.folder is not None:
             if not resume:
@@ -58,6 +61,7 @@ class Recorder:
             self.folder.truncate_rounds(self.state.position)
             self.folder.truncate_sheets(len(self.state.reports))
             self.folder.write_config(resolve.dump(config))
+            self.folder.write_model(about)
             place = {"states": self.fingerprint.states}
             self.folder.write_made_of({"run": self.fingerprint.parts, "code": code(config), "place": place})
         self.sink.start(config, notes, total)

@@ -15,15 +15,15 @@ from filelock import FileLock, Timeout
 from cfl.config.overrides import read_yaml
 from cfl.core import Busy, ConfigError, files
 
-MADE_OF, IMAGES = "made_of.json", "images"
+MADE_OF, MODEL, IMAGES = "made_of.json", "model.json", "images"
 _LOCK = ".lock"
 _PATIENCE = 0.5  # seconds to wait for the lock; `busy` holds it for less
 _RESTORE = "put the whole file back, or begin again with another --output"
 
 
 class RunFolder:
-    """A run's folder: `config.yaml`, `metrics.json`, `made_of.json`, `timing.json`, `rounds.jsonl`,
-    `checkpoints/`, and `images/` if the method makes images.
+    """A run's folder: `config.yaml`, `metrics.json`, `made_of.json`, `model.json`, `timing.json`,
+    `rounds.jsonl`, `checkpoints/`, and `images/` if the method makes images.
 
     resume: continue the run in the folder. The folder stays locked until `close` or the end of the process.
     Raises ConfigError if the folder cannot be written, or holds a run and `resume` is False; Busy if another process
@@ -98,6 +98,10 @@ class RunFolder:
     def read_made_of(self) -> dict[str, dict[str, str]]:
         """Read `made_of.json`; empty without one. Raises ConfigError for a damaged file."""
         return read_json(self.path / MADE_OF)
+
+    def write_model(self, about: Mapping[str, Any]) -> None:
+        """Write `model.json`: what `cfl.load` needs beside the configuration, see `cfl.runtime.saved_run`."""
+        write_json(self.path / MODEL, about)
 
     def write_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Write `metrics.json` atomically. NaN is written as null."""

@@ -11,7 +11,7 @@ from cfl.contract import RoundInfo, RoundInputs, Server, Strategy, TreesByOwner
 from cfl.contract.composed import STRATEGY, ComposedMethod
 from cfl.core import HookError, UpdateError, metrics, tree
 from cfl.engines import Engine, Outcome
-from cfl.engines.evaluate import Inference, LocalModels, Observer, accuracies, accuracy
+from cfl.engines.evaluate import Inference, LocalModels, Observer, accuracy
 from cfl.models import Model
 from cfl.runtime.population import Population
 from cfl.runtime.privacy_budget import Budget
@@ -19,6 +19,7 @@ from cfl.runtime.recorder import Recorder, row_of
 from cfl.runtime.rounds import Rounds
 from cfl.runtime.run_folder import plain
 from cfl.runtime.schedule import Schedule
+from cfl.runtime.serving import Predictor
 from cfl.runtime.state import RunState
 from cfl.streams import Stream
 
@@ -40,7 +41,8 @@ class Result:
 class Session:
     """A run in progress; `cfl.runtime.builder.build_session` makes it.
 
-    label: name of the method in metrics.json; state: all that the run has computed so far.
+    label: name of the method in metrics.json; state: all that the run has computed so far; notes: remarks for the user
+    at the start; about: contents of model.json.
     """
 
     config: RunConfig
@@ -54,6 +56,8 @@ class Session:
     state: RunState
     engine: Engine
     recorder: Recorder
+    notes: list[str]
+    about: dict[str, Any]
 
     @property
     def strategy(self) -> Strategy:
@@ -67,8 +71,7 @@ class Session:
 
     def start(self, resume: bool) -> None:
         """Open the run's folder, restore the last checkpoint if `resume` is set, and announce the run."""
-        notes = [*self.model.notes(), *self.strategy.notes(self.model), *self.population.notes(), *self.budget.notes()]
-        self.recorder.start(self.config, notes, resume)
+        self.recorder.start(self.config, self.about, self.notes, resume)
 
     def close(self) -> None:
         """Release what the engine holds, such as worker processes."""
@@ -147,12 +150,12 @@ class Session:
             return self._end_task(info.task)
         every = self.config.eval_every
         due = info.phase.train and bool(every) and (info.round + 1) % every == 0
-        return self._accuracies([info.task], self._inference(info.task))[0] if due else None
+        return self._accuracies([info.task], self._predictor().inference(info.task))[0] if due else None
 
     def _end_task(self, task: int) -> float:
         """Append a row to the accuracy matrix: the global model on every task so far."""
         state = self.state
-        inference = self._inference(task)
+        inference = self._predictor().inference(task)
         state.accuracy_matrix[task, : task + 1] = self._accuracies(range(task + 1), inference)
         own = self.strategy.report(state.server, self.model)
         state.reports.append(plain({**own, **(inference.figures if inference else {})}))
@@ -165,17 +168,11 @@ class Session:
         return state.accuracy_matrix[task, task]
 
     def _accuracies(self, tasks: Iterable[int], inference: Inference | None) -> list[float]:
-        served = {task: self.strategy.serve(self.state.server, task) for task in tasks}
-        tests = {task: self.stream.tasks[task].test for task in served}
-        return accuracies(self.model, served, tests, self.config.eval_batch_size, inference)
+        return self._predictor().accuracies({task: self.stream.tasks[task].test for task in tasks}, inference)
 
-    def _inference(self, task: int) -> Inference | None:
-        """The strategy's inference of tasks 0 to `task`; None if the scenario gives the task of a test sample."""
-        if self.stream.scenario == "task":
-            return None
-        server = self.state.server
-        served = {known: self.strategy.serve(server, known) for known in range(task + 1)}
-        return Inference(served, lambda x: self.strategy.infer_task(server, x, task, self.model))
+    def _predictor(self) -> Predictor:
+        scenario, batch_size = self.stream.scenario, self.config.eval_batch_size
+        return Predictor(self.model, self.strategy, self.state.server, scenario, batch_size)
 
     def _local_models(self, inputs: RoundInputs, observe: Observer | None) -> LocalModels | None:
         """Measure the local models of this round; None if no measurement is due and no observer is set."""

@@ -1,0 +1,53 @@
+"""`cfl-run evaluate`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from cfl.assembly import methods
+from cfl.cli.app import DataRoot, Download, app, display
+from cfl.core import ConfigError, DataError
+from cfl.report import tables
+from cfl.runtime.runner import stream_of
+from cfl.runtime.saved_run import load
+from cfl.streams.tensors import as_labels
+
+
+@app.command()
+def evaluate(
+    folder: Path,
+    data: Annotated[
+        Path | None, typer.Option(help="FILE.npz with x (samples) and y (labels), in place of the test data.")
+    ] = None,
+    task: Annotated[int | None, typer.Option(help="Task of the samples in --data.")] = None,
+    data_root: DataRoot = None,
+    download: Download = False,
+) -> None:
+    """Evaluate the model of a finished or interrupted run.
+
+    FOLDER: of the run. The model is evaluated on the test data of the run's benchmark, or on samples of your own.
+    """
+    run = load(folder)
+    title = f"{run.about['stream']}, {run.config.label}, seed {run.config.seed}"
+    if data is not None:
+        x, y = _arrays(data)
+        right = run.predict(x, task) == as_labels(y, f"y in '{data}'", len(x))
+        display(*tables.evaluated({f"{data.name}: {len(x)} samples": float(right.double().mean())}, title))
+        return
+    if task is not None:
+        raise ConfigError("--task is for samples in --data; without --data, all tasks are evaluated")
+    if run.about["stream"] != run.config.benchmark:
+        raise ConfigError(f"the run in '{folder}' has a stream of its own, '{run.about['stream']}'; pass --data")
+    stream = stream_of(run.config, data_root, download, public=methods.need_public(methods.build(run.config)))
+    display(*tables.evaluated(dict(zip(run.about["tasks"], run.accuracies(stream))), f"{title}, test data"))
+
+
+def _arrays(path: Path) -> tuple[Any, Any]:
+    """Read x and y from a file. Raises DataError for any other file."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return file["x"], file["y"]
+    except (OSError, ValueError, KeyError, AttributeError, EOFError) as error:
+        raise DataError(f"'{path}' must be an .npz file with arrays x and y: {error}") from None

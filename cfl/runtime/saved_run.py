@@ -1,0 +1,196 @@
+"""The model of a finished or interrupted run, loaded from the run's folder."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cfl.assembly import arguments, network, resolve
+from cfl.config.overrides import read_yaml
+from cfl.config.schema import RunConfig
+from cfl.contract import Server, Strategy
+from cfl.contract.composed import STRATEGY
+from cfl.core import ConfigError, DataError, Tree, tree
+from cfl.core.typed import typed
+from cfl.models import Model
+from cfl.runtime import checkpoint, export
+from cfl.runtime.run_folder import MODEL, plain, read_json
+from cfl.runtime.serving import Predictor
+from cfl.streams import Stream, with_scenario
+from cfl.streams.tensors import as_inputs
+
+
+@dataclass(eq=False)
+class SavedRun:
+    """A model that has lived on: what `cfl.load` returns.
+
+    config: of the run; metrics: as in metrics.json, empty before the run has ended; model: the network and its tree of
+    initial parameters; server: all trees of the server, such as "params" and a method's "basis"; latest: number of the
+    last task trained so far; about: contents of model.json.
+    """
+
+    folder: Path
+    config: RunConfig
+    metrics: dict[str, Any]
+    model: Model
+    strategy: Strategy
+    server: Server
+    latest: int
+    about: Mapping[str, Any]
+
+    @property
+    def params(self) -> Tree:
+        """Parameters and buffers of the global model; names with "@" belong to one task."""
+        return self.server["params"]
+
+    @property
+    def heads(self) -> dict[int, Tree]:
+        """Task to the parameters of its head, or of its part of a growing head; all tasks may share one head."""
+        return {task: tree.select(self.params, self.model.new_head(task)) for task in range(self.latest + 1)}
+
+    @property
+    def bases(self) -> Tree:
+        """Layer to the orthonormal basis (d, rank) that the server protects; empty for methods without one."""
+        return self.server.get("basis", {})
+
+    @typed
+    def predict(self, x: Any, task: int | None = None) -> Tensor:
+        """Return the predicted class of each sample, (n,) int64, numbered as the run's targets. See `logits`."""
+        return self.logits(x, task).argmax(dim=1)
+
+    @typed
+    def logits(self, x: Any, task: int | None = None) -> Tensor:
+        """Return the outputs (n, classes) for samples.
+
+        x: (n, *input_shape), tensor, array or lists; uint8 images are scaled and normalised as in training, and other
+        numbers are taken as they are. Permute the pixels for a task of permuted images.
+        task: of all samples; needed if each task has its own head. Without it, the method infers the task of each
+        sample if it can; with scenario=class, all classes seen compete otherwise. With it, those of the task do.
+        Raises ConfigError for a task that is unknown or missing, DataError for samples of another shape.
+        """
+        if task is not None and not 0 <= task <= self.latest:
+            raise ConfigError(f"task is {task}; the run in '{self.folder}' has trained tasks 0 to {self.latest}")
+        if task is None and self.about["scenario"] == "task":
+            raise ConfigError(f"the model in '{self.folder}' has a head for each task; pass task=0 to {self.latest}")
+        return self._predictor.logits(self._inputs(x), task, self.latest)
+
+    @typed
+    def accuracies(self, stream: Stream) -> list[float]:
+        """Return the fraction of correct predictions on the test samples of each task trained so far.
+
+        stream: with the tasks of the run, in their order. Raises DataError if its samples or classes do not fit.
+        """
+        stream = with_scenario(stream, self.config.scenario)
+        found = {"input_shape": list(stream.input_shape), "classes": list(stream.heads), "scenario": stream.scenario}
+        for name, value in found.items():
+            if value != self.about[name]:
+                raise DataError(
+                    f"stream '{stream.name}' has {name} {value}, and the run in '{self.folder}' has {self.about[name]}"
+                )
+        tests = {task: stream.tasks[task].test for task in range(self.latest + 1)}
+        return self._predictor.accuracies(tests, self._predictor.inference(self.latest))
+
+    @typed
+    def export(self, path: Path | str, task: int | None = None) -> Path:
+        """Write the model to a file, and return its path. The suffix of the path chooses the format.
+
+        .safetensors: the parameters under the names of the network, for `load_state_dict`; .onnx: the network in
+        evaluation mode, which needs the extra `cfl[onnx]`, with a free batch size.
+        task: whose head and buffers the file gets; needed if each task has its own. The default is the last task.
+        Raises ConfigError for another suffix, a missing task, or a folder that cannot be written.
+        """
+        if task is None and any("@" in name for name in self.params) and not self.model.growing:
+            raise ConfigError(f"the model in '{self.folder}' has parts for each task; pass task=0 to {self.latest}")
+        task = self.latest if task is None else task
+        leaves = self.model.bind(self.strategy.serve(self.server, task), task)
+        about = {name: self.about[name] for name in ("input_shape", "classes", "scenario")}
+        return export.write(Path(path), self.model.module, leaves, {**about, "task": task})
+
+    @cached_property
+    def _predictor(self) -> Predictor:
+        return Predictor(self.model, self.strategy, self.server, self.about["scenario"], self.config.eval_batch_size)
+
+    def _inputs(self, x: Any) -> Tensor:
+        x = as_inputs(x, "x")
+        if list(x.shape[1:]) != self.about["input_shape"]:
+            raise DataError(
+                f"x has samples of shape {tuple(x.shape[1:])}, and the run in '{self.folder}' has "
+                f"{tuple(self.about['input_shape'])}"
+            )
+        if x.dtype == torch.uint8:
+            mean, std = (self.about["pixels"].get(name) for name in ("mean", "std"))
+            x = x.float() / 255
+            x = x if mean is None else x - torch.tensor(mean)
+            x = x if std is None else x / torch.tensor(std)
+        return x
+
+
+@typed
+def load(
+    folder: Path | str,
+    *,
+    model: nn.Module | None = None,
+    strategy: Strategy | type[Strategy] | None = None,
+) -> SavedRun:
+    """Load the model of a finished or interrupted run from the run's folder, on the CPU.
+
+    model, strategy: your own objects, if the run had some. Raises ConfigError for a folder without a run, a missing or
+    a different object; CheckpointError for damaged files.
+    """
+    folder = Path(folder)
+    trees, latest = checkpointed(folder)
+    about, config = read_json(folder / MODEL), resolve.load(read_yaml(folder / "config.yaml"))
+    for name, given in (("model", model), ("strategy", strategy)):
+        if given is None and about[name] is not None:
+            raise ConfigError(f"the run in '{folder}' has a {name} of its own, {about[name]}; pass it as {name}=...")
+    module = model or network.build(config, about["input_shape"], about["outputs"])
+    handle = network.handle(config, module, about["input_shape"], about["classes"], about["scenario"], "cpu")
+    if _shapes(trees["params"]) != _shapes(handle.params):
+        raise ConfigError(f"the network does not fit the parameters in '{folder}'; pass that of the run as model=...")
+    own = arguments.members(config, strategy, None)[STRATEGY]
+    assert isinstance(own, Strategy)
+    return SavedRun(folder, config, read_json(folder / "metrics.json"), handle, own, trees, latest, about)
+
+
+def checkpointed(folder: Path) -> tuple[Server, int]:
+    """Return the server's trees in the last checkpoint of a run's folder, and the number of its last task."""
+    if not (folder / MODEL).exists():
+        held = (folder / "config.yaml").exists()
+        raise ConfigError(
+            f"'{folder}' has no {MODEL}: an earlier version made the run; continue it with --resume to write the file"
+            if held
+            else f"'{folder}' holds no run; give the --output of one"
+        )
+    found = checkpoint.load_latest(folder / "checkpoints", None, lambda text: None)
+    if found is None:
+        raise ConfigError(f"the run in '{folder}' has no checkpoint yet; wait for its first round")
+    trees, meta = found
+    server = {name.removeprefix("server/"): leaves for name, leaves in trees.items() if name.startswith("server/")}
+    return server, max(meta["last_task"].values(), default=0)
+
+
+def _shapes(params: Tree) -> dict[str, torch.Size]:
+    return {name: leaf.shape for name, leaf in params.items()}
+
+
+def description(stream: Stream, model: nn.Module | None, strategy: object | None) -> dict[str, Any]:
+    """Contents of model.json: what `load` needs beside the configuration and a checkpoint.
+
+    model, strategy: the user's own objects, None for those that the configuration names.
+    """
+    pixels = stream.tasks[0].train.pool.pixels
+    return {
+        "input_shape": list(stream.input_shape),
+        "classes": list(stream.heads),
+        "outputs": stream.tasks[0].classes,
+        "scenario": stream.scenario,
+        "stream": stream.name,
+        "tasks": [task.name for task in stream.tasks],
+        "pixels": plain({"mean": pixels.mean, "std": pixels.std}) if pixels else {},
+        "model": None if model is None else type(model).__name__,
+        "strategy": None if strategy is None else type(strategy).__name__,
+    }

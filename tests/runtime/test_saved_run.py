@@ -1,0 +1,215 @@
+"""A run's model, loaded from its folder: it predicts as the run did, goes to files, and starts other runs."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import cfl
+from cfl import models
+from cfl.contract import Strategy
+from cfl.core import CheckpointError, ConfigError, DataError
+from cfl.models.handle import NO_CLASS
+from cfl.streams import with_scenario
+from tests import toy
+
+STREAM = toy.stream(3, multi_head=True)
+
+
+@dataclass(frozen=True)
+class KeepsTasks(Strategy):
+    """A strategy of one's own, which serves each task the parameters that it ended with."""
+
+    def init_server(self, params, model):
+        return {f"of{task}": params for task in range(3)}
+
+    def absorb(self, server, mean, info, lr):
+        new = super().absorb(server, mean, info, lr)
+        return {**new, f"of{info.task}": new["params"]}
+
+    def serve(self, server, task):
+        return server[f"of{task}"]
+
+
+def trained(folder, *options, method="fedavg", stream=STREAM, **more):
+    config = toy.config(f"tasks={len(stream)}", "local.lr=0.3", *options, method=method)
+    return cfl.run(config, stream=stream, output=folder, **more)
+
+
+def samples(stream, task):
+    test = stream.tasks[task].test
+    return test.gather(torch.arange(len(test)))
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("fot", ["scenario=task"]),
+        ("fot", ["scenario=domain"]),
+        ("fot", ["scenario=class"]),
+        ("fot", ["scenario=class", "strategy.infer_tasks=true"]),
+        ("gpm", ["scenario=domain", "strategy.infer_tasks=true"]),
+        ("rgo", ["scenario=task"]),
+    ],
+)
+def test_a_loaded_model_predicts_as_in_the_last_evaluation_of_its_run(method, options, tmp_path):
+    result = trained(tmp_path, *options, method=method)
+    run = cfl.load(tmp_path)
+    last = result.accuracy_matrix[-1].tolist()
+    assert run.accuracies(STREAM) == last and run.metrics["acc"] == result.metrics["acc"]
+    stream = with_scenario(STREAM, run.config.scenario)
+    for task in range(3):
+        x, y = samples(stream, task)
+        given = task if stream.scenario == "task" else None
+        assert float((run.predict(x, given) == y).double().mean()) == last[task]
+    assert all(torch.equal(leaf, result.params[name]) for name, leaf in run.params.items())
+    if method == "fot":
+        use = {name: basis.shape[1] / basis.shape[0] for name, basis in run.bases.items()}
+        assert use == result.metrics["subspace_use"] and max(use.values()) > 0
+
+
+def test_the_task_of_a_sample_rules_out_classes_of_other_tasks(tmp_path):
+    trained(tmp_path, "scenario=class")
+    run, x = cfl.load(tmp_path), samples(STREAM, 1)[0]
+    every, own = run.logits(x), run.logits(x, task=1)
+    classes = run.model.classes_of(1)
+    assert torch.equal(own[:, classes], every[:, classes]) and own.shape == every.shape
+    assert (own == NO_CLASS).sum(dim=1).eq(every.shape[1] - len(range(*classes.indices(99)))).all()
+    assert [sorted(head) for head in run.heads.values()] == [[f"5.bias@{t}", f"5.weight@{t}"] for t in range(3)]
+
+
+def test_raw_images_are_normalised_as_in_training(tmp_path):
+    images = torch.randint(0, 256, (40, 1, 4, 4), dtype=torch.uint8)
+    labels = torch.arange(40) % 2
+    pool = cfl.streams.Pool(images, torch.tensor([[[0.3]]]), torch.tensor([[[0.2]]]))
+    parts = (cfl.streams.TaskSamples(pool, rows, labels[rows]) for rows in torch.arange(40).split(20))
+    stream = cfl.Stream("normalised", (cfl.streams.Task("t", *parts, 2),), (1, 4, 4), False)
+    trained(tmp_path, stream=stream)
+    run = cfl.load(tmp_path)
+    raw, ready = run.logits(images[20:].numpy()), run.logits(samples(stream, 0)[0])
+    assert torch.equal(raw, ready)
+
+
+def test_an_interrupted_run_gives_the_model_of_its_last_checkpoint(tmp_path):
+    class Stops(cfl.sinks.NullSink):
+        def round(self, row):
+            if row["task"] == 1:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path, sink=Stops())
+    run = cfl.load(tmp_path)
+    assert run.latest == 0 and run.metrics == {} and len(run.accuracies(STREAM)) == 1
+    with pytest.raises(ConfigError, match=r"task is 1; the run in .* has trained tasks 0 to 0"):
+        run.predict(samples(STREAM, 1)[0], task=1)
+
+
+def test_own_networks_and_strategies_are_passed_again(tmp_path):
+    network = toy.mlp(toy.DIMENSIONS, 5, toy.CLASSES)
+    result = trained(tmp_path, model=network, strategy=KeepsTasks())
+    with pytest.raises(ConfigError, match=r"has a model of its own, Net; pass it as model="):
+        cfl.load(tmp_path, strategy=KeepsTasks())
+    with pytest.raises(ConfigError, match=r"has a strategy of its own, KeepsTasks; pass it as strategy="):
+        cfl.load(tmp_path, model=network)
+    with pytest.raises(ConfigError, match="the network does not fit the parameters"):
+        cfl.load(tmp_path, model=toy.mlp(toy.DIMENSIONS, 6, toy.CLASSES), strategy=KeepsTasks)
+    run = cfl.load(tmp_path, model=network, strategy=KeepsTasks)
+    # Each task keeps the model with which it ended: nothing is forgotten.
+    assert run.accuracies(STREAM) == result.accuracy_matrix.diagonal().tolist()
+
+
+def test_wrong_samples_and_tasks_are_named(tmp_path):
+    trained(tmp_path)
+    run = cfl.load(tmp_path)
+    with pytest.raises(DataError, match=rf"x has samples of shape \(3,\), and the run .* has \({toy.DIMENSIONS},\)"):
+        run.predict(np.zeros((2, 3)), task=0)
+    with pytest.raises(ConfigError, match="has a head for each task; pass task=0 to 2"):
+        run.predict(samples(STREAM, 0)[0])
+    with pytest.raises(DataError, match=r"has classes \[2, 2\], and the run .* has \[2, 2, 2\]"):
+        run.accuracies(toy.stream(2, multi_head=True))
+    with pytest.raises(ConfigError, match="holds no run"):
+        cfl.load(tmp_path / "elsewhere")
+    (tmp_path / "model.json").unlink()
+    with pytest.raises(ConfigError, match=r"has no model\.json: an earlier version made the run; continue it with"):
+        cfl.load(tmp_path)
+
+
+@pytest.mark.parametrize("scenario", ["task", "class"])
+def test_exported_parameters_load_into_the_plain_network(scenario, tmp_path):
+    trained(tmp_path / "run", f"scenario={scenario}")
+    run, x = cfl.load(tmp_path / "run"), samples(STREAM, 1)[0]
+    task = 1 if scenario == "task" else None
+    path = run.export(tmp_path / "new" / "model.safetensors", task)
+    outputs = 2 if scenario == "task" else 6  # of three tasks with two classes each
+    network = models.build("mlp", (toy.DIMENSIONS,), outputs, run.config.model.options).eval()
+    network.load_state_dict(load_file(path))
+    assert torch.equal(network(x), run.logits(x, task))
+
+
+def test_an_onnx_file_computes_the_same_logits(tmp_path):
+    pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+    reference = pytest.importorskip("onnx.reference", reason="onnx is not installed")
+    trained(tmp_path, "scenario=class")
+    run, x = cfl.load(tmp_path), samples(STREAM, 2)[0]
+    path = run.export(tmp_path / "model.onnx")
+    (found,) = reference.ReferenceEvaluator(str(path)).run(["logits"], {"x": x.numpy()})
+    assert len(x) > 2 and np.allclose(found, run.logits(x).numpy(), atol=1e-6)
+
+
+def test_an_export_that_is_not_clear_is_refused(tmp_path):
+    trained(tmp_path)
+    run = cfl.load(tmp_path)
+    with pytest.raises(ConfigError, match=r"has parts for each task; pass task=0 to 2"):
+        run.export(tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"unknown suffix of an exported file '\.safetensor'.*\.safetensors"):
+        run.export(tmp_path / "model.safetensor", task=0)
+
+
+def test_a_run_starts_from_the_model_of_another(tmp_path):
+    first = trained(tmp_path / "first")
+    seen = []
+    config = {"options": [f"start={tmp_path / 'first'}", "seed=5"]}
+
+    def observe(info, client, params):
+        seen.append(info.round)
+
+    class Starts(Strategy):
+        def init_server(self, params, model):
+            seen.append(params)
+            return super().init_server(params, model)
+
+    trained(tmp_path / "second", *config["options"], strategy=Starts(), observe=observe)
+    assert all(torch.equal(leaf, first.params[name]) for name, leaf in seen[0].items())
+
+
+def test_heads_that_do_not_fit_start_anew_and_bodies_must_fit(tmp_path):
+    first = trained(tmp_path / "first")
+    start = f"start={tmp_path / 'first'}"
+    plain = toy.stream(2)  # a single head, which the first run has not
+    notes = []
+
+    class Notes(cfl.sinks.NullSink):
+        def start(self, config, texts, total_rounds):
+            notes.extend(texts)
+
+    trained(tmp_path / "second", start, "local.lr=1e-30", stream=plain, sink=Notes())
+    assert notes[0] == f"starts from the model in '{tmp_path / 'first'}'; new: 5.weight, 5.bias"
+    params = cfl.load(tmp_path / "second").params
+    assert torch.equal(params["1.weight"], first.params["1.weight"])  # a step of 1e-30 changes no float32 of a weight
+    with pytest.raises(ConfigError, match=r"start: '1.weight' has shape \(7, 8\) here, and .* has shape \(6, 8\)"):
+        trained(tmp_path / "third", start, "model.hidden=[7,7]", stream=plain)
+
+
+def test_a_resumed_run_notices_that_its_starting_model_changed(tmp_path):
+    trained(tmp_path / "first")
+    start = f"start={tmp_path / 'first'}"
+    whole = trained(tmp_path / "second", start)
+    again = trained(tmp_path / "second", start, resume=True)
+    assert torch.equal(toy.flat(again.params), toy.flat(whole.params))
+    trained(tmp_path / "other", "seed=8")
+    (tmp_path / "first").rename(tmp_path / "moved")
+    (tmp_path / "other").rename(tmp_path / "first")
+    with pytest.raises(CheckpointError, match="the model in '.*first' changed since the run began"):
+        trained(tmp_path / "second", start, resume=True)
