@@ -5,10 +5,10 @@ BIN := .venv/bin
 PYTEST_ARGS ?= -n 3 --dist worksteal -q
 
 .DEFAULT_GOAL := help
-.PHONY: help install test lint demo docs bench clean
+.PHONY: help install test deployment lint demo docs bench clean
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: .venv/.installed  ## Create .venv and install the package with its test and documentation tools
 
@@ -19,8 +19,11 @@ install: .venv/.installed  ## Create .venv and install the package with its test
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,docs,medmnist,flower,onnx]'
 	touch $@
 
-test: install lint  ## Lint, then run all tests (PYTEST_ARGS replaces "-n 3 --dist worksteal -q")
+test: install lint  ## Lint, then run the tests but those of `make deployment` (PYTEST_ARGS replaces "-n 3 --dist worksteal -q")
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_ARGS)
+
+deployment: install  ## Test federations of real processes, which take minutes and `make test` leaves out
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -q -m deployment tests/flower
 
 lint: install  ## Check style, formatting and types
 	$(BIN)/ruff check .

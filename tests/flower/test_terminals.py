@@ -9,7 +9,7 @@ from cfl.flower import project
 from cfl.flower.programs import VARIABLES
 from tests.flower.terminals import Machines, write_certificates, write_keys
 
-pytestmark = pytest.mark.waits
+pytestmark = pytest.mark.deployment
 SMALL = ("tasks=2", "rounds=1", "partition.clients=4", "cohort=4", "secagg=full", "engine=loop", "seed=1")
 
 
