@@ -4,6 +4,7 @@ Exit status: 0 for success, 1 for a run that cannot go on, 2 for wrong usage, 13
 """
 
 import sys
+import warnings
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -64,9 +65,11 @@ def display(*blocks: Any) -> None:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run `cfl-run` and exit. Errors are one line on standard error."""
+    """Run `cfl-run` and exit. Errors and warnings are one line each on standard error."""
     try:
-        code = app(args, prog_name="cfl-run", standalone_mode=False)
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn  # type: ignore[assignment]
+            code = app(args, prog_name="cfl-run", standalone_mode=False)
     except CflError as error:
         _fail(str(error), 2 if isinstance(error, ConfigError) else 1)
     except click.UsageError as error:
@@ -81,6 +84,10 @@ def main(args: Sequence[str] | None = None) -> None:
 def _fail(text: str, code: int) -> None:
     print("cfl-run: " + " ".join(text.split()), file=sys.stderr)
     sys.exit(code)
+
+
+def _warn(message: Warning | str, *_: Any) -> None:
+    print(f"warning: {message}", file=sys.stderr)
 
 
 def _usage(error: click.UsageError) -> str:

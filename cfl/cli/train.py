@@ -54,10 +54,9 @@ def train(
     if resume and output is None and not (folder / "config.yaml").exists():
         raise ConfigError(f"'{folder}' holds no run to resume; repeat the options of that run, or pass its --output")
     metrics = _run(resolved, folder, resume, quiet, tensorboard, data_root=data_root, download=download)
-    title = f"{resolved.benchmark}, {resolved.label}, seed {resolved.seed}"
     if plot:
-        plots.accuracy(metrics["accuracy_matrix"], title, folder / "accuracy.png")
-    display(*tables.run(metrics, title, folder))
+        plots.accuracy(metrics["accuracy_matrix"], resolved.title, folder / "accuracy.png")
+    display(*tables.run(metrics, resolved.title, folder))
 
 
 def _resolved(benchmark: str | None, **layers: Any) -> RunConfig:

@@ -241,6 +241,16 @@ class RunConfig(Section):
         alone = self.method == DEFAULT_METHOD and self.regularizers
         return "+".join(self.regularizers if alone else (self.method, *self.regularizers))
 
+    @property
+    def title(self) -> str:
+        """Benchmark, combination and seed, for people."""
+        return f"{self.benchmark}, {self.label}, seed {self.seed}"
+
+    def __repr__(self) -> str:
+        return f"RunConfig({self.title}, scale={self.scale}, tasks={self.tasks}, rounds={self.rounds})"
+
+    __str__ = __repr__
+
 
 def _one_line(error: ValidationError, schema: Mapping[str, Any]) -> ConfigError:
     """Describe the first fault of a pydantic error as `option must be ..., not ...`."""

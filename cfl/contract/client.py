@@ -30,6 +30,10 @@ class Client(Batching):
     task: int
     now: tuple[int, ...]
 
+    def __repr__(self) -> str:
+        samples = sum(len(share.rows) for share in self.shares.values())
+        return f"Client(id={self.id}, task={self.task}, {samples} samples of {len(self.shares)} tasks)"
+
     @property
     def targets(self) -> Tensor:
         """(n,) int64 labels of the samples to train on."""

@@ -70,3 +70,6 @@ class Ctx(NamedTuple):
     lent: bool = False
     features: Tensor | None = None
     correction: Callable[[Tree], Tree] | None = None
+
+    def __repr__(self) -> str:
+        return f"Ctx(task={self.task}, step={self.step}, {self.batch}, state={sorted(self.state)})"

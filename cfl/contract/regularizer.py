@@ -27,7 +27,7 @@ The trees of a regularizer, on clients and server, last for one task: the next t
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
@@ -69,6 +69,16 @@ class LocalRegularizer:
     distillation, 2 for momentum of the whole step. Within a turn the user's order holds."""
     decides: ClassVar[str] = ""
     """A decision that only one regularizer of a run may take, such as "the length of the server's step"; or empty."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__repr__" not in vars(cls):  # `dataclass` would write one with all hyper-parameters
+            cls.__repr__ = LocalRegularizer.__repr__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        own = {item.name: getattr(self, item.name) for item in fields(self) if item.repr}
+        changed = (f"{item.name}={own[item.name]!r}" for item in fields(self) if own.get(item.name) != item.default)
+        return f"{type(self).__name__}({', '.join(changed)})"
 
     def refuses(self, run: Mapping[str, Any]) -> str | None:
         """Return why the method cannot run with these options, or None.

@@ -132,6 +132,9 @@ class RoundInfo:
     privacy: Privacy | None = None
     pixels: Pixels | None = None
 
+    def __repr__(self) -> str:
+        return f"RoundInfo({self.place}, {len(self.clients)} clients, lr={self.lr:g})"
+
     @property
     def place(self) -> str:
         """Task, phase and round, for messages."""
@@ -160,3 +163,6 @@ class RoundInputs(NamedTuple):
     shared: TreesByOwner
     clients: Sequence[Client]
     states: Mapping[int, Tree]
+
+    def __repr__(self) -> str:
+        return f"RoundInputs({self.info.place}, {len(self.clients)} clients)"

@@ -20,6 +20,9 @@ class Batch(NamedTuple):
     ids: Tensor
     task: Tensor | None = None
 
+    def __repr__(self) -> str:
+        return f"Batch(x={tuple(self.x.shape)}, y={tuple(self.y.shape)})"
+
 
 EMPTY = Batch(*(torch.empty(0) for _ in range(4)))
 
@@ -53,3 +56,6 @@ class Share(NamedTuple):
 
     samples: Samples
     rows: Tensor
+
+    def __repr__(self) -> str:
+        return f"Share({len(self.rows)} of {len(self.samples)} samples)"

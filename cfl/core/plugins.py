@@ -33,6 +33,9 @@ class Registry:
         self._items: dict[str, Any] = {}
         self._sources: dict[str, str] = {}
 
+    def __repr__(self) -> str:
+        return f"Registry({self.kind!r}, {len(self.names())} names)"
+
     def register(self, name: str, source: str = "") -> Callable[[Any], Any]:
         """Decorator that registers an object as `name`. The same definition may be registered again, as in a notebook.
 

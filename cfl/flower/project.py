@@ -82,13 +82,12 @@ def write(folder: Path, config: RunConfig, output: Path, data_root: Path | None 
     if folder.exists() and any(folder.iterdir()) and not (package / "config.yaml").exists():
         raise ConfigError(f"'{folder}' holds something else than a project of cfl's; choose another folder")
     package.mkdir(parents=True, exist_ok=True)
-    title = f"{config.benchmark}, {config.label}, seed {config.seed}"
     pyproject = _PYPROJECT.format(
-        name=f"cfl-{config.benchmark}", title=title, version=__version__, package=PACKAGE, wait_for=wait_for,
+        name=f"cfl-{config.benchmark}", title=config.title, version=__version__, package=PACKAGE, wait_for=wait_for,
         output=json.dumps(str(output.absolute())), data_root=json.dumps(str(data_root.absolute()) if data_root else ""),
     )  # fmt: skip
     (folder / "pyproject.toml").write_text(pyproject, encoding="utf-8")
-    (package / "__init__.py").write_text(f'"""{title}."""\n', encoding="utf-8")
+    (package / "__init__.py").write_text(f'"""{config.title}."""\n', encoding="utf-8")
     for name, source in (("server", _SERVER), ("client", _CLIENT.format(package=PACKAGE))):
         (package / f"{name}.py").write_text(source, encoding="utf-8")
     shutil.copy(Path(forward.__file__), package / "forward.py")

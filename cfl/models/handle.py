@@ -78,6 +78,9 @@ class Model:
         self.params = self._initial(classes, seed)
         self.frozen = self._frozen()
 
+    def __repr__(self) -> str:
+        return f"Model({type(self.module).__name__}, input_shape={self.input_shape}, classes={self.sizes})"
+
     def notes(self) -> list[str]:
         """Lines on the parameters that no task trains, shown at the start of a run."""
         names = dict.fromkeys(name.partition("@")[0] for name in self.params if name in self.frozen)
@@ -122,8 +125,7 @@ class Model:
 
     def classes_of(self, task: int) -> slice:
         """Outputs of a growing head that are the classes of a task."""
-        start = sum(self.sizes[:task])
-        return slice(start, start + self.sizes[task])
+        return slice(sum(self.sizes[:task]), sum(self.sizes[: task + 1]))
 
     def among(self, logits: Tensor, task: int) -> Tensor:
         """Outputs (batch, classes) of a growing head, those of other tasks' classes replaced by `NO_CLASS`."""

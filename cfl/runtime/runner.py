@@ -25,7 +25,7 @@ from cfl.engines.evaluate import Observer
 from cfl.runtime.builder import HERE, Place, build_session
 from cfl.runtime.run_folder import RunFolder
 from cfl.runtime.session import Result
-from cfl.runtime.sinks import Sink
+from cfl.runtime.sinks import Sink, usual_sink
 from cfl.streams import Stream
 
 
@@ -36,6 +36,7 @@ def run(
     output: Path | str | None = None,
     resume: bool = False,
     sink: Sink | None = None,
+    progress: bool | None = None,
     stream: Stream | str | None = None,
     strategy: Strategy | type[Strategy] | str | None = None,
     regularizers: Mapping[str, Any] | Sequence[str] | str | None = None,
@@ -52,22 +53,27 @@ def run(
     of names. A class of a strategy or regularizer is called without arguments.
     The option `tasks` also selects tasks of your own stream, unless it has the preset's value.
     output: folder for config.yaml, rounds.jsonl, metrics.json and checkpoints; None keeps everything in memory.
+    sink: receives the progress, see `cfl.sinks`. Without one, `progress` decides whether progress is printed; None: in
+    a terminal and in a notebook only.
     observe: called with the round, the client's id and the client's model after each local training.
     Raises ConfigError, DataError, UpdateError, CheckpointError; completed rounds are in `output`.
     """
     if output == "" or (resume and output is None):
         raise ConfigError("output must name a folder" + ("; resume=True continues the run in it" if resume else ""))
+    if sink is not None and progress is not None:
+        raise ConfigError("progress is for runs without a sink; leave out one of the two")
     settings = arguments.configured(config, stream, strategy, regularizers, model)
     members = arguments.members(settings, strategy, regularizers)
     network = None if isinstance(model, str) else model
     root = Path(data_root) if data_root else None
-    with machine.threads(settings.threads):
+    with machine.threads(settings.threads), contextlib.ExitStack() as at_end:
         if isinstance(stream, Stream):
             if settings.tasks == presets.tasks_of(settings.benchmark, settings.scale):
                 settings = settings.model_copy(update={"tasks": None})  # is for the stream of the benchmark
             stream = streams.selected(stream, settings.tasks)
         else:
             stream = stream_of(settings, root, download, public=methods.need_public(members))
+        sink = sink or at_end.enter_context(contextlib.closing(usual_sink(progress)))
         return carry_out(settings, stream, members, network, output, resume, sink, root, observe)
 
 

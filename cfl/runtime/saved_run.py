@@ -42,6 +42,10 @@ class SavedRun:
     latest: int
     about: Mapping[str, Any]
 
+    def __repr__(self) -> str:
+        score = f"ACC {self.metrics['acc']:.1%}" if self.metrics else "not finished"
+        return f"SavedRun({str(self.folder)!r}, {self.config.title}, {self.latest + 1} tasks trained, {score})"
+
     @property
     def params(self) -> Tree:
         """Parameters and buffers of the global model; names with "@" belong to one task."""

@@ -71,7 +71,7 @@ class PlainSink:
     def start(self, config: RunConfig, notes: list[str], total_rounds: int) -> None:
         """Print benchmark, method, seed and number of rounds, then the notes."""
         self._began, self._every = time.monotonic(), max(1, total_rounds // 20)
-        self._say(f"{config.benchmark}, {config.label}, seed {config.seed}: {total_rounds} rounds")
+        self._say(f"{config.title}: {total_rounds} rounds")
         for text in notes:
             self.note(text)
 
@@ -125,8 +125,7 @@ class RichSink:
 
     def start(self, config: RunConfig, notes: list[str], total_rounds: int) -> None:
         """Open the bar under the run's name, and print the notes."""
-        title = f"{config.benchmark}, {config.label}, seed {config.seed}"
-        self._id = self._bar.add_task(title, total=total_rounds, scores="")
+        self._id = self._bar.add_task(config.title, total=total_rounds, scores="")
         self._bar.start()
         for text in notes:
             self.note(text)
@@ -211,6 +210,12 @@ def console_sink(quiet: bool) -> Sink:
     if quiet:
         return NullSink()
     return RichSink() if sys.stdout.isatty() else PlainSink()
+
+
+def usual_sink(progress: bool | None) -> Sink:
+    """Return the sink of `cfl.run`. progress: whether to show it; None: in a terminal and in a notebook."""
+    watched = sys.stdout.isatty() or "ipykernel" in sys.modules
+    return console_sink(quiet=not (watched if progress is None else progress))
 
 
 def task_line(row: Mapping[str, Any]) -> str:

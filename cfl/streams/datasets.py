@@ -26,7 +26,7 @@ from cfl.streams.store import Pool
 from cfl.streams.torchvision_fix import import_torchvision
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Arrays:
     """The official train and test samples of a data set.
 

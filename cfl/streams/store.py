@@ -42,6 +42,10 @@ class Pool:
         checks.check_normalisation("mean", self.mean, self.images.shape[1:])
         checks.check_normalisation("std", self.std, self.images.shape[1:])
 
+    def __repr__(self) -> str:
+        size, *shape = self.images.shape
+        return f"Pool({size} images, {tuple(shape)}, {str(self.images.dtype).removeprefix('torch.')})"
+
     @cached_property
     def broken(self) -> Tensor:
         """Rows of images with NaN or infinity, usually none; looked for only once."""
@@ -96,6 +100,10 @@ class TaskSamples:
     def __len__(self) -> int:
         return len(self.index)
 
+    def __repr__(self) -> str:
+        permuted = ", permuted" if self.permutation is not None else ""
+        return f"TaskSamples({len(self)} samples, {tuple(self.pool.images.shape[1:])}{permuted})"
+
     @property
     def sample_bytes(self) -> int:
         """Size of a stored sample and its label, in bytes."""
@@ -131,6 +139,9 @@ class Task:
     train: TaskSamples
     test: TaskSamples
     classes: int
+
+    def __repr__(self) -> str:
+        return f"Task({self.name!r}, {self.classes} classes, {len(self.train)} train and {len(self.test)} test samples)"
 
     @property
     def labels(self) -> checks.Labels:
@@ -199,6 +210,14 @@ class Stream:
 
     def __len__(self) -> int:
         return len(self.tasks)
+
+    def __repr__(self) -> str:
+        train, test = (sum(len(getattr(task, which)) for task in self.tasks) for which in ("train", "test"))
+        public = "" if self.public is None else f", {len(self.public)} public"
+        return (
+            f"Stream({self.name!r}, tasks={len(self)}, scenario={self.scenario!r}, input_shape={self.input_shape}, "
+            f"{train} train and {test} test{public} samples)"
+        )
 
     @property
     def scenario(self) -> str:

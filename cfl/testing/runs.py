@@ -107,13 +107,13 @@ ADVICE = {
 
 def check_engines(config: RunConfig, stream: Stream, method: LocalRegularizer, pool: bool, faults: Faults) -> None:
     """Compare the weights of the run between engines."""
-    expected = run(config, stream=stream, **_roles(method)).params
+    expected = run(config, stream=stream, progress=False, **_roles(method)).params
     for engine, options in ENGINES.items():
         if engine in ("pool", "flower") and not pool or engine == "flower" and find_spec("flwr") is None:
             continue
         settings = config.model_copy(update={"engine": engine, **options})
         try:
-            found = run(settings, stream=stream, **_roles(method)).params
+            found = run(settings, stream=stream, progress=False, **_roles(method)).params
         except CflError as error:
             faults.add("run", f"engine '{engine}' fails: {error}; {ADVICE.get(engine, 'see the message')}")
             continue
@@ -142,7 +142,8 @@ def check_resume(
     with tempfile.TemporaryDirectory() as folder:
         kills, whole = range(2, total + 1) if every_round else [total // 2 + 1], Path(folder) / "whole"
         expected = _saved(config, stream, method, module, whole, sink=_Copies(whole, kills))
-        run(config.model_copy(update={"seed": config.seed + 1}), stream=stream, model=module, **_roles(method))
+        another = config.model_copy(update={"seed": config.seed + 1})
+        run(another, stream=stream, model=module, progress=False, **_roles(method))
         for after in reversed(kills):
             found = _saved(config, stream, method, module, _copy_of(whole, after))
             for name, leaves in expected.items():

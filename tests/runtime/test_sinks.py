@@ -1,11 +1,15 @@
 import io
+import sys
 import time
+import types
 
 import pytest
 from rich.progress import Progress
 
+import cfl
 from cfl.config.schema import RunConfig
-from cfl.runtime.sinks import NullSink, PlainSink, RichSink, console_sink
+from cfl.runtime.sinks import NullSink, PlainSink, RichSink, console_sink, usual_sink
+from tests import toy
 
 ROW = {"task": 0, "phase": "train", "round": 0, "clients": 2, "loss": 0.5, "accuracy": None, "lr": 0.1, "seconds": 0.1}
 
@@ -70,6 +74,26 @@ def test_the_silent_sink_warns_nevertheless():
     with pytest.warns(UserWarning, match="damaged") as caught:
         NullSink().warn("damaged")
     assert caught[0].filename == __file__  # the warning names the caller
+
+
+def test_a_run_shows_its_progress_where_somebody_watches(monkeypatch, capsys):
+    assert isinstance(usual_sink(None), NullSink)  # captured output is no terminal
+    assert isinstance(usual_sink(True), PlainSink) and isinstance(usual_sink(False), NullSink)
+    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
+    assert isinstance(usual_sink(None), PlainSink)  # a notebook, whose output is no terminal either
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert isinstance(usual_sink(None), RichSink) and isinstance(usual_sink(False), NullSink)
+
+
+def test_progress_of_a_run_from_python(capsys):
+    config = toy.config("rounds=2")
+    cfl.run(config, stream=toy.stream(), progress=True)
+    shown = capsys.readouterr().out
+    assert "round 1/" in shown and "after task 0" in shown
+    cfl.run(config, stream=toy.stream())
+    assert capsys.readouterr().out == ""
+    with pytest.raises(cfl.errors.ConfigError, match="progress is for runs without a sink"):
+        cfl.run(config, stream=toy.stream(), progress=False, sink=PlainSink())
 
 
 def test_the_console_decides(capsys):

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from cfl.contract import Client, Phase, RoundInfo, Server, Strategy, TreesByOwner
 from cfl.core import ConfigError, Tree, option, plugins
@@ -26,6 +27,8 @@ from cfl.methods.subspace.layer_policy import LayerPolicy
 from cfl.methods.subspace.projection import project_step, step_energies
 from cfl.methods.subspace.task_inference import PHASE, OptionalTaskInference
 from cfl.models import Model
+
+HALF = 0.5  # share of the energy of a task's steps; a layer that loses more learns the task slowly
 
 
 @plugins.strategies.register("fot")
@@ -79,11 +82,15 @@ class FOT(OptionalTaskInference, LayerPolicy, GPSE, Strategy):
     def init_server(self, params: Tree, model: Model) -> Server:
         device = next(iter(params.values())).device
         basis = {layer.name: bases.empty(self.width(layer), device) for layer in self.projected(model)}
-        return self.begin_task({"basis": basis}, 0, model)
+        return self.begin_task({"basis": basis, "removed": {}}, 0, model)
 
     def begin_task(self, server: Server, task: int, model: Model) -> Server:
-        # "steps": energy of each layer's steps in this task, before and after the projection
-        return {**server, "steps": {name: basis.new_zeros(2) for name, basis in server["basis"].items()}}
+        # "steps": energy of each layer's steps in this task, before and after the projection; "removed": the largest
+        # share that it removed in earlier tasks
+        shares = {name: _removed(pair) for name, pair in server.get("steps", {}).items()}
+        removed = {name: torch.maximum(share, server["removed"].get(name, share)) for name, share in shares.items()}
+        steps = {name: basis.new_zeros(2) for name, basis in server["basis"].items()}
+        return {**server, "steps": steps, "removed": removed}
 
     def broadcast(self, server: Server, info: RoundInfo) -> TreesByOwner:
         down = super().broadcast(server, info)
@@ -140,5 +147,24 @@ class FOT(OptionalTaskInference, LayerPolicy, GPSE, Strategy):
             {name: float(share) for name, share in server.get(kind, {}).items()}
             for kind in ("coverage", "coverage_estimate")
         )
-        removed = {name: float(1 - after / before) for name, (before, after) in server["steps"].items() if before > 0}
+        removed = {name: float(_removed(pair)) for name, pair in server["steps"].items() if pair[0] > 0}
+        self._warn_of(removed, server["removed"])
         return {"subspace_use": use, "coverage": coverage, "coverage_estimate": estimate, "removed": removed}
+
+    def _warn_of(self, removed: Mapping[str, float], before: Tree) -> None:
+        """Warn, once a layer, if more than half of the energy of a task's steps was projected away."""
+        new = [name for name, share in removed.items() if share > HALF >= before.get(name, 0)]
+        if new:
+            worst = max(new, key=removed.__getitem__)
+            warnings.warn(
+                f"the projection removed {removed[worst]:.0%} of the energy of this task's steps in layer {worst!r}, "
+                f"and more than half in {len(new)} of {len(removed)} layers: the task's inputs overlap with earlier "
+                f"ones, so it is learned slowly; a lower strategy.threshold (now {self.threshold:g}) protects less",
+                stacklevel=3,
+            )
+
+
+def _removed(steps: Tensor) -> Tensor:
+    """Share () of the energy of a layer's steps that the projection removed; 0 without steps. steps: before, after."""
+    before, after = steps
+    return torch.where(before > 0, 1 - after / before, 0.0)

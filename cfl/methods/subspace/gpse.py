@@ -27,13 +27,18 @@ ROUNDED = 1e-3  # float32 error is negligible while the uncovered energy share e
 class GPSE:
     """Options of GPSE, its client half (`sketches`) and its server half (`extended`)."""
 
-    threshold: float = option(0.9, "share of input energy to protect", source="Table 9", above=0.0, at_most=1.0)
+    threshold: float = option(
+        0.85, "share of input energy to protect", source="ours; Table 9: 0.87 to 0.96", above=0.0, at_most=1.0
+    )
     threshold_step: float = option(0.0, "added to the threshold after each task", source="Table 9", at_least=0.0)
     criterion: str = option(
         "energy", "rank rule", source="eq. 12; code: norm_ratio", choices=("energy", "norm_ratio", "eq12")
     )
     min_rank: int = option(0, "minimum number of new directions per task", source="code: 1", at_least=0)
-    sketch: str = option("gaussian", "send A = X* G, or the exact Gram matrix X* X*^T", choices=("gaussian", "gram"))
+    sketch: str = option(
+        "auto", "send A = X* G, or the exact Gram matrix X* X*^T, or for each layer the smaller one (auto)",
+        source="eq. 9: gaussian", choices=("auto", "gaussian", "gram"),
+    )  # fmt: skip
     s_mult: float = option(5.0, "sketch columns of Linear layers, times d", source="paper: 5; MNIST: 1", above=0.0)
     s_mult_conv: float = option(5.0, "sketch columns of convolutions, times d", source="paper: 5; MNIST: 1", above=0.0)
     columns: int = option(0, "sketch columns of every layer, whatever its width (0: s_mult times d)", at_least=0)
@@ -56,6 +61,11 @@ class GPSE:
             raise ConfigError(
                 f"strategy.criterion={self.criterion} needs clients' |X*|: use strategy.project_at=client"
             )
+        for name, usual in (("draw", "client"), ("distribution", "normal")):
+            if self.sketch == "auto" and getattr(self, name) != usual:
+                raise ConfigError(
+                    f"strategy.{name}={getattr(self, name)} is for Gaussian sketches: set strategy.sketch=gaussian"
+                )
         if self.draw == "sample" and (self.augmented or self.dropout):
             name = "augmented" if self.augmented else "dropout"
             raise ConfigError(f"strategy.{name}=true draws by client, not by sample: use strategy.draw=client")
@@ -113,7 +123,7 @@ class GPSE:
         a = sums.get(f"sketch/{name}")
         if a is None:  # the basis is full
             return basis, basis.new_ones(())
-        gram, noise = self.sketch == "gram", info.privacy.noise if info.privacy else 0.0
+        gram, noise = a.dim() == 1, info.privacy.noise if info.privacy else 0.0
         a = unpack(a, basis.shape[0]) if gram else a
         residual = bases.residual_spectrum(a, basis, gram=gram, noise=noise, terms=info.expected)
         remaining = _remaining(name, residual.share, sums, info)
@@ -133,13 +143,13 @@ class GPSE:
 
     def _empty_sum(self, layer: Layer, basis: Tensor, client: Client, info: RoundInfo) -> Gram | Direct:
         """Empty running sum for the layer's inputs, of the kind and size that the options select."""
-        mult = self.s_mult if isinstance(layer.module, nn.Linear) else self.s_mult_conv
-        columns = self.columns or max(1, round(mult * basis.shape[0]))
+        mult, d = self.s_mult if isinstance(layer.module, nn.Linear) else self.s_mult_conv, basis.shape[0]
+        columns = self.columns or max(1, round(mult * d))
+        gram = self.sketch == "gram" or self.sketch == "auto" and (d + 1) / 2 <= columns
         by_sample = self.draw == "sample"
         key = rng.long_key(info.model.seed, "sketch", info.key, layer.name, *(() if by_sample else (client.id,)))
-        if self.sketch == "gram" or not by_sample and self.distribution == "normal":
-            products = self.products(basis.dtype, info.task)
-            return Gram(basis, None if self.sketch == "gram" else columns, key, products)
+        if gram or not by_sample and self.distribution == "normal":
+            return Gram(basis, None if gram else columns, key, self.products(basis.dtype, info.task))
         return Direct(basis, columns, key, by_sample=by_sample, distribution=self.distribution)
 
     def _threshold(self, task: int) -> float:

@@ -1,5 +1,6 @@
 """FOT: phases, and guarantees of whole runs."""
 
+import warnings
 from dataclasses import dataclass, field
 
 import pytest
@@ -173,6 +174,27 @@ def test_the_removed_share_is_of_the_energy_of_a_tasks_steps():
         inside = sum((step @ basis[name]).square().sum() for step, (basis, _) in zip(steps, rounds, strict=True))
         assert share == pytest.approx(float(inside / sum(step.square().sum() for step in steps)), rel=1e-9)
         assert 0.05 < share < 0.95
+
+
+def test_a_layer_that_loses_more_than_half_of_its_steps_is_named_once():
+    """All tasks have the inputs of the first one, and everything of them is protected: no step is left."""
+    x, y, x_test, y_test = _tasks(1)[0]
+    tasks = [(x, (y + task) % 3, x_test, (y_test + task) % 3) for task in range(3)]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        metrics = _run(tasks, strategy=FOT(threshold=1.0), model=mlp(12, 10, 3)).metrics
+    assert min(metrics["by_task"][1]["removed"].values()) > 0.99 and min(metrics["removed"].values()) > 0.99
+    texts = [str(one.message) for one in said if "projection removed" in str(one.message)]
+    assert len(texts) == 1  # after task 1, and not again after task 2
+    assert "removed 100% of the energy" in texts[0] and "in 2 of 2 layers" in texts[0] and "layer '" in texts[0]
+    assert "strategy.threshold (now 1)" in texts[0]
+
+
+def test_no_layer_is_named_while_the_projection_leaves_half_of_the_steps():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        metrics = _run(_tasks(2), strategy=FOT(threshold=0.3), model=mlp(12, 10, 3)).metrics
+    assert max(metrics["removed"].values()) < 0.5
 
 
 def test_the_head_of_another_task_never_moves():

@@ -30,6 +30,8 @@ from tests.gpse_round import (
     start,
 )
 
+KINDS = [{"sketch": "gaussian"}, {"sketch": "gram"}, {"sketch": "gaussian", "draw": "sample"}]
+
 # --- GPSE by itself --------------------------------------------------------------------------------------------------
 
 
@@ -129,7 +131,7 @@ def test_products_in_float32_choose_the_subspace_of_those_in_float64(monkeypatch
 def test_the_subspace_does_not_depend_on_the_partition(count, sort, patches):
     module = Net(nn.Conv2d(2, 4, 2), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3)).double()
     model, x = handle(module, (2, 4, 4)), draws(50, 2, 4, 4)
-    strategy = FOT(draw="sample", threshold=0.8, max_patches=patches)
+    strategy = FOT(sketch="gaussian", draw="sample", threshold=0.8, max_patches=patches)
     whole, one = one_gpse(strategy, model, x)
     order = x.flatten(1)[:, 0].argsort() if sort else torch.randperm(50, generator=torch.Generator().manual_seed(3))
     dealt, many = one_gpse(strategy, model, x, list(order.tensor_split(count)), clients=range(count))
@@ -142,7 +144,7 @@ def test_the_subspace_does_not_depend_on_the_partition(count, sort, patches):
 
 def test_projection_at_the_server_is_projection_at_the_clients():
     model, first, second = handle(mlp(12, 10, 3), (12,)), draws(30, 12), draws(30, 12, seed=1)
-    client = FOT(draw="sample", threshold=0.7, s_mult=50.0)
+    client = FOT(sketch="gaussian", draw="sample", threshold=0.7, s_mult=50.0)
     server_side = replace(client, project_at="server")
     server, _ = one_gpse(client, model, first)
     info, holders = info_of(model, task=1), clients_of(second, [torch.arange(15), torch.arange(15, 30)])
@@ -172,7 +174,7 @@ def test_a_wide_sketch_gives_the_ranks_of_the_gram_matrix():
     model = handle(mlp(60, 50, 3), (60,))
     x = (draws(200, 60) * torch.arange(1, 61) ** -0.5).float().double()
     exact, _ = one_gpse(FOT(sketch="gram"), model, x)
-    sketched, _ = one_gpse(FOT(s_mult=50.0), model, x)
+    sketched, _ = one_gpse(FOT(sketch="gaussian", s_mult=50.0), model, x)
     for name, rank in ranks_of(exact).items():
         assert abs(ranks_of(sketched)[name] - rank) <= max(1, 0.02 * rank)  # 2 %, or one where 2 % is less than one
 
@@ -241,7 +243,11 @@ def test_where_the_number_of_clients_is_hidden_the_basis_does_not_tell_it():
 
 
 @pytest.mark.parametrize("criterion", ["energy", "norm_ratio"])
-@pytest.mark.parametrize("options", [{}, {"sketch": "gram"}, {"draw": "sample"}, {"min_rank": 1}], ids=label)
+@pytest.mark.parametrize(
+    "options",
+    [*KINDS, {"min_rank": 1}],
+    ids=label,
+)
 def test_a_dead_layer_learns_nothing(criterion, options):
     model = handle(mlp(12, 10, 3), (12,))
     model.params["0.bias"].fill_(-100.0)  # ReLU outputs zeros for all samples
@@ -251,7 +257,7 @@ def test_a_dead_layer_learns_nothing(criterion, options):
     assert all(torch.isfinite(leaf).all() for leaf in sums.values())
 
 
-@pytest.mark.parametrize("options", [{}, {"sketch": "gram"}, {"draw": "sample"}], ids=label)
+@pytest.mark.parametrize("options", KINDS, ids=label)
 def test_a_single_sample_spans_one_direction(options):
     model, x = handle(mlp(12, 10, 3), (12,)), draws(1, 12)
     for data in (x, x.expand(7, 12)):
@@ -259,7 +265,7 @@ def test_a_single_sample_spans_one_direction(options):
         assert ranks_of(server) == {"0": 1, "2": 1}
 
 
-@pytest.mark.parametrize("options", [{}, {"sketch": "gram"}, {"draw": "sample"}], ids=label)
+@pytest.mark.parametrize("options", KINDS, ids=label)
 def test_inputs_of_width_one(options):
     model = handle(mlp(1, 1, 3), (1,))
     model.params["0.bias"].fill_(100.0)
@@ -279,7 +285,7 @@ def test_threshold_one_on_full_rank_data_fills_the_space():
 
 
 def test_nan_in_the_sum_is_an_error():
-    model, strategy = handle(mlp(6, 3), (6,)), FOT()
+    model, strategy = handle(mlp(6, 3), (6,)), FOT(sketch="gaussian")
     server, sums = one_gpse(strategy, model, draws(9, 6))
     sums["sketch/0"][1, 2] = float("nan")
     with pytest.raises(ValueError, match="NaN"):
@@ -393,23 +399,40 @@ def test_augmented_gpse_sees_the_images_that_training_may_see():
 @pytest.mark.parametrize("option", ["augmented", "dropout"])
 def test_what_is_drawn_by_client_does_not_go_with_draws_by_sample(option):
     with pytest.raises(ConfigError, match=f"strategy.{option}=true draws by client"):
-        FOT(draw="sample", **{option: True})
+        FOT(sketch="gaussian", draw="sample", **{option: True})
 
 
 def test_sketch_shapes_by_layer_kind():
     module = Net(nn.Conv2d(2, 4, 2), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3)).double()
     model, x = handle(module, (2, 4, 4)), draws(5, 2, 4, 4)
-    _, sums = one_gpse(FOT(s_mult=2.0, s_mult_conv=0.5), model, x)
+    _, sums = one_gpse(FOT(sketch="gaussian", s_mult=2.0, s_mult_conv=0.5), model, x)
     assert sums["sketch/0"].shape == (9, 4)  # d = 2 x 2 x 2 + 1; round(4.5) = 4
     assert sums["sketch/3"].shape == (37, 74)
     _, sums = one_gpse(FOT(sketch="gram"), model, x)
     assert sums["sketch/0"].shape == (9 * 10 // 2,)
 
 
+@pytest.mark.parametrize(("columns", "smaller"), [(7, "gram"), (6, "gaussian")])
+def test_auto_sends_the_smaller_of_sketch_and_gram_matrix(columns, smaller):
+    # d = 12 + 1: a Gram matrix has 13 x 14 / 2 = 91 numbers, sketches have 13 x 7 = 91 and 13 x 6 = 78
+    model, x = handle(mlp(12, 3), (12,)), draws(40, 12)
+    auto, named = (one_gpse(FOT(sketch=sketch, columns=columns), model, x) for sketch in ("auto", smaller))
+    assert auto[1]["sketch/0"].numel() == {"gram": 91, "gaussian": 78}[smaller]
+    assert all(torch.equal(auto[1][name], leaf) for name, leaf in named[1].items())
+    assert torch.equal(auto[0]["basis"]["0"], named[0]["basis"]["0"])
+
+
+@pytest.mark.parametrize("options", [{"draw": "sample"}, {"distribution": "uniform"}], ids=label)
+def test_auto_refuses_what_only_gaussian_sketches_have(options):
+    ((name, value),) = options.items()
+    with pytest.raises(ConfigError, match=f"strategy.{name}={value} is for Gaussian sketches: set strategy.sketch"):
+        FOT(**options)
+
+
 def test_uniform_draws_give_a_third_of_the_energy():
     # |A|^2 has mean s |X|^2 Var(G), and Var is 1/3 on (-1, 1). 50 d columns: within a few per cent.
     model, x = handle(mlp(12, 3), (12,)), draws(40, 12)
-    _, sums = one_gpse(FOT(distribution="uniform", s_mult=50.0), model, x)
+    _, sums = one_gpse(FOT(sketch="gaussian", distribution="uniform", s_mult=50.0), model, x)
     columns, energy = sums["sketch/0"].shape[1], float(sums["energy/0"][0])
     assert float(sums["sketch/0"].square().sum()) == pytest.approx(columns * energy / 3, rel=0.1)
 
