@@ -174,6 +174,59 @@ def test_compare_continues_after_a_failed_run(tmp_path, capsys):
     assert list(json.loads((tmp_path / "compare.json").read_text())["methods"]) == ["fedavg"]
 
 
+def test_compare_searches_a_grid_and_shows_what_it_chose(tmp_path, capsys):
+    few = ("--set", "tasks=2", "--set", "rounds=2", "--set", "model.hidden=[8]", "--set", "partition.clients=4")
+    grid = ("--grid", "local.lr=0.001,0.1", "strategy.threshold=0.9")
+    folder = tmp_path / "grid"
+    args = ("compare", "split-digits", "--methods", "fot,fedavg", "--seeds", "0..1", *few)
+    assert invoke(*args, *grid, "--no-plot", "--output", str(folder)) == 0
+    shown = capsys.readouterr().out
+    progress, _, results = shown.partition("split-digits, 2 seeds, settings chosen by validation ACC")
+    assert progress.count("done, validation ACC") == 8 and "done, ACC" not in progress and ": accuracy" not in progress
+    written = json.loads((folder / "compare.json").read_text())
+    # with steps of 0.001 two rounds change next to nothing
+    labels = ["fot, local.lr=0.1, strategy.threshold=0.9", "fedavg, local.lr=0.1"]
+    assert [*written["methods"]] == labels == [name for name, row in written["grid"].items() if row["chosen"]]
+    assert [*written["paired"]] == [f"{labels[1]} less {labels[0]}"] and len(written["grid"]) == 4
+    chosen = written["methods"][labels[1]]
+    runs = [json.loads((folder / name / "metrics.json").read_text()) for name in written["runs"][labels[1]]]
+    assert chosen["validation_acc"]["mean"] == pytest.approx(sum(run["validation_acc"] for run in runs) / 2)
+    assert chosen["acc"]["mean"] == pytest.approx(sum(run["acc"] for run in runs) / 2)
+    table, _, all_settings = results.partition("grid: accuracy on the held-out training samples")
+    assert "ACC %" in table and "val. ACC %" in table
+    (titles, *rows), _ = (cells(part) for part in all_settings.split("paired differences"))
+    assert titles == ["setting", "val. ACC %", "seeds", "chosen"]
+    assert [row[0] for row in rows if row[3] == "yes"] == labels and len(rows) == 4
+    again = shlex.split(shown.splitlines()[-1])
+    assert again[:5] == ["cfl-run", "compare", "split-digits", "--methods", "fot,fedavg"]
+    assert again[-4:] == ["--seeds", "0..1", "--output", f"{folder}-chosen"]
+    assert {"local.lr=0.1", "strategy.threshold=0.9", "tasks=2"} < {*again} and "validation" not in "".join(again)
+
+    same = ("--grid", "local.lr=0.001,0.1", "--grid=strategy.threshold=0.9", "--quiet")  # and nothing runs again
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("*/metrics.json")}
+    assert invoke(*args, *same, "--no-plot", "--output", str(folder)) == 0
+    assert {path: path.stat().st_mtime_ns for path in folder.glob("*/metrics.json")} == before and len(before) == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("strategy.threshold=0.9,0.94",), "unexpected argument 'strategy.threshold=0.9,0.94'; the settings of a grid"),
+        (("local.lr=1,2", "--grid", "local.momentum=0,0.9"), "unexpected argument 'local.lr=1,2'; the settings"),
+        (("--grid", "local.lr=1,2", "--seeds", "0", "local.momentum=0,0.9"), "unexpected argument 'local.momentum=0"),
+        (("--grid", "local.lr=1,2", "fot"), "unexpected argument 'fot'; see 'cfl-run compare --help'"),
+        (("--grid", "local.lr=1,2", "--vary", "local.lr=1,2"), "local.lr is in --vary and in --grid"),
+        (("--grid", "local.lr=1,2", "local.lrr=1,2"), "did you mean 'local.lr'"),
+        (("--grid",), "requires an argument"),
+    ],
+)
+def test_words_outside_of_a_grid_are_refused(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert invoke("compare", "split-digits", "--methods", "fedavg", *words) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
 def test_an_interrupted_run_prints_the_command_that_continues_it(tmp_path, capsys, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt

@@ -106,7 +106,7 @@ def test_commands_parse_and_their_options_exist(page):
         if name in ("train", "compare") and given.get("config") is None:
             if name == "compare":
                 asked = [given[key] for key in ("benchmark", "methods", "seeds")]
-                also = {key: given[key] for key in ("overrides", "vary", "scale")}
+                also = {key: given[key] for key in ("overrides", "vary", "grid", "scale")}
                 configs = [run.config for group in plan(*asked, ROOT, **also) for run in group.runs]
             else:
                 asked = {key: given[key] for key in ("method", "overrides", "scale", "seed", "engine")}
@@ -334,10 +334,8 @@ def test_bytes_of_the_fot_page_follow_from_the_formulas():
 def test_command_page_names_the_fields_of_the_files(tmp_path):
     private = ("dp.noise_multiplier=1", "agg.weights=uniform", "sampling=poisson")
     nodes = ("engine=flower", "flower.address=in-process")
-    config = resolve(
-        "permuted-digits", method="fot", overrides=["tasks=2", "rounds=1", "eval_local=1", *private, *nodes]
-    )
-    cfl.run(config, output=tmp_path)
+    few = ("tasks=2", "rounds=1", "eval_local=1", "validation=0.1")
+    cfl.run(resolve("permuted-digits", method="fot", overrides=[*few, *private, *nodes]), output=tmp_path)
     page = ROOT / "docs/command-line.md"
     for title, found in (
         ("### metrics.json", json.loads((tmp_path / "metrics.json").read_text())),

@@ -61,7 +61,7 @@ def display(*blocks: Any) -> None:
     # Pipes and logs get wide tables: a width of 80 would break their lines.
     console = Console(width=None if sys.stdout.isatty() else 140, markup=False, highlight=False)
     for block in blocks:
-        console.print(block)
+        console.print(block, soft_wrap=isinstance(block, str))  # a command has to stay one line
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -2,10 +2,10 @@
 # ruff: noqa: B006  # Typer reads the type of an option's default, and no command changes its lists
 
 import shlex
-from collections.abc import Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -24,15 +24,17 @@ from cfl.cli.app import (
     app,
     display,
 )
+from cfl.cli.grid import TakesGrid
 from cfl.core import CflError
 from cfl.experiments import reproduce as papers
 from cfl.experiments.compare import plan, reference, seeds_of
+from cfl.experiments.grid import choices, commands
 from cfl.experiments.parallel import run_all
 from cfl.report import reproduced, tables
 from cfl.report.comparison import Comparison
 
 
-@app.command()
+@app.command(cls=TakesGrid)
 def compare(
     benchmark: Benchmark[str],
     methods: Annotated[str, typer.Option(help="Methods, such as fedavg,fot,fot+fedsol.")],
@@ -40,6 +42,10 @@ def compare(
     scale: Scale[str | None] = None,
     overrides: Set = [],
     vary: Annotated[list[str], typer.Option(metavar="KEY=A,B", help="Run with each value. Repeatable.")] = [],
+    grid: Annotated[
+        list[str],
+        typer.Option(metavar="KEY=A,B ...", help="Choose each method's setting among these, by held-out samples."),
+    ] = [],
     against: Annotated[str | None, typer.Option(help="Reference method of paired tests (default: the first).")] = None,
     engine: Engine[str | None] = None,
     jobs: Jobs = None,
@@ -56,20 +62,27 @@ def compare(
     """
     folder = output or Path("runs") / f"compare-{benchmark}"
     # Resolve all runs before the first one starts: a wrong name must not show up after hours.
-    groups = plan(benchmark, methods, seeds, folder, overrides=overrides, vary=vary, scale=scale, engine=engine)
+    settings: dict[str, Any] = dict(overrides=overrides, vary=vary, grid=grid, scale=scale, engine=engine)
+    groups = plan(benchmark, methods, seeds, folder, **settings)
     other = reference(groups, against)
     runs = [run for group in groups for run in group.runs]
     failed = run_all(runs, jobs=jobs, quiet=quiet, data_root=data_root, download=download)
-    found = Comparison(benchmark, scale, groups, other)
+    searched = choices(groups) if grid else []
+    shown = [choice.best for choice in searched if choice.best] if grid else groups
+    found = Comparison(benchmark, scale, shown, other, searched)
     if not found.results:
         raise _failed(failed, runs)
-    given: dict[str, Sequence[str | None]] = {"--methods": [methods], "--seeds": [seeds], "--set": overrides}
-    given |= {"--vary": vary, "--scale": [scale], "--against": [against], "--engine": [engine]}
-    words = [word for flag, values in given.items() for value in values if value for word in (flag, value)]
+    words = _words({"--methods": [methods], "--seeds": [seeds], "--set": overrides, "--vary": vary, "--grid": grid})
+    words += _words({"--scale": [scale], "--against": [against], "--engine": [engine]})
     found.write(folder / "compare.json", shlex.join(["cfl-run", "compare", benchmark, *words]))
     if plot:
         found.draw(folder / "compare.png")
     display(*found.tables(matrix), f"results in {folder}")
+    if grid:
+        flags = _words({"--seeds": [seeds], "--scale": [scale], "--engine": [engine]})
+        flags += _words({"--data-root": [str(data_root or "")], "--output": [f"{folder}-chosen"]})
+        again = commands(benchmark, shown, overrides, flags)
+        display("to run the chosen settings on all training samples:", *(f"  {shlex.join(words)}" for words in again))
     if failed:
         raise _failed(failed, runs)
 
@@ -105,6 +118,11 @@ def reproduce(
     display(*reproduced.shown(wanted, ours, scale))
     if failed:
         raise _failed(failed, needed)
+
+
+def _words(given: Mapping[str, Sequence[str | None]]) -> list[str]:
+    """Return flags with their values as words of a command, without empty values."""
+    return [word for flag, values in given.items() for value in values if value for word in (flag, value)]
 
 
 def _failed(failed: Sized, runs: Sized) -> CflError:

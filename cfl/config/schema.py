@@ -161,6 +161,9 @@ class RunConfig(Section):
         "fixed", description="cohorts of fixed size, or clients drawn independently with the same mean size"
     )
     drop_rate: float = Field(0.0, ge=0, lt=1, description="probability that a client of a cohort drops out of a round")
+    validation: float = Field(
+        0.0, ge=0, lt=1, description="share of each task's training samples that no client gets, to choose options by"
+    )
     class_order: Literal["random", "natural"] = Field("random", description="order of the classes over the tasks")
     scenario: Literal["task", "class", "domain"] | None = Field(
         None, description="heads: one a task, one that grows with the classes, or one for all; null: the benchmark's"

@@ -6,21 +6,22 @@ again, comparisons can share a folder, and finished runs are read instead of rep
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from cfl import models
 from cfl.assembly.resolve import dump, load, resolve
-from cfl.config.overrides import read_value, read_yaml, scoped
+from cfl.config.overrides import read_yaml, scoped
 from cfl.config.schema import RunConfig
 from cfl.core import ConfigError, options, plugins, unknown
 from cfl.core.plugins import roles
+from cfl.experiments.settings import VALIDATION, Settings
+from cfl.experiments.settings import label as labelled
 from cfl.runtime import checkpoint, fingerprint
 from cfl.runtime.run_folder import MADE_OF, read_json
 
@@ -48,7 +49,9 @@ def digest(config: RunConfig, code: Mapping[str, str] | None = None) -> str:
 
 
 def _options(config: RunConfig) -> dict[str, Any]:
-    return {name: value for name, value in dump(config).items() if name not in HOW}
+    # Without held-out samples, the hashes are those of versions that had none.
+    skipped = HOW if config.validation else (*HOW, "validation")
+    return {name: value for name, value in dump(config).items() if name not in skipped}
 
 
 def _draws(config: RunConfig) -> dict[str, Any]:
@@ -150,16 +153,20 @@ def finished_in(folder: Path) -> dict[Path, RunConfig]:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in the seed only. varied: the varied options that the method has, with their values."""
+    """Runs that differ in the seed only.
+
+    varied: the varied options that the method has, with their values; searched: the same for the options of a grid.
+    """
 
     method: str
     varied: Mapping[str, Any]
     runs: Sequence[Run]
+    searched: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
-        """The method and its varied options."""
-        return _label(self.method, self.varied)
+        """The method, its varied options, and those of a grid."""
+        return labelled(self.method, {**self.varied, **self.searched})
 
     def results(self) -> list[dict[str, Any]]:
         """Return the results of the finished runs."""
@@ -183,13 +190,15 @@ def plan(
     *,
     overrides: Sequence[str] = (),
     vary: Sequence[str] = (),
+    grid: Sequence[str] = (),
     scale: str | None = None,
     engine: str | None = None,
 ) -> list[Group]:
     """Plan the runs of methods x settings x seeds, in that order.
 
-    methods: "fedavg,fot+fedsol"; seeds: "0..2" or "0,3,5"; overrides: "key=value" for all runs; vary: "key=a,b", whose
-    combinations are the settings. Hyper-parameters that a method does not define are not passed to it.
+    methods: "fedavg,fot+fedsol"; seeds: "0..2" or "0,3,5"; overrides: "key=value" for all runs; vary and grid:
+    "key=a,b", whose combinations are the settings. With a grid, runs hold validation data out; see `choices`.
+    Hyper-parameters that a method does not define are not passed to it.
     Raises ConfigError in one line for every invalid option, so that nothing fails after hours.
     """
     names, numbers = [name.strip() for name in methods.split(",")], seeds_of(seeds)
@@ -199,20 +208,22 @@ def plan(
     groups: dict[str, Group] = {}
     # By content: an earlier version may have named a folder by another hash.
     stored = {own: path for path, config in finished_in(folder).items() for own in _answers(config, path)}
-    varying = _varying(vary)
-    for values in itertools.product(*varying.values()):
-        setting = dict(zip(varying, values, strict=True))
+    settings = Settings(vary, grid, (*HOW, *OWN), overrides)
+    for setting in settings:
         texts = {name: f"{name}={json.dumps(value, default=str)}" for name, value in setting.items()}
         own = for_methods(names, [*overrides, *texts.values()])
         for method in names:
-            varied = {name: value for name, value in setting.items() if texts[name] in own[method]}
-            label, runs = _label(method, varied), []
+            mine = {name: value for name, value in setting.items() if texts[name] in own[method]}
+            label, runs = labelled(method, mine), list[Run]()
             if label in groups:  # the method lacks an option in which this setting differs from an earlier one
                 continue
             for seed in numbers:
                 config = resolve(benchmark, method=method, overrides=own[method], seed=seed, scale=scale, engine=engine)
+                if grid and not config.validation:
+                    config = config.model_copy(update={"validation": VALIDATION})
                 runs.append(place(f"{label}, seed {seed}", config, folder, stored.get(digest(config))))
-            groups[label] = Group(method, varied, runs)
+            searched = {name: mine.pop(name) for name in settings.searched if name in mine}
+            groups[label] = Group(method, mine, runs, searched)
     return sorted(groups.values(), key=lambda group: names.index(group.method))
 
 
@@ -258,26 +269,3 @@ def seeds_of(text: str) -> list[int]:
     if not numbers or min(numbers) < 0 or len(set(numbers)) < len(numbers):
         raise ConfigError(f"--seeds takes 0..2 or 0,3,5, not '{text}'")
     return numbers
-
-
-def _label(method: str, varied: Mapping[str, Any]) -> str:
-    return ", ".join([method, *(f"{name}={value}" for name, value in varied.items())])
-
-
-def _varying(vary: Sequence[str]) -> dict[str, list[Any]]:
-    """Read the options to vary, each with its values, from texts such as "key=a,b"."""
-    varying: dict[str, list[Any]] = {}
-    for text in vary:
-        name, equals, values = text.partition("=")
-        name = name.strip()
-        found = read_value(name, f"[{values}]") if equals and name else []
-        if not found:
-            raise ConfigError(f"--vary takes key=value,value, such as strategy.threshold=0.8,0.9, not '{text}'")
-        if name.partition(".")[0] in (*HOW, *OWN):
-            raise ConfigError(
-                f"--vary cannot take {name}: it is not an option of a method; see 'cfl-run compare --help'"
-            )
-        if name in varying:
-            raise ConfigError(f"--vary takes {name} once, with all its values: --vary {name}=A,B")
-        varying[name] = found
-    return varying

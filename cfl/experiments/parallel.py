@@ -93,7 +93,9 @@ class Board:
             self._bars.remove_task(self._rows.pop(name))
         if metrics is not None:
             self._done += 1
-            self.say(f"{name}: done, ACC {metrics['acc']:.1%} ({self._done} of {self._total} runs)")
+            held = metrics.get("validation_acc")  # shown in place of the accuracy on test samples, as in `task_line`
+            score = f"ACC {metrics['acc']:.1%}" if held is None else f"validation ACC {held:.1%}"
+            self.say(f"{name}: done, {score} ({self._done} of {self._total} runs)")
 
     def say(self, text: str) -> None:
         """Print a line above the bars."""

@@ -190,6 +190,9 @@ def _built(
     settings = loaded(config)
     if client is None:
         return settings, node.built(settings, data_root)
+    if settings.validation:
+        raise ConfigError(f"validation={settings.validation:g} holds samples of the benchmark out, and this node has "
+                          "data of its own; set validation=0")  # fmt: skip
     stream = own_data.read(data, config.with_name(STREAM).read_text(encoding="utf-8"), data_root)
     place = Place(population=partial(own_data.OwnPopulation, client=client))
     return settings, node.built(settings, data_root, stream, place)

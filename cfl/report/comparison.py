@@ -6,24 +6,34 @@ from pathlib import Path
 from rich.table import Table
 
 from cfl.experiments.compare import Group
-from cfl.report import paired, plots, tables
+from cfl.experiments.grid import Choice
+from cfl.report import paired, plots, searched, tables
 from cfl.runtime.run_folder import write_json
 
 
 class Comparison:
     """Results of the finished runs of some groups. results: label of a group to the metrics of its runs.
 
-    reference: method of the paired differences; scale: as given to the command, for the title.
+    reference: method of the paired differences; scale: as given to the command, for the title; choices: those of
+    a grid, to which the groups belong.
     """
 
-    def __init__(self, benchmark: str, scale: str | None, groups: Sequence[Group], reference: str) -> None:
+    def __init__(
+        self,
+        benchmark: str,
+        scale: str | None,
+        groups: Sequence[Group],
+        reference: str,
+        choices: Sequence[Choice] = (),
+    ) -> None:
         self.results = {group.label: found for group in groups if (found := group.results())}
-        self._benchmark, self._groups = benchmark, groups
+        self._benchmark, self._groups, self._choices = benchmark, groups, choices
         self._summaries = {label: tables.summary(found) for label, found in self.results.items()}
         self._matrices = {label: tables.mean_matrix(found) for label, found in self.results.items()}
         self._differences = paired.against(groups, reference)
         most = max(map(len, self.results.values()), default=0)
         self._title = f"{benchmark}, {most} seed{'s' * (most > 1)}" + (f", {scale} scale" if scale else "")
+        self._title += ", settings chosen by validation ACC" if choices else ""
 
     def write(self, path: Path, command: str) -> None:
         """Write the figures of the tables, the names of the runs' folders and the command to a JSON file."""
@@ -33,16 +43,23 @@ class Comparison:
             if (summary := self._summaries.get(group.label))
         }
         data = {"benchmark": self._benchmark, "command": command, "runs": finished}
-        write_json(path, {**data, "methods": self._summaries, "paired": self._differences})
+        data |= {"methods": self._summaries, "paired": self._differences}
+        write_json(path, {**data, **({"grid": searched.stored(self._choices)} if self._choices else {})})
 
     def draw(self, path: Path) -> None:
         """Draw the summaries and the mean accuracy on the tasks seen to a PNG file."""
         plots.comparison(self._summaries, self._matrices, self._title, path)
 
-    def tables(self, matrices: bool) -> Iterator[Table]:
-        """Tables for the terminal: mean accuracy matrices if wanted, summaries, and paired differences if known."""
+    def tables(self, matrices: bool) -> Iterator[Table | str]:
+        """Tables for the terminal: mean accuracy matrices if wanted, summaries, and what is known of the rest.
+
+        The rest: the settings of a grid, methods without a choice, and paired differences.
+        """
         if matrices:
             yield from (tables.matrix(rows, f"Accuracy: {label}") for label, rows in self._matrices.items())
         yield tables.compared(self._summaries, self._title)
+        if self._choices:
+            yield searched.table(self._choices)
+            yield from searched.notes(self._choices)
         if self._differences:
             yield paired.table(self._differences)

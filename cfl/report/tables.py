@@ -11,7 +11,7 @@ from rich.table import Table
 Metrics = Mapping[str, Any]
 Matrix = Sequence[Sequence[float | None]]
 _SCORES = {"acc": "ACC %", "fgt": "FGT %", "learning_accuracy": "LA %"}
-OPTIONAL = {"task_accuracy": "tasks %", "epsilon": "epsilon"}
+OPTIONAL = {"validation_acc": "val. ACC %", "task_accuracy": "tasks %", "epsilon": "epsilon"}
 """Figures that only some runs have, and their titles in a table."""
 _COSTS = {  # title in a table, and divisor of its unit
     "bytes_up": ("up MB", 1e6),
@@ -75,6 +75,8 @@ def run(metrics: Metrics, title: str, folder: Path) -> Iterator[Table | str]:
     yield matrix(metrics["accuracy_matrix"], f"Accuracy: {title}")
     if "task_accuracy" in metrics:
         yield f"Test samples whose task is inferred right: {percent(metrics['task_accuracy'])}%"
+    if "validation_acc" in metrics:
+        yield f"Held-out training samples: ACC {percent(metrics['validation_acc'])}%"
     if local := metrics.get("local_accuracy"):
         mean, worst = percent(sum(local) / len(local)), percent(min(local))
         yield f"Local models of the last cohort: {mean}% on average, {worst}% for the worst"
@@ -97,8 +99,8 @@ def summary(runs: Sequence[Metrics]) -> dict[str, Any]:
 
     Keys: acc, fgt, learning_accuracy (fractions); bytes_up, bytes_down (all clients); client_bytes (mean bytes that a
     client stores between rounds); seconds; client_seconds (sum over clients); server_seconds; epsilon with differential
-    privacy, and task_accuracy (a fraction) with inferred tasks. Values: dicts with mean and std, NaN if undefined or
-    not stored. seeds: list of the seeds.
+    privacy; validation_acc with held-out samples and task_accuracy with inferred tasks (fractions). Values: dicts with
+    mean and std, NaN if undefined or not stored. seeds: list of the seeds.
     """
     out: dict[str, Any] = {"seeds": [run["seed"] for run in runs]}
     for name in (*_SCORES, *_COSTS, "seconds", *(name for name in OPTIONAL if name in runs[0])):
@@ -107,15 +109,15 @@ def summary(runs: Sequence[Metrics]) -> dict[str, Any]:
     return out
 
 
-def percent(value: float) -> str:
-    """Format a fraction in percent with one decimal; a dash for NaN, such as forgetting after one task."""
-    return NONE if math.isnan(value) else f"{100 * value:z.1f}"
+def percent(value: float, decimals: int = 1) -> str:
+    """Format a fraction in percent; a dash for NaN, such as forgetting after one task."""
+    return NONE if math.isnan(value) else f"{100 * value:z.{decimals}f}"
 
 
-def spread(score: Mapping[str, float], runs: int) -> str:
+def spread(score: Mapping[str, float], runs: int, decimals: int = 1) -> str:
     """Format mean ± standard deviation of fractions in percent; a single run has no standard deviation."""
-    mean = percent(score["mean"])
-    return mean if runs == 1 or math.isnan(score["mean"]) else f"{mean} ± {percent(score['std'])}"
+    mean = percent(score["mean"], decimals)
+    return mean if runs == 1 or math.isnan(score["mean"]) else f"{mean} ± {percent(score['std'], decimals)}"
 
 
 def head(names: Sequence[str]) -> list[str]:
@@ -221,7 +223,7 @@ def _text(row: Mapping[str, Any], name: str) -> str:
     if name == "seeds":
         return str(len(row["seeds"]))
     score = row.get(name, {"mean": math.nan})
-    if name in _SCORES or name == "task_accuracy":
+    if name in _SCORES or name in ("validation_acc", "task_accuracy"):
         return spread(score, len(row["seeds"]))
     digits, unit = (2 if name == "epsilon" else 1), _COSTS.get(name, ("", 1))[1]
     return NONE if math.isnan(score["mean"]) else f"{score['mean'] / unit:.{digits}f}"

@@ -27,7 +27,7 @@ from cfl.runtime.session import Session
 from cfl.runtime.sinks import NullSink, Sink
 from cfl.runtime.state import RunState
 from cfl.runtime.warm_start import started
-from cfl.streams import Stream, with_scenario
+from cfl.streams import Stream, held_out, with_scenario
 from cfl.streams.store import TaskSamples
 
 
@@ -86,6 +86,7 @@ def build_session(
     label = "+".join(type(member).__name__ for member in members.values()) if custom else config.label
     stream = with_scenario(stream, config.scenario)
     stream = stream.to(machine.device(config.device)).with_augment(config.local.augment)
+    stream, validation = held_out(stream, config.validation, config.seed)
     public = _checked_public(config, stream, members, label)
     module = network.build(config, stream.input_shape, stream.tasks[0].classes) if own is None else own
     device = machine.device(config.device)
@@ -118,7 +119,20 @@ def build_session(
     notes += [*model.notes(), *composed.strategy.notes(model), *population.notes(), *budget.notes()]
     about = description(stream, own, members[STRATEGY] if members[STRATEGY] != built[STRATEGY] else None)
     return Session(
-        config, label, stream, composed, model, population, rounds, budget, state, engine, recorder, notes, about
+        config,
+        label,
+        stream,
+        composed,
+        model,
+        population,
+        rounds,
+        budget,
+        state,
+        engine,
+        recorder,
+        notes,
+        about,
+        validation,
     )
 
 

@@ -104,7 +104,7 @@ def decisive(options: Options) -> dict[str, Any]:
 
     Options that earlier versions lack count where they are set, so that a newer version continues an older run.
     """
-    later = {name for name in ("start",) if options.get(name) is None}
+    later = {name for name, value in {"start": None, "validation": 0.0}.items() if options.get(name, value) == value}
     return {name: value for name, value in options.items() if name not in {"workers", "flower", *later}}
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from cfl.config.schema import RunConfig
 from cfl.contract import STAGES, Client, Phase, Share
-from cfl.core import ConfigError, rng
+from cfl.core import ConfigError, DataError, rng
 from cfl.streams import Stream
 from cfl.streams.partition import Deal, deal
 
@@ -19,7 +19,7 @@ class Population:
 
     def __init__(self, stream: Stream, config: RunConfig) -> None:
         self.stream, self.config = stream, config
-        self.deals = [self._deal(task) for task in range(len(stream))]
+        self.deals = [self._dealt(task) for task in range(len(stream))]
         # these take time proportional to the population, hence once per task
         self.owners = lru_cache(maxsize=2)(self._owners)
         self._weights = lru_cache(maxsize=2)(self._weights_of_all)
@@ -92,6 +92,15 @@ class Population:
         samples = self._samples(tasks)
         weights = samples if self.config.agg.weights == "samples" else np.minimum(samples, 1)
         return weights, int(weights.sum())
+
+    def _dealt(self, task: int) -> Deal:
+        try:
+            return self._deal(task)
+        except (ConfigError, DataError) as error:
+            if not self.config.validation:
+                raise
+            left = f"validation={self.config.validation:g} leaves {len(self.stream.tasks[task].train)} training samples"
+            raise type(error)(f"{error} ({left} of the task)") from None
 
     def _deal(self, task: int) -> Deal:
         partition, batch = self.config.partition, self.config.local.batch_size

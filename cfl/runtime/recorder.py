@@ -145,7 +145,10 @@ class Recorder:
         if ends_task:
             spent = {"epsilon": self.budget.so_far(done)} if self.budget.rounds else {}
             accuracies = row_of(self.state.accuracy_matrix[task])
-            self.sink.task({"task": task, "name": self.task_names[task], "accuracy": accuracies, **spent})
+            held = row_of(self.state.validation_matrix[task])
+            validation = {"validation": held} if held[task] is not None else {}
+            names = {"task": task, "name": self.task_names[task]}
+            self.sink.task({**names, "accuracy": accuracies, **validation, **spent})
 
     def _last(self, folder: RunFolder) -> tuple[dict[str, Tree], dict[str, Any]] | None:
         """Load the last checkpoint. Raises CheckpointError that names what differs from the run in the folder."""

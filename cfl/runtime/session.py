@@ -22,6 +22,7 @@ from cfl.runtime.schedule import Schedule
 from cfl.runtime.serving import Predictor
 from cfl.runtime.state import RunState
 from cfl.streams import Stream
+from cfl.streams.store import TaskSamples
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Session:
     """A run in progress; `cfl.runtime.builder.build_session` makes it.
 
     label: name of the method in metrics.json; state: all that the run has computed so far; notes: remarks for the user
-    at the start; about: contents of model.json.
+    at the start; about: contents of model.json; validation: training samples of each task that are held out, or none.
     """
 
     config: RunConfig
@@ -58,6 +59,7 @@ class Session:
     recorder: Recorder
     notes: list[str]
     about: dict[str, Any]
+    validation: tuple[TaskSamples, ...] = ()
 
     @property
     def strategy(self) -> Strategy:
@@ -107,6 +109,7 @@ class Session:
             "seed": self.config.seed,
             **metrics.summary(matrix, self.strategy.sequential),
             "accuracy_matrix": [row_of(row) for row in matrix],
+            **self._validated(),
             "subspace_use": {},
             **state.reports[-1],
             "by_task": state.reports,
@@ -153,8 +156,12 @@ class Session:
         return self._accuracies([info.task], self._predictor().inference(info.task))[0] if due else None
 
     def _end_task(self, task: int) -> float:
-        """Append a row to the accuracy matrix: the global model on every task so far."""
+        """Append a row to the accuracy matrices: the global model on every task so far."""
         state = self.state
+        if self.validation:
+            held = dict(enumerate(self.validation[: task + 1]))
+            found = self._predictor().accuracies(held, self._predictor().inference(task))
+            state.validation_matrix[task, : task + 1] = found
         inference = self._predictor().inference(task)
         state.accuracy_matrix[task, : task + 1] = self._accuracies(range(task + 1), inference)
         own = self.strategy.report(state.server, self.model)
@@ -184,6 +191,16 @@ class Session:
 
     def _score(self, params: tree.Tree, task: int) -> float:
         return accuracy(self.model, params, self.stream.tasks[task].test, task, self.config.eval_batch_size)
+
+    def _validated(self) -> dict[str, Any]:
+        """Figures of the held-out training samples for metrics.json, if there are any."""
+        if not self.validation:
+            return {}
+        matrix = self.state.validation_matrix
+        return {
+            "validation_acc": metrics.average_accuracy(matrix),
+            "validation_matrix": [row_of(row) for row in matrix],
+        }
 
     def _client_bytes(self) -> dict[str, float]:
         """Bytes that a client stores between rounds, mean and maximum over all clients with data."""

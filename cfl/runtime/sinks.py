@@ -86,7 +86,10 @@ class PlainSink:
         self._say(f"  round {done}/{total}: task {row['task']}, {row['phase']}{_scores(row)}{left}")
 
     def task(self, row: dict[str, Any]) -> None:
-        """Print a task. row: task, name, accuracy (fraction for each task, None for tasks not seen yet)."""
+        """Print a task. row: task, name, accuracy (fraction for each task, None for tasks not seen yet).
+
+        With held-out training samples, validation is the accuracy on them, which is printed in place of the other.
+        """
         self._say(task_line(row))
 
     def note(self, text: str) -> None:
@@ -220,9 +223,11 @@ def usual_sink(progress: bool | None) -> Sink:
 
 def task_line(row: Mapping[str, Any]) -> str:
     """Format the accuracies after a task as a line; rows as for `PlainSink.task`, with an optional epsilon."""
-    seen = [f"{value:.1%}" for value in row["accuracy"] if value is not None]
+    # Who chooses options by held-out samples should not see the accuracy on test samples meanwhile.
+    kind, values = ("validation accuracy", row["validation"]) if "validation" in row else ("accuracy", row["accuracy"])
+    seen = [f"{value:.1%}" for value in values if value is not None]
     spent = f", epsilon {row['epsilon']:.3g} so far" if "epsilon" in row else ""
-    return f"after task {row['task']} ({row['name']}): accuracy {' '.join(seen)}{spent}"
+    return f"after task {row['task']} ({row['name']}): {kind} {' '.join(seen)}{spent}"
 
 
 def _scores(row: Mapping[str, Any]) -> str:

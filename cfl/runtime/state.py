@@ -20,7 +20,8 @@ class RunState:
 
     last_task: id to the last task in which the client took part.
 
-    accuracy_matrix: (tasks, tasks) fractions, NaN where not evaluated; bytes: phase name to {"up", "down"};
+    accuracy_matrix: (tasks, tasks) fractions, NaN where not evaluated; validation_matrix: the same on held-out training
+    samples, NaN without any; bytes: phase name to {"up", "down"};
     seconds: who spent them ("clients", "server", "measurement") to phase name, "evaluate" or "checkpoint", to seconds;
     local: last figures of the local models; reports: the method's own figures after each task.
     """
@@ -30,6 +31,7 @@ class RunState:
         self.clients: dict[int, Tree] = {}
         self.last_task: dict[int, int] = {}
         self.accuracy_matrix = np.full((tasks, tasks), np.nan)
+        self.validation_matrix = self.accuracy_matrix.copy()
         self.bytes: dict[str, dict[str, int]] = {}
         self.seconds: dict[str, dict[str, float]] = {"clients": {}, "server": {}, "measurement": {}}
         self.local: dict[str, list[float]] = {}
@@ -69,6 +71,8 @@ class RunState:
         """Trees, JSON data and the clients' states for a checkpoint; later rounds do not change them."""
         trees = {f"server/{name}": dict(leaves) for name, leaves in self.server.items()}
         trees["run"] = {"acc": torch.tensor(self.accuracy_matrix)}
+        if not np.isnan(self.validation_matrix).all():
+            trees["run"]["validation"] = torch.tensor(self.validation_matrix)
         kept = {"bytes": self.bytes, "seconds": self.seconds, "local": self.local}
         reports = json.dumps(self.reports)  # as text: the checkpoint would sort the layers
         meta = {"position": self.position, **copy.deepcopy(kept), "reports": reports}
@@ -87,6 +91,8 @@ class RunState:
             elif owner == "client":
                 self.clients[int(rest)] = moved
         self.accuracy_matrix = trees["run"]["acc"].numpy().copy()
+        if "validation" in trees["run"]:
+            self.validation_matrix = trees["run"]["validation"].numpy().copy()
         self.position, self.bytes, self.seconds = meta["position"], dict(meta["bytes"]), dict(meta["seconds"])
         self.local, self.reports = dict(meta["local"]), json.loads(meta["reports"])
         self.last_task = {int(id): task for id, task in meta["last_task"].items()}

@@ -10,8 +10,9 @@ from cfl.streams.public import with_public
 from cfl.streams.scenario import with_scenario
 from cfl.streams.store import Pool, Stream, Task, TaskSamples
 from cfl.streams.tensors import from_tensors
+from cfl.streams.validation import held_out
 
 __all__ = [
-    "Benchmark", "Deal", "TaskSamples", "Pool", "Stream", "Task", "build", "deal", "from_tensors", "selected",
-    "with_public", "with_scenario",
+    "Benchmark", "Deal", "TaskSamples", "Pool", "Stream", "Task", "build", "deal", "from_tensors", "held_out",
+    "selected", "with_public", "with_scenario",
 ]  # fmt: skip

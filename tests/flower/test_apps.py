@@ -113,6 +113,24 @@ def test_nodes_with_files_have_the_figures_of_the_same_data_on_one_machine(tmp_p
     assert found["bytes_up"] == expected["bytes_up"]
 
 
+def test_nodes_hold_the_same_samples_of_the_benchmark_out(tmp_path):
+    config, path = written(tmp_path, "validation=0.1")
+    found = served(path, tmp_path, [{"clients": "0-2", "folder": str(tmp_path / "n")}])
+    expected = cfl.run(config).metrics
+    assert [found[name] for name in ("accuracy_matrix", "validation_matrix")] == [
+        expected[name] for name in ("accuracy_matrix", "validation_matrix")
+    ]
+
+
+def test_a_node_with_data_of_its_own_may_not_join_a_run_that_holds_samples_out(tmp_path):
+    _, path = written(tmp_path, "validation=0.1")
+    node = {"clients": "0", "folder": str(tmp_path / "n"), "data": "permuted-digits"}
+    link = Link(InProcessGrid([client(path, lambda: apps.answer)], [node]), deadline=60.0)
+    (answer,) = link.ask("query.join", dict.fromkeys(link.grid.get_node_ids())).values()
+    assert "validation=0.1 holds samples of the benchmark out, and this node has data of its own" in answer.fault
+    assert answer.error == "ConfigError"  # so that the server refuses the node
+
+
 def test_a_node_without_data_of_a_task_is_not_asked(tmp_path):
     config, path = written(tmp_path, method="fedavg")
     for client_id, task, x, y in shares(config, path):

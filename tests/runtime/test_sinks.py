@@ -8,7 +8,7 @@ from rich.progress import Progress
 
 import cfl
 from cfl.config.schema import RunConfig
-from cfl.runtime.sinks import NullSink, PlainSink, RichSink, console_sink, usual_sink
+from cfl.runtime.sinks import NullSink, PlainSink, RichSink, console_sink, task_line, usual_sink
 from tests import toy
 
 ROW = {"task": 0, "phase": "train", "round": 0, "clients": 2, "loss": 0.5, "accuracy": None, "lr": 0.1, "seconds": 0.1}
@@ -25,6 +25,9 @@ def test_plain_lines_show_twenty_rounds_and_every_task():
     assert lines[:2] == ["digits, fedprox, seed 0: 100 rounds", "note: biases are free"]
     assert sum(line.startswith("  round") for line in lines) == 20  # every fifth of 100
     assert lines[-1] == "after task 0 (first): accuracy 50.0%"
+    assert task_line({"task": 1, "name": "b", "accuracy": [0.5, 0.25], "validation": [1.0, 0.75]}) == (
+        "after task 1 (b): validation accuracy 100.0% 75.0%"
+    )
     assert "loss 0.500" in lines[2] and "left" in lines[2] and "left" not in lines[-2]
 
 

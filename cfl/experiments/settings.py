@@ -1,0 +1,63 @@
+"""The settings of a comparison: options to vary, and options of a grid, each with its values."""
+
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from cfl.config.overrides import parse, read_value
+from cfl.core import ConfigError
+
+VALIDATION = 0.1
+"""Share of the training samples that a grid holds out if the configuration holds none out."""
+
+
+class Settings:
+    """Combinations of values. varied, searched: the options of `--vary` and of `--grid`, each with its values.
+
+    vary, grid: texts such as "key=a,b"; fixed: options, or groups of them, that cannot vary; overrides: of all runs.
+    Raises ConfigError for another text, a fixed option, an option with two lists of values, and for a grid whose runs
+    would hold out no samples, or different ones.
+    """
+
+    def __init__(
+        self, vary: Sequence[str], grid: Sequence[str], fixed: Collection[str], overrides: Sequence[str]
+    ) -> None:
+        self.varied, self.searched = _values(vary, "--vary", fixed), _values(grid, "--grid", fixed)
+        for name in self.searched:
+            if name in self.varied:
+                raise ConfigError(f"{name} is in --vary and in --grid; leave it out of one of them")
+        if not grid:
+            return
+        if "validation" in {**self.varied, **self.searched}:
+            raise ConfigError("with --grid, all runs hold out the same samples: set validation once, by --set")
+        if not parse(overrides).get("validation", VALIDATION):
+            raise ConfigError("--grid chooses by held-out samples; set validation above 0, or leave it out")
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield each combination; the values of the last option change fastest."""
+        options = {**self.varied, **self.searched}
+        for values in itertools.product(*options.values()):
+            yield dict(zip(options, values, strict=True))
+
+
+def label(method: str, setting: dict[str, Any]) -> str:
+    """Name a method with a setting."""
+    return ", ".join([method, *(f"{name}={value}" for name, value in setting.items())])
+
+
+def _values(texts: Sequence[str], flag: str, fixed: Collection[str]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for text in texts:
+        name, equals, values = text.partition("=")
+        name = name.strip()
+        read = read_value(name, f"[{values}]") if equals and name else []
+        if not read:
+            raise ConfigError(f"{flag} takes key=value,value, such as strategy.threshold=0.8,0.9, not '{text}'")
+        if name.partition(".")[0] in fixed:
+            raise ConfigError(
+                f"{flag} cannot take {name}: it is not an option of a method; see 'cfl-run compare --help'"
+            )
+        if name in found:
+            raise ConfigError(f"{flag} takes {name} once, with all its values: {flag} {name}=A,B")
+        found[name] = read
+    return found
