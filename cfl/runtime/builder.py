@@ -84,9 +84,7 @@ def build_session(
     built = methods.build(config)
     custom = members != built
     label = "+".join(type(member).__name__ for member in members.values()) if custom else config.label
-    stream = with_scenario(stream, config.scenario)
-    stream = stream.to(machine.device(config.device)).with_augment(config.local.augment)
-    stream, validation = held_out(stream, config.validation, config.seed)
+    stream, validation = _prepared(stream, config)
     public = _checked_public(config, stream, members, label)
     module = network.build(config, stream.input_shape, stream.tasks[0].classes) if own is None else own
     device = machine.device(config.device)
@@ -119,21 +117,16 @@ def build_session(
     notes += [*model.notes(), *composed.strategy.notes(model), *population.notes(), *budget.notes()]
     about = description(stream, own, members[STRATEGY] if members[STRATEGY] != built[STRATEGY] else None)
     return Session(
-        config,
-        label,
-        stream,
-        composed,
-        model,
-        population,
-        rounds,
-        budget,
-        state,
-        engine,
-        recorder,
-        notes,
-        about,
+        config, label, stream, composed, model, population, rounds, budget, state, engine, recorder, notes, about,
         validation,
-    )
+    )  # fmt: skip
+
+
+def _prepared(stream: Stream, config: RunConfig) -> tuple[Stream, tuple[TaskSamples, ...]]:
+    """Return the stream as clients get it, on the run's device, and the held-out samples of each task."""
+    stream = with_scenario(stream, config.scenario)
+    stream = stream.to(machine.device(config.device)).with_augment(config.local.augment)
+    return held_out(stream, config.validation, config.seed)
 
 
 def _start(config: RunConfig, model: models.Model) -> tuple[list[str], Tree]:

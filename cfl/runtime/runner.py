@@ -23,6 +23,7 @@ from cfl.core.typed import typed
 from cfl.engines.choose import Choice, undecided
 from cfl.engines.evaluate import Observer
 from cfl.runtime.builder import HERE, Place, build_session
+from cfl.runtime.fingerprint import decisive
 from cfl.runtime.run_folder import RunFolder
 from cfl.runtime.session import Result
 from cfl.runtime.sinks import Sink, usual_sink
@@ -115,7 +116,7 @@ def _settled(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
     chosen = {name: before.get(name) for name in Choice._fields}
     named = (config.engine, config.threads) == (chosen["engine"], chosen["threads"])
     wanted = (config.engine == "auto" or named) and config.block in (None, chosen["block"])
-    same = before == {**resolve.dump(config), **chosen, "workers": before.get("workers")}
+    same = decisive(before) == decisive({**resolve.dump(config), **chosen})
     return config.model_copy(update=chosen) if wanted and same else config
 
 

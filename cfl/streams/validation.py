@@ -8,9 +8,11 @@ import numpy as np
 import torch
 
 from cfl.core import ConfigError, rng
+from cfl.core.typed import typed
 from cfl.streams.store import Stream, TaskSamples
 
 
+@typed
 def held_out(stream: Stream, fraction: float, seed: int) -> tuple[Stream, tuple[TaskSamples, ...]]:
     """Hold training samples of each task out. Returns the stream without them, and those of each task.
 
@@ -18,8 +20,10 @@ def held_out(stream: Stream, fraction: float, seed: int) -> tuple[Stream, tuple[
     samples. With 0 the stream stays as it is, and the second part is empty.
     The rows of a pool are drawn with key(seed, "validation"), so tasks of the same images hold out the same ones.
     Public inputs that equal a held-out sample are left out, too.
-    Raises ConfigError for a task whose classes are too small for the fraction.
+    Raises ConfigError for an argument of another type, a fraction out of range, and a task whose classes are too small.
     """
+    if not 0 <= fraction < 1:
+        raise ConfigError(f"the fraction of held-out samples must be in [0, 1), not {fraction:g}")
     if not fraction:
         return stream, ()
     tasks, held = [], []

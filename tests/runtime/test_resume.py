@@ -364,6 +364,8 @@ def test_a_choice_is_taken_again_whatever_a_new_measurement_says(
     open_block = toy.config(*OPTIONS, "engine=vmapped")
     stored = configuration.dump(fixed)
     assert runner._settled(open_block, stored) == runner._settled(auto, {**stored, "workers": 7}) == fixed
+    earlier = {name: value for name, value in stored.items() if name != "validation"}  # a version without this option
+    assert runner._settled(auto, earlier) == fixed
     for other in ({"engine": "loop", "block": None}, {"seed": 99}):
         assert runner._settled(open_block, {**stored, **other}) == open_block
     assert runner._settled(auto.model_copy(update={"block": 2}), stored).block == 2

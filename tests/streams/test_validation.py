@@ -43,6 +43,12 @@ def test_nothing_is_held_out_by_default():
     assert held_out(whole, 0.0, 0) == (whole, ())
 
 
+@pytest.mark.parametrize("fraction", [1.0, -0.1, float("nan"), "0.1"])
+def test_a_fraction_out_of_range_is_refused(fraction):
+    with pytest.raises(ConfigError, match="fraction"):
+        held_out(stream(10), fraction, 0)
+
+
 def test_the_draw_depends_on_the_seed_and_not_on_the_scenario():
     whole = toy.stream(multi_head=True)
     first, again, other = (held_out(whole, 0.25, seed)[1] for seed in (0, 0, 1))
