@@ -1,7 +1,7 @@
 """The settings of a comparison: options to vary, and options of a grid, each with its values."""
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from cfl.config.overrides import parse, read_value
@@ -40,7 +40,7 @@ class Settings:
             yield dict(zip(options, values, strict=True))
 
 
-def label(method: str, setting: dict[str, Any]) -> str:
+def label(method: str, setting: Mapping[str, Any]) -> str:
     """Name a method with a setting."""
     return ", ".join([method, *(f"{name}={value}" for name, value in setting.items())])
 

@@ -7,6 +7,7 @@ from rich.table import Table
 
 from cfl.experiments.compare import Group
 from cfl.experiments.grid import Choice
+from cfl.experiments.settings import label
 from cfl.report import paired, plots, searched, tables
 from cfl.runtime.run_folder import write_json
 
@@ -14,8 +15,8 @@ from cfl.runtime.run_folder import write_json
 class Comparison:
     """Results of the finished runs of some groups. results: label of a group to the metrics of its runs.
 
-    reference: method of the paired differences; scale: as given to the command, for the title; choices: those of
-    a grid, to which the groups belong.
+    reference: method of the paired differences; scale: as given to the command, for the title; choices: of a grid, from
+    which the groups are.
     """
 
     def __init__(
@@ -47,8 +48,11 @@ class Comparison:
         write_json(path, {**data, **({"grid": searched.stored(self._choices)} if self._choices else {})})
 
     def draw(self, path: Path) -> None:
-        """Draw the summaries and the mean accuracy on the tasks seen to a PNG file."""
-        plots.comparison(self._summaries, self._matrices, self._title, path)
+        """Draw the summaries and the mean accuracy on the tasks seen to a PNG file; of a grid only what was chosen."""
+        short = {group.label: label(group.method, group.varied) for group in self._groups}
+        summaries = {short[name]: own for name, own in self._summaries.items()}
+        matrices = {short[name]: own for name, own in self._matrices.items()}
+        plots.comparison(summaries, matrices, self._title, path)
 
     def tables(self, matrices: bool) -> Iterator[Table | str]:
         """Tables for the terminal: mean accuracy matrices if wanted, summaries, and what is known of the rest.

@@ -158,12 +158,12 @@ class Session:
     def _end_task(self, task: int) -> float:
         """Append a row to the accuracy matrices: the global model on every task so far."""
         state = self.state
+        inference = self._predictor().inference(task)
+        state.accuracy_matrix[task, : task + 1] = self._accuracies(range(task + 1), inference)
         if self.validation:
             held = dict(enumerate(self.validation[: task + 1]))
             found = self._predictor().accuracies(held, self._predictor().inference(task))
             state.validation_matrix[task, : task + 1] = found
-        inference = self._predictor().inference(task)
-        state.accuracy_matrix[task, : task + 1] = self._accuracies(range(task + 1), inference)
         own = self.strategy.report(state.server, self.model)
         state.reports.append(plain({**own, **(inference.figures if inference else {})}))
         self.recorder.images(task, self.strategy.images(state.server, self.model))
