@@ -84,6 +84,7 @@ def compare(
         again = commands(benchmark, shown, overrides, flags)
         display("to run the chosen settings on all training samples:", *(f"  {shlex.join(words)}" for words in again))
     if failed:
+        display(tables.failures(failed))
         raise _failed(failed, runs)
 
 
@@ -117,6 +118,7 @@ def reproduce(
     ours = {cell: papers.scores(wanted.measures, each) for cell, each in runs.items()}
     display(*reproduced.shown(wanted, ours, scale))
     if failed:
+        display(tables.failures(failed))
         raise _failed(failed, needed)
 
 

@@ -1,10 +1,14 @@
-"""Continual-learning metrics: pure functions of the accuracy matrix.
+"""Continual-learning metrics: pure functions of the accuracy matrix, and their text.
 
 acc: (T, T) fractions in [0, 1]; acc[i, j] is the accuracy on task j after training on task i. Entries with j > i may be
 NaN and are read by `forward_transfer` alone.
 """
 
+import math
+
 import numpy as np
+
+NONE = "–"  # in place of a missing number
 
 
 def average_accuracy(acc: np.ndarray) -> float:
@@ -56,3 +60,8 @@ def summary(acc: np.ndarray, sequential: bool) -> dict[str, float]:
     return {"acc": average_accuracy(acc)} | {
         name: measure(acc) if sequential else float("nan") for name, measure in after.items()
     }
+
+
+def percent(value: float | None, decimals: int = 1) -> str:
+    """Format a fraction in percent; a dash for None and NaN, such as forgetting after one task."""
+    return NONE if value is None or math.isnan(value) else f"{100 * value:z.{decimals}f}"

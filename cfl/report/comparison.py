@@ -9,6 +9,7 @@ from cfl.experiments.compare import Group
 from cfl.experiments.grid import Choice
 from cfl.experiments.settings import label
 from cfl.report import paired, plots, searched, tables
+from cfl.runtime import notebook
 from cfl.runtime.run_folder import write_json
 
 
@@ -53,6 +54,13 @@ class Comparison:
         summaries = {short[name]: own for name, own in self._summaries.items()}
         matrices = {short[name]: own for name, own in self._matrices.items()}
         plots.comparison(summaries, matrices, self._title, path)
+
+    def _repr_html_(self) -> str:
+        """Tables for a notebook: the summary, and paired differences if known."""
+        parts = [notebook.table(*tables.compared_texts(self._summaries), title=self._title)]
+        if self._differences:
+            parts.append(notebook.table(*paired.texts(self._differences), title=paired.TITLE))
+        return "".join(parts)
 
     def tables(self, matrices: bool) -> Iterator[Table | str]:
         """Tables for the terminal: mean accuracy matrices if wanted, summaries, and what is known of the rest.

@@ -1,12 +1,12 @@
-"""Figures of compared groups, as SVG with a description of the values shown."""
+"""Figures of compared groups: SVG with a description of the values shown, and panels of shaded tables."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cfl.report import plots
+from cfl.report import plots, tables
 from cfl.report.plots import Series, Style
 from cfl.report.runs import FinishedRun, RunGroup
 
@@ -17,11 +17,19 @@ _POINTS = 250  # largest number of points of a line; longer lines show means
 
 
 class Figure(NamedTuple):
-    """A title, the SVG, and the label of the group shown; empty if the figure shows all groups."""
+    """A figure of all groups: a title, and the SVG."""
 
     title: str
     svg: str
-    label: str = ""
+
+
+class Panel(NamedTuple):
+    """A shaded table of one group, beside others of its kind. rows: fractions, NaN for none; names: of the rows."""
+
+    label: str
+    title: str
+    rows: np.ndarray
+    names: Sequence[object]
 
 
 def accuracy(groups: Sequence[RunGroup], styles: Styles) -> Iterator[Figure]:
@@ -31,7 +39,8 @@ def accuracy(groups: Sequence[RunGroup], styles: Styles) -> Iterator[Figure]:
         "Accuracy on the first task": lambda run: _matrix(run)[:, 0],
     }
     for title, values in curves.items():
-        if series := _series(groups, styles, values):
+        series = _series(groups, styles, values)
+        if max((len(one.mean) for one in series), default=0) > 1:  # a single task makes no line
             yield _lines(title, series, xlabel="after task", ylabel="accuracy, %")
     tasks: dict[str, tuple[str, Values]] = {
         "Accuracy on each task at the end": ("accuracy, %", lambda run: _matrix(run)[-1]),
@@ -48,26 +57,23 @@ def accuracy(groups: Sequence[RunGroup], styles: Styles) -> Iterator[Figure]:
         rows = next(rows for group in groups if (rows := _training(group.runs[0])))
         starts = [place for place in range(1, len(rows)) if rows[place]["task"] != rows[place - 1]["task"]]
         look = {"marks": False, "breaks": starts, "xlabel": "training round", "ylabel": "loss"}
-        yield _lines("Training loss (dotted lines: start of a task)", [_thinned(one) for one in series], **look)
+        yield _lines("Training loss (dotted: a new task)", [_thinned(one) for one in series], **look)
 
 
-def matrices(groups: Sequence[RunGroup]) -> Iterator[Figure]:
+def matrices(groups: Sequence[RunGroup]) -> Iterator[Panel]:
     """Accuracy matrix of each group, mean over its runs."""
     for group in groups:
-        rows = _mean([_matrix(run) for run in group.runs])
-        about = f"Accuracy matrix of {group.label}; the last row in percent: {_numbers(rows[-1])}"
-        names = [str(task) for task in range(len(rows))]
-        drawn = plots.heat(rows, names, about=about, xlabel="tested on task", ylabel="after task")
-        yield Figure("", drawn, group.label)
+        rows = np.array(tables.mean_matrix(group.metrics), dtype=float)  # None becomes NaN
+        yield Panel(group.label, "", rows, range(len(rows)))
 
 
-def subspaces(groups: Sequence[RunGroup]) -> Iterator[Figure]:
-    """For methods with subspaces, by layer: protected share of the input space, input energy that it covers, and
-    step energy that the projection removed."""
+def subspaces(groups: Sequence[RunGroup]) -> Iterator[Panel]:
+    """For methods with subspaces, by layer and task: protected share of the input space, input energy that it covers,
+    and step energy that the projection removed."""
     titles = {
-        "subspace_use": "share of the input space in use, %",
-        "coverage": "input energy covered, %",
-        "removed": "step energy removed by projection, %",
+        "subspace_use": "share of the input space in use",
+        "coverage": "input energy covered",
+        "removed": "step energy removed by projection",
     }
     for group in groups:
         reports = [run.metrics["by_task"] for run in group.runs if run.metrics.get("by_task")]
@@ -75,11 +81,7 @@ def subspaces(groups: Sequence[RunGroup]) -> Iterator[Figure]:
             layers = list(dict.fromkeys(name for tasks in reports for one in tasks for name in one.get(field, ())))
             if layers:
                 shares = [[[one.get(field, {}).get(name) for one in tasks] for name in layers] for tasks in reports]
-                rows = 100 * _mean(np.array(shares, dtype=float))
-                about = f"{title}, of {group.label}; after the last task: {_numbers(rows[:, -1], layers)}"
-                yield Figure(
-                    title, plots.heat(rows, layers, about=about, xlabel="after task", ylabel="layer"), group.label
-                )
+                yield Panel(group.label, title, _mean(np.array(shares, dtype=float)), layers)
 
 
 def _lines(title: str, series: Sequence[Series], **look: Any) -> Figure:
@@ -89,11 +91,6 @@ def _lines(title: str, series: Sequence[Series], **look: Any) -> Figure:
 def _about(title: str, series: Sequence[Series]) -> str:
     last = [f"{one.label} {one.mean[~np.isnan(one.mean)][-1]:.3g}" for one in series]
     return f"{title}. Last values: {', '.join(last)}"
-
-
-def _numbers(values: Iterable[float], names: Sequence[str] = ()) -> str:
-    texts = [f"{value:.3g}" for value in values]
-    return ", ".join(map(" ".join, zip(names, texts, strict=True)) if names else texts)
 
 
 def _series(groups: Sequence[RunGroup], styles: Styles, values: Values) -> list[Series]:

@@ -1,29 +1,35 @@
 """Report page on finished runs: one HTML file without scripts or network requests."""
 
 import json
+import math
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
-from typing import Any
 
 import numpy as np
 
 from cfl.core.version import __version__
-from cfl.report import figures, sheets, tables
-from cfl.report.figures import Figure
+from cfl.report import figures, paired, sheets, tables, unfinished, verdict
+from cfl.report.elements import breaking, code, count, folded, grouped, listed, mark, quiet, section, table
+from cfl.report.figures import Figure, Panel
+from cfl.report.overview import by_scene, overview
 from cfl.report.plots import Style
-from cfl.report.runs import FinishedRun, Found, RunGroup, Scene, command, differing, option_text, overview, scenes
+from cfl.report.runs import FinishedRun, Found, RunGroup, Scene, command, differing, option_text, scenes
 from cfl.report.tables import Cell
+from cfl.runtime import notebook
 
-_NAMED = 4  # largest number of groups that a sentence names
 Styles = Mapping[str, Style]
+_WIDTH = 74  # rem, of the page on a wide screen, as in page.css
 _WORDS = (
-    "Scores are mean ± population standard deviation over seeds; the best scores are bold. ACC is the mean accuracy on "
-    "all tasks after the last task. FGT is the mean accuracy lost since a task was learned. LA is the mean accuracy "
-    "just after learning a task. MB are 1e6 bytes, summed over all clients and rounds. Seconds are the wall-clock time "
-    "of all rounds."
+    "Scores are mean ± population standard deviation over seeds. ACC is the mean accuracy on all tasks after the last "
+    "task. FGT is the mean accuracy lost since a task was learned. LA is the mean accuracy just after learning a task. "
+    "MB are 1e6 bytes, summed over all clients and rounds. Seconds are the wall-clock time of all rounds."
+)
+_BOLD = (
+    "Bold: the best score, and every score whose paired difference from it has a 95 % interval that contains 0. If "
+    "that holds for all, or if there are fewer than two seeds, nothing is bold."
 )
 
 
@@ -33,24 +39,26 @@ def page(found: Found, *, date: str) -> str:
     several = len(shown) > 1
     labels = dict.fromkeys(group.label for scene in shown for group in scene.groups)
     styles = {label: Style(number) for number, label in enumerate(labels)}
-    table = overview(shown)
-    title = f"{_listed(scene.benchmark for scene in shown)}: {_listed(run.metrics['method'] for run in found.runs)}"
+    title = f"{listed(scene.benchmark for scene in shown)}: {listed(run.metrics['method'] for run in found.runs)}"
+    text = overview(shown)
     parts = [
         f"<h1>{escape(title)}</h1>",
-        _quiet(f"{_count(found.runs, 'run')}, {_seed_names(found.runs)}. Written {date} by cfl {__version__}."),
-        *(f'<p class="lead">{escape(_verdict(scene, several))}</p>' for scene in shown),
-        _table(*table),
-        _quiet(_WORDS),
-        *map(_quiet, _missing(found)),
+        _head(found, date),
+        *(_lead(scene) for scene in shown if not several),
+        _summary(shown, several),
+        quiet(_WORDS),
+        quiet(_BOLD) if any(len(scene.groups) > 1 and len(scene.groups[0].runs) > 1 for scene in shown) else "",
+        *map(quiet, _missing(found)),
+        section("Runs without results", *unfinished.parts(found), name="unfinished"),
         *(_scene(scene, styles, several) for scene in shown),
-        _section("Synthetic images", *sheets.parts(_makers(shown, styles, several))),
-        _section("Privacy spent", _privacy(shown, several)),
-        _section("Configuration", *_configuration(shown, several)),
-        _section("Commands to repeat the runs", *_repeat(shown, several)),
-        _section(
+        section("Synthetic images", *sheets.parts(_makers(shown, styles, several))),
+        section("Privacy spent", _privacy(shown, several)),
+        section("Configuration", *_configuration(shown, several)),
+        section("Commands to repeat the runs", *_repeat(shown, several)),
+        section(
             "Summary table as text",
-            _folded("Markdown", tables.markdown(*table)),
-            _folded("LaTeX (requires the booktabs package)", tables.latex(*table)),
+            folded("Markdown", tables.markdown(*text)),
+            folded("LaTeX (requires the booktabs package)", tables.latex(*text)),
         ),
     ]
     return _document(title, "\n".join(filter(None, parts)))
@@ -79,82 +87,107 @@ def _document(title: str, body: str) -> str:
 """
 
 
-def _verdict(scene: Scene, several: bool) -> str:
-    """Sentence that names the groups and the best ones; no group is the best if the seeds differ."""
-    place = f"On {_place(scene)}: " if several else ""
-    summaries = [tables.summary(group.metrics) for group in scene.groups]
-    if len(scene.groups) == 1:
-        (row,), (group,) = summaries, scene.groups
-        acc, fgt = (tables.spread(row[score], len(group.runs)) for score in ("acc", "fgt"))
-        forgets = "" if fgt == tables.NONE else f" and an FGT of {fgt} %"
-        return f"{place}{group.label} reaches an ACC of {acc} %{forgets}, over {_count(group.runs, 'seed')}."
-    won: dict[str, list[str]] = {}  # groups to what they won
-    for name, what in (("acc", "the highest ACC"), ("fgt", "the lowest FGT")):
-        marks = [cells[0].best for cells in tables.cells(summaries, [name])]
-        if any(marks):
-            best = [group for group, marked in zip(scene.groups, marks, strict=True) if marked]
-            scores = [row[name] for row, marked in zip(summaries, marks, strict=True) if marked]
-            values = _listed(tables.spread(score, len(scene.groups[0].runs)) for score in scores)
-            won.setdefault(_listed(group.label for group in best), []).append(f"{what} ({values} %)")
-    claims = [f"{who} {'have' if ' and ' in who else 'has'} {' and '.join(what)}" for who, what in won.items()]
-    number = len(scene.groups)
-    who = _listed(group.label for group in scene.groups) if number <= _NAMED else f"{number} groups"
-    if not tables.same_seeds(summaries):
-        return f"{place}{who} have different seeds, so no group is marked as the best: {_seeds(scene)}."
-    over = _count(scene.groups[0].runs, "seed")
-    return place + "; ".join(filter(None, (f"{who} are compared over {over}", " and ".join(claims)))) + "."
+def _head(found: Found, date: str) -> str:
+    """Numbers of runs, seeds, date and version."""
+    without = unfinished.counted(found)
+    link = f'; <a href="#unfinished">{escape(without)}</a>' if without else ""
+    runs = escape(f"{count(found.runs, 'run')}, {verdict.seed_names(found.runs)}")
+    return f'<p class="quiet">{runs}{link}. {escape(f"Written {date} by cfl {__version__}.")}</p>'
 
 
-def _seeds(scene: Scene) -> str:
-    """List the groups by their seeds."""
-    sharing: dict[str, list[str]] = {}
-    for group in scene.groups:
-        sharing.setdefault(_seed_names(group.runs), []).append(group.label)
-    return "; ".join(f"{_listed(labels)} with {seeds}" for seeds, labels in sharing.items())
+def _lead(scene: Scene) -> str:
+    text = escape(verdict.sentences(scene)).replace(" %", "\u00a0%").replace(" ± ", "\u00a0±\u00a0")
+    return f'<p class="lead">{text}</p>'
 
 
-def _seed_names(runs: Sequence[FinishedRun]) -> str:
-    numbers = sorted({run.metrics["seed"] for run in runs})
-    return f"seed{'s' * (len(numbers) > 1)} {_listed(map(str, numbers))}"
+def _summary(shown: Sequence[Scene], several: bool) -> str:
+    titles, blocks = by_scene(shown)
+    return grouped(
+        titles, [(_place(scene) if several else "", rows) for scene, rows in zip(shown, blocks, strict=True)]
+    )
 
 
 def _scene(scene: Scene, styles: Styles, several: bool) -> str:
     """Section with the figures and costs of the groups of a scene."""
     groups = scene.groups
-    items = "".join(f"<li>{_mark(styles[group.label])} {escape(group.label)}</li>" for group in groups)
+    items = "".join(f"<li>{mark(styles[group.label])} {escape(group.label)}</li>" for group in groups)
     key = f'<ul class="key">{items}</ul>' if len(groups) > 1 else ""
-    parts = []
-    for title, drawn, above in (
-        ("Accuracy and forgetting", figures.accuracy(groups, styles), key),
-        ("Accuracy matrices, percent", figures.matrices(groups), ""),
-        ("Subspaces", figures.subspaces(groups), ""),
-    ):
-        if texts := [_figure(figure, styles) for figure in drawn]:
-            parts.append(f'<h3>{title}</h3>{above}<div class="figures">{"".join(texts)}</div>')
-    for title, table in (
+    accuracy = "".join(_figure(figure) for figure in figures.accuracy(groups, styles))
+    matrices = _panels(notebook.MATRIX, figures.matrices(groups), styles)
+    subspaces = _panels(
+        "Share of each layer (rows) after each task (columns), percent", figures.subspaces(groups), styles
+    )
+    parts = [_lead(scene)] if several else []
+    for title, part in (
+        ("Paired differences from the best, percentage points", _differences(groups)),
+        ("Accuracy and forgetting", f'{key}<div class="figures">{accuracy}</div>'),
+        ("Accuracy matrices", matrices),
+        ("Subspaces", subspaces),
         ("Bytes by phase", _costs(groups, "MB", _megabytes)),
         ("Seconds by role and phase", _costs(groups, "s", _seconds)),
     ):
-        parts += [f"<h3>{title}</h3>{table}"] if table else []
-    return _section(_place(scene) if several else "Results", *parts)
+        parts += [f"<h3>{title}</h3>{part}"] if part else []
+    return section(_place(scene) if several else "Results", *parts)
 
 
-def _figure(figure: Figure, styles: Styles) -> str:
-    whose = f"{_mark(styles[figure.label])} {escape(figure.label)}" if figure.label else ""
-    title = ": ".join(filter(None, (whose, escape(figure.title))))
-    return f"<figure><figcaption>{title}</figcaption>\n{figure.svg}</figure>\n"
+def _differences(groups: Sequence[RunGroup]) -> str:
+    """Table of the differences of each group from the best one in ACC and in FGT; empty without two seeds to pair."""
+    metrics = [group.metrics for group in groups]
+    found = {name: ranked for name in paired.MEASURES if (ranked := paired.ranking(metrics, name))}
+    if not found:
+        return ""
+    rows = []
+    for number, group in enumerate(groups):
+        texts = [group.label]
+        for ranked in found.values():
+            gap = ranked.gaps.get(number)
+            texts += paired.cells(gap) if gap else ["best" if number == ranked.best else tables.NONE, "", ""]
+        rows.append([Cell(text) for text in texts])
+    return table(["method", *(title for name in found for title in paired.heads(name))], rows)
+
+
+def _figure(figure: Figure) -> str:
+    return f"<figure><figcaption>{escape(figure.title)}</figcaption>\n{figure.svg}</figure>\n"
+
+
+def _panels(about: str, panels: Iterable[Panel], styles: Styles) -> str:
+    """Small multiples: shaded tables of all groups with one scale; empty without panels."""
+    shown, drawn = list(panels), ""
+    if not shown:
+        return ""
+    for one in shown:
+        what = f'<span class="quiet">{escape(one.title)}</span>' if one.title else ""
+        shaded = notebook.shaded(one.rows.tolist(), one.names, range(one.rows.shape[1]))
+        name = escape(": ".join(filter(None, (one.label, one.title))))
+        inside = f'<div class="scroll shaded" tabindex="0" role="region" aria-label="{name}">{shaded}</div>'
+        drawn += f'<div class="panel"><p>{mark(styles[one.label])} {breaking(one.label)} {what}</p>{inside}</div>\n'
+    rows = math.ceil(len(shown) / max(1, _WIDTH // max(map(_panel_width, shown))))
+    columns = math.ceil(len(shown) / rows)  # as many in each row as in the others, if possible
+    caption = f'<figcaption class="quiet">{escape(about)} {notebook.scale()}</figcaption>'
+    return f'<figure>{caption}<div class="panels" style="--columns:{columns}">{drawn}</div></figure>'
+
+
+def _panel_width(panel: Panel) -> float:
+    """Width in rem with the gap, as in page.css."""
+    cell = 3 if max(panel.rows.shape) <= notebook.MOST_NUMBERS else 1.2
+    return max(12, 2 + cell * panel.rows.shape[1]) + 2.5
 
 
 def _costs(groups: Sequence[RunGroup], unit: str, amounts: Callable[[FinishedRun], dict[str, float]]) -> str:
-    """Table of the amounts that the groups spent, mean over their runs; empty if no run stored them."""
+    """Table of the amounts that the groups spent, mean over their runs, without columns of zeros.
+
+    Empty if no run stored them, or all are 0.
+    """
     found = {group.label: [spent for run in group.runs if (spent := amounts(run))] for group in groups}
-    names = sorted({name for runs in found.values() for run in runs for name, amount in run.items() if amount})
-    rows = [
-        [label, *(f"{np.mean([run.get(name, 0) for run in runs]):.2f}" if runs else tables.NONE for name in names)]
-        for label, runs in found.items()
-    ]
-    titles = ["method", *(f"{name}, {unit}" for name in names)]
-    return _table(titles, [[Cell(text) for text in row] for row in rows]) if names else ""
+    columns = {}
+    for name in sorted({name for runs in found.values() for run in runs for name in run}):
+        texts = [
+            f"{np.mean([run.get(name, 0) for run in runs]):.2f}" if runs else tables.NONE for runs in found.values()
+        ]
+        if {*texts} - {"0.00", tables.NONE}:
+            columns[f"{name}, {unit}"] = texts
+    rows = [[Cell(label), *map(Cell, texts)] for label, *texts in zip(found, *columns.values(), strict=True)]
+    return table(["method", *columns], rows) if columns else ""
 
 
 def _megabytes(run: FinishedRun) -> dict[str, float]:
@@ -171,7 +204,7 @@ def _makers(shown: Sequence[Scene], styles: Styles, several: bool) -> Iterator[s
     for scene, group in _all(shown):
         for run in group.runs:
             name = f"{_name(scene, group, several)}, seed {run.metrics['seed']}"
-            yield sheets.Maker(name, _mark(styles[group.label]), run)
+            yield sheets.Maker(name, mark(styles[group.label]), run)
 
 
 def _privacy(shown: Sequence[Scene], several: bool) -> str:
@@ -185,7 +218,7 @@ def _privacy(shown: Sequence[Scene], several: bool) -> str:
             spent += [runs[0]["delta"], runs[0]["noise_multiplier"]]
             rows.append([_name(scene, group, several), runs[0]["epsilon_of"], *(f"{value:.3g}" for value in spent)])
     titles = ["method", "covers", "largest epsilon", "mean epsilon of clients", "delta", "noise / clip"]
-    return _table(titles, [[Cell(text) for text in row] for row in rows], 2) if rows else ""
+    return table(titles, [[Cell(text) for text in row] for row in rows], 2) if rows else ""
 
 
 def _configuration(shown: Sequence[Scene], several: bool) -> Iterator[str]:
@@ -194,10 +227,10 @@ def _configuration(shown: Sequence[Scene], several: bool) -> Iterator[str]:
         named = {_name(s, group, several): group.runs[0] for s, group in _all(shown) if s.benchmark == benchmark}
         rows = [[option, *(option_text(run, option) for run in named.values())] for option in differing(named.values())]
         if rows:
-            yield _table(["option", *named], [[Cell(text) for text in row] for row in rows])
+            yield table(["option", *named], [[Cell(text) for text in row] for row in rows])
     for scene, group in _all(shown):
         path = group.runs[0].path / "config.yaml"
-        yield _folded(f"{_name(scene, group, several)}: {path}", path.read_text(encoding="utf-8"))
+        yield folded(f"{_name(scene, group, several)}: {path}", path.read_text(encoding="utf-8"))
 
 
 def _repeat(shown: Sequence[Scene], several: bool) -> Iterator[str]:
@@ -212,22 +245,20 @@ def _repeat(shown: Sequence[Scene], several: bool) -> Iterator[str]:
         once = shlex.join(again).replace(f"--seed {run.metrics['seed']}", "--seed $seed", 1)
         seeds = " ".join(str(other.metrics["seed"]) for other in group.runs)
         lines.append(f"# {' '.join(name.split())}\nfor seed in {seeds}; do {once} --output {folder}; done\n")
-    yield _code("\n".join(lines))
+    yield code("\n".join(lines))
     machines = {json.dumps(run.machine) for _, group in _all(shown) for run in group.runs if run.machine}
     for text in sorted(machines):
-        yield _quiet("Computed on: " + ", ".join(f"{name} {value}" for name, value in json.loads(text).items()))
+        yield quiet("Computed on: " + ", ".join(f"{name} {value}" for name, value in json.loads(text).items()))
 
 
 def _missing(found: Found) -> Iterator[str]:
-    """Sentences on what the page leaves out, and why."""
-    for path in found.unfinished:
-        yield f"Left out because it is not finished: {path}"
+    """Sentences on what the page leaves out of the finished runs, and why."""
     for path, first in found.twice.items():
         yield f"Left out because it has the configuration and the seed of {first}: {path}"
     for what, file in (("training loss", "rounds.jsonl"), ("seconds by phase", "timing.json")):
         without = [run for run in found.runs if not (run.path / file).is_file()]
         if without:
-            yield f"No {what} for {_count(without, 'run')}: {file} is missing."
+            yield f"No {what} for {count(without, 'run')}: {file} is missing."
 
 
 def _all(shown: Iterable[Scene]) -> Iterator[tuple[Scene, RunGroup]]:
@@ -240,47 +271,3 @@ def _place(scene: Scene) -> str:
 
 def _name(scene: Scene, group: RunGroup, several: bool) -> str:
     return f"{_place(scene)}, {group.label}" if several else group.label
-
-
-def _section(title: str, *parts: str) -> str:
-    """A section; empty if all its parts are empty."""
-    return f"<section>\n<h2>{escape(title)}</h2>\n{''.join(parts)}\n</section>" if any(parts) else ""
-
-
-def _table(titles: Sequence[str], rows: Sequence[Sequence[Cell]], labels: int = 1) -> str:
-    """A table that scrolls in its own box. labels: number of leading columns that hold names, not numbers."""
-    side = ['class="name"' if column < labels else "" for column in range(len(titles))]
-    head = "".join(f'<th scope="col" {how}>{escape(text)}</th>' for text, how in zip(titles, side, strict=True))
-    body = ""
-    for row in rows:
-        names = "".join(f'<th scope="row" class="name">{escape(cell.text)}</th>' for cell in row[:labels])
-        texts = (f"<b>{escape(cell.text)}</b>" if cell.best else escape(cell.text) for cell in row[labels:])
-        body += f"<tr>{names}{''.join(f'<td>{text}</td>' for text in texts)}</tr>\n"
-    table = f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table>"
-    return f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(", ".join(titles))}">{table}</div>'
-
-
-def _folded(title: str, text: str) -> str:
-    return f"<details><summary>{escape(title)}</summary>{_code(text)}</details>\n"
-
-
-def _code(text: str) -> str:
-    return f'<pre tabindex="0">{escape(text)}</pre>'
-
-
-def _quiet(text: str) -> str:
-    return f'<p class="quiet">{escape(text)}</p>'
-
-
-def _mark(style: Style) -> str:
-    return f'<span class="mark" style="color:{style.colour}" aria-hidden="true">{style.symbol}</span>'
-
-
-def _count(things: Sequence[Any], what: str) -> str:
-    return f"{len(things)} {what}{'s' * (len(things) != 1)}"
-
-
-def _listed(names: Iterable[str]) -> str:
-    """Join names as in a sentence, without duplicates."""
-    *most, last = dict.fromkeys(names)
-    return f"{', '.join(most)} and {last}" if most else last

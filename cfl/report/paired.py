@@ -1,15 +1,17 @@
 """Paired differences between methods: runs of a seed share random draws, so few seeds suffice to see a difference."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.table import Table
 
+from cfl.core.metrics import NONE, percent
 from cfl.experiments.compare import Group
-from cfl.report.tables import NONE, Metrics
+from cfl.report.tables import SCORES, Metrics
 
 MEASURES = ("acc", "fgt")
+TITLE = "paired differences, percentage points"
 
 
 def differences(runs: Sequence[Metrics], others: Sequence[Metrics]) -> dict[str, Any] | None:
@@ -18,15 +20,11 @@ def differences(runs: Sequence[Metrics], others: Sequence[Metrics]) -> dict[str,
     Each is a dict of fractions with mean; low and high, the 95 % confidence interval; and p of a two-sided paired
     t-test. All are NaN if FGT is not defined. seeds: the common seeds.
     """
-    by_seed = [{run["seed"]: run for run in each} for each in (runs, others)]
-    seeds = sorted(by_seed[0].keys() & by_seed[1].keys())
+    seeds = common_seeds([runs, others])
     if len(seeds) < 2:
         return None
-    out: dict[str, Any] = {"seeds": seeds}
-    for name in MEASURES:
-        ours, theirs = (np.array([each[seed][name] for seed in seeds], dtype=float) for each in by_seed)
-        out[name] = _paired(ours - theirs)
-    return out
+    gaps = {name: _scores(runs, name, seeds) - _scores(others, name, seeds) for name in MEASURES}
+    return {"seeds": seeds, **{name: _paired(gap) for name, gap in gaps.items()}}
 
 
 def against(groups: Sequence[Group], method: str) -> dict[str, dict[str, Any]]:
@@ -35,6 +33,70 @@ def against(groups: Sequence[Group], method: str) -> dict[str, dict[str, Any]]:
     pairs = [(group, other) for group in others for other in group.counterparts(groups, method)]
     found = {f"{a.label} less {b.label}": differences(a.results(), b.results()) for a, b in pairs}
     return {name: row for name, row in found.items() if row}
+
+
+class Ranking(NamedTuple):
+    """The group with the best mean of a score, and how far the others are from it, over the seeds that all share.
+
+    best: number of the group; mean, std: of its score, a fraction; gaps: number of each other group that has the score
+    to its difference from the best, as by `differences`; seeds: those that all groups share.
+    """
+
+    best: int
+    mean: float
+    std: float
+    gaps: dict[int, dict[str, float]]
+    seeds: list[int]
+
+    @property
+    def rivals(self) -> list[int]:
+        """The groups that are not told apart from the best: the 95 % interval contains 0, or the means print alike."""
+        return [
+            number
+            for number, gap in self.gaps.items()
+            if gap["low"] <= 0 <= gap["high"] or percent(self.mean + gap["mean"]) == percent(self.mean)
+        ]
+
+    @property
+    def marked(self) -> set[int]:
+        """The groups to mark as the best ones: the best and its rivals; none if these are all groups."""
+        return {self.best, *self.rivals} if len(self.rivals) < len(self.gaps) else set()
+
+
+def ranking(groups: Sequence[Sequence[Metrics]], name: str) -> Ranking | None:
+    """Rank groups of runs by a score; None if fewer than two groups have it, or share fewer than two seeds.
+
+    name: "acc", "fgt" or "learning_accuracy". The lowest FGT is the best, and the highest of the others.
+    """
+    seeds = common_seeds(groups)
+    if len(seeds) < 2:
+        return None
+    scores = {number: _scores(runs, name, seeds) for number, runs in enumerate(groups)}
+    scores = {number: own for number, own in scores.items() if not np.isnan(own).any()}
+    if len(scores) < 2:
+        return None
+    sign = -1 if name == "fgt" else 1
+    best = max(scores, key=lambda number: sign * scores[number].mean())
+    gaps = {number: _paired(own - scores[best]) for number, own in scores.items() if number != best}
+    return Ranking(best, float(scores[best].mean()), float(scores[best].std()), gaps, seeds)
+
+
+def marked(groups: Sequence[Sequence[Metrics]]) -> dict[str, set[int]]:
+    """Score to the numbers of the groups to mark as the best; nothing if groups have different seeds, or one seed."""
+    if len({frozenset(run["seed"] for run in runs) for runs in groups}) > 1:
+        return {}
+    return {name: found.marked for name in SCORES if (found := ranking(groups, name))}
+
+
+def common_seeds(groups: Iterable[Sequence[Metrics]]) -> list[int]:
+    """The seeds that all groups of runs have, in rising order."""
+    return sorted(set.intersection(*({run["seed"] for run in runs} for runs in groups)))
+
+
+def _scores(runs: Sequence[Metrics], name: str, seeds: Sequence[int]) -> np.ndarray:
+    """The score of each seed; NaN if it is not defined."""
+    by_seed = {run["seed"]: run.get(name) for run in runs}
+    return np.array([by_seed[seed] for seed in seeds], dtype=float)
 
 
 def _paired(gaps: np.ndarray) -> dict[str, float]:
@@ -50,19 +112,32 @@ def _paired(gaps: np.ndarray) -> dict[str, float]:
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
     """A row per pair ("fot less fedavg"): mean differences in percentage points, with 95 % interval and p."""
-    shown = Table(title="paired differences, percentage points", title_justify="left")
-    shown.add_column("methods")
-    for name in MEASURES:
-        for title in (f"{name.upper()} difference", "95 % interval", "p"):
-            shown.add_column(title, justify="right")
-    shown.add_column("seeds", justify="right")
-    for label, row in rows.items():
-        cells = [cell for name in MEASURES for cell in _cells(row[name])]
-        shown.add_row(label, *cells, str(len(row["seeds"])))
+    shown = Table(title=TITLE, title_justify="left")
+    titles, lines = texts(rows)
+    for number, title in enumerate(titles):
+        shown.add_column(title, justify="right" if number else "left")
+    for line in lines:
+        shown.add_row(*line)
     return shown
 
 
-def _cells(row: Mapping[str, float]) -> list[str]:
+def texts(rows: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Titles and rows of the table of paired differences, in percentage points."""
+    titles = [title for name in MEASURES for title in heads(name)]
+    lines = [
+        [label, *(cell for name in MEASURES for cell in cells(row[name])), str(len(row["seeds"]))]
+        for label, row in rows.items()
+    ]
+    return ["methods", *titles, "seeds"], lines
+
+
+def heads(name: str) -> list[str]:
+    """Titles of the columns of `cells`. name: "acc" or "fgt"."""
+    return [f"{name.upper()} difference", "95 % interval", "p"]
+
+
+def cells(row: Mapping[str, float]) -> list[str]:
+    """A difference, its 95 % interval and p, as texts; dashes if the difference is not defined."""
     if np.isnan(row["mean"]):
         return [NONE] * 3
     points = {name: 100 * row[name] for name in ("mean", "low", "high")}

@@ -53,6 +53,7 @@ class Series:
 def lines(series: Sequence[Series], *, about: str, marks: bool = True, breaks: Sequence[int] = (), **axes: Any) -> str:
     """SVG with a line per group, and its standard deviation as a shade. about: description for screen readers.
 
+    The vertical axis starts at 0, so that heights can be compared; with a negative mean, it starts below the lines.
     marks: draw markers; breaks: positions of vertical lines, such as starts of tasks; axes: properties, such as xlabel.
     """
     with _drawing():
@@ -66,8 +67,12 @@ def lines(series: Sequence[Series], *, about: str, marks: bool = True, breaks: S
         for place in breaks:
             plot.axvline(place, color=_INK, alpha=0.25, linewidth=0.6, linestyle=":")
         plot.set(**axes)
+        if not any((one.mean < 0).any() for one in series):
+            plot.set_ylim(bottom=0)
         if marks:
             plot.set_xticks(_ticks(max(len(one.x) for one in series)))
+        else:
+            plot.xaxis.get_major_locator().set_params(integer=True)
         return _svg(figure, about)
 
 
@@ -83,19 +88,6 @@ def bars(names: Sequence[str], series: Sequence[Series], *, about: str, **axes: 
             plot.bar(places, one.mean, width * 0.92, color=one.style.colour, yerr=std, error_kw=error)
         plot.set(xticks=range(len(names)), xticklabels=names, **axes)
         plot.grid(visible=False, axis="x")
-        return _svg(figure, about)
-
-
-def heat(rows: np.ndarray, names: Sequence[str], *, about: str, xlabel: str, ylabel: str) -> str:
-    """SVG of a heat map of percents, with numbers if they fit. rows: values, NaN for none; names: names of the rows."""
-    with _drawing():
-        figure, plot = _svg_figure(max(1.5, min(4.2, 0.7 + 0.36 * len(rows))))
-        image = _cells(plot, rows)
-        figure.colorbar(image, ax=plot, label="%", fraction=0.05, pad=0.02).ax.patch.set_visible(False)
-        every = slice(None, None, 1 + len(names) // 25)  # 24 names fit
-        plot.set_yticks(range(len(names))[every], names[every])
-        plot.set(xticks=_ticks(rows.shape[1]), xlabel=xlabel, ylabel=ylabel, aspect="auto")
-        plot.grid(visible=False)
         return _svg(figure, about)
 
 
@@ -190,7 +182,7 @@ def _ticks(tasks: int) -> list[int]:
     return list(range(0, tasks, 1 + tasks // 16))
 
 
-_HEIGHT = 3.1  # inches; with a width of 5.2 inches, text on a phone is as large as a footnote
+_SIZE = 4.9, 2.95  # inches: on a phone, text is as large as a footnote
 
 
 def _drawing() -> AbstractContextManager[None]:
@@ -199,8 +191,9 @@ def _drawing() -> AbstractContextManager[None]:
     return rc_context(fname=str(files("cfl") / "report" / "page.mplstyle"))
 
 
-def _svg_figure(height: float = _HEIGHT) -> tuple[Any, Any]:
-    return _figure(1, height, width=5.2)
+def _svg_figure() -> tuple[Any, Any]:
+    width, height = _SIZE
+    return _figure(1, height, width)
 
 
 def _svg(figure: Any, about: str) -> str:

@@ -6,8 +6,8 @@ from itertools import groupby
 
 from rich.table import Table as Shown
 
+from cfl.core.metrics import NONE
 from cfl.experiments.reproduce import Cell, Score, Table, measure
-from cfl.report.tables import NONE
 
 Ours = Mapping[Cell, Mapping[str, Score]]
 Block = tuple[str, list[str], list[list[str]]]  # title, heads, rows

@@ -3,7 +3,7 @@
 import json
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,8 +16,7 @@ from cfl.config.schema import RunConfig
 from cfl.core import ConfigError
 from cfl.experiments.compare import HOW, continuation, spent
 from cfl.report import tables
-from cfl.report.tables import Cell
-from cfl.runtime.run_folder import read_json, sheets
+from cfl.runtime.run_folder import ERROR, read_json, sheets
 
 _NEEDED = ("method", "benchmark", "seed", "acc", "accuracy_matrix")
 
@@ -57,11 +56,16 @@ class FinishedRun:
 
 @dataclass(frozen=True)
 class Found:
-    """Contents of some folders. twice: folder of a run that is left out, to the folder of an equal run."""
+    """Contents of some folders.
+
+    unfinished: folders of runs without results that no error has ended; twice: folder of a run that is left out, to the
+    folder of an equal run; failed: folder of a run that an error has ended, to the contents of its error.json.
+    """
 
     runs: list[FinishedRun]
     unfinished: list[Path]
     twice: dict[Path, Path]
+    failed: dict[Path, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -95,31 +99,44 @@ def read(paths: Iterable[Path]) -> Found:
             raise ConfigError(f"'{path}' contains no run; the folder of a run has config.yaml and metrics.json")
         folders |= dict.fromkeys(found)
     runs: dict[tuple[str, int], FinishedRun] = {}
-    unfinished, twice = [], {}
+    unfinished, twice, failed = [], {}, {}
     for folder in folders:
         if not (folder / "metrics.json").is_file():
-            unfinished.append(folder)
+            if error := read_json(folder / ERROR):
+                failed[folder] = error
+            else:
+                unfinished.append(folder)
             continue
         run = _run(folder)
         first = runs.setdefault((run.key, run.metrics["seed"]), run)
         if first.path.resolve() != folder.resolve():
             twice[folder] = first.path
     if not runs:
-        names, again = ", ".join(f"'{folder}'" for folder in unfinished), shlex.join(continuation(unfinished[0]))
-        others = ", or repeat the command that began them all" if len(unfinished) > 1 else ""
-        raise ConfigError(f"no run is finished in {names}; continue with: {again}{others}")
-    return Found(list(runs.values()), unfinished, twice)
+        raise _none_finished(unfinished, failed)
+    return Found(list(runs.values()), unfinished, twice, failed)
+
+
+def _none_finished(unfinished: Sequence[Path], failed: Mapping[Path, Mapping[str, Any]]) -> ConfigError:
+    names = ", ".join(f"'{folder}'" for folder in (*unfinished, *failed))
+    if not unfinished:
+        folder, error = next(iter(failed.items()))
+        return ConfigError(f"no run is finished in {names}; '{folder}' failed: {error['error']}: {error['message']}")
+    others = ", or repeat the command that began them all" if len(unfinished) + len(failed) > 1 else ""
+    return ConfigError(
+        f"no run is finished in {names}; continue with: {shlex.join(continuation(unfinished[0]))}{others}"
+    )
 
 
 def scenes(runs: Sequence[FinishedRun]) -> list[Scene]:
     """Sort runs into scenes by benchmark and setting: the options, not of the method, in which its runs differ.
 
-    If every setting has a single group, one scene compares the settings.
+    If every setting has a single group, one scene compares the settings. Scenes that compare groups come first.
     """
     by_benchmark: dict[str, list[FinishedRun]] = {}
     for run in runs:
         by_benchmark.setdefault(run.metrics["benchmark"], []).append(run)
-    return [scene for name in sorted(by_benchmark) for scene in _scenes(name, by_benchmark[name])]
+    found = [scene for name in sorted(by_benchmark) for scene in _scenes(name, by_benchmark[name])]
+    return sorted(found, key=lambda scene: len(scene.groups) == 1)
 
 
 def _scenes(benchmark: str, runs: Sequence[FinishedRun]) -> list[Scene]:
@@ -136,22 +153,6 @@ def _scenes(benchmark: str, runs: Sequence[FinishedRun]) -> list[Scene]:
         return [Scene(benchmark, "", [RunGroup(_label(group[0], [setting]), group) for setting, group in named])]
     by_setting = {setting: [group for own, group in named if own == setting] for setting in settings}
     return [Scene(benchmark, setting, _groups(own)) for setting, own in by_setting.items()]
-
-
-def overview(scenes: Sequence[Scene]) -> tuple[list[str], list[list[Cell]], int]:
-    """Summary table: titles, a row per group, and the number of leading columns that hold names."""
-    names = ["acc", "fgt", "learning_accuracy", *tables.OPTIONAL, "bytes_up", "bytes_down", "seconds", "seeds"]
-    summaries = [[tables.summary(group.metrics) for group in scene.groups] for scene in scenes]
-    every = [row for rows in summaries for row in rows]
-    names = [name for name in names if name not in tables.OPTIONAL or any(name in row for row in every)]
-    labels = {"benchmark": len({scene.benchmark for scene in scenes}) > 1, "setting": any(s.setting for s in scenes)}
-    shown = [name for name, more_than_one in labels.items() if more_than_one]
-    rows = [
-        [*(Cell(getattr(scene, name)) for name in shown), Cell(group.label), *cells]
-        for scene, own in zip(scenes, summaries, strict=True)
-        for group, cells in zip(scene.groups, tables.cells(own, names), strict=True)
-    ]
-    return [*shown, "method", *tables.head(names)], rows, len(shown) + 1
 
 
 def differing(runs: Collection[FinishedRun]) -> list[str]:

@@ -1,16 +1,20 @@
 """Tables for the terminal, for Markdown and for LaTeX, and the summary of runs over seeds."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 from rich.table import Table
 
+from cfl.core.metrics import NONE, percent
+
 Metrics = Mapping[str, Any]
 Matrix = Sequence[Sequence[float | None]]
-_SCORES = {"acc": "ACC %", "fgt": "FGT %", "learning_accuracy": "LA %"}
+SCORES = {"acc": "ACC %", "fgt": "FGT %", "learning_accuracy": "LA %"}
+"""Scores of a run, fractions, and their titles in a table."""
 OPTIONAL = {"validation_acc": "val. ACC %", "task_accuracy": "tasks %", "epsilon": "epsilon"}
 """Figures that only some runs have, and their titles in a table."""
 _COSTS = {  # title in a table, and divisor of its unit
@@ -21,7 +25,7 @@ _COSTS = {  # title in a table, and divisor of its unit
     "server_seconds": ("server s", 1),
 }
 _TITLES = {
-    **_SCORES,
+    **SCORES,
     **OPTIONAL,
     **{name: title for name, (title, _) in _COSTS.items()},
     "seconds": "seconds",
@@ -33,7 +37,6 @@ _IN_TEX = str.maketrans(
     {name: rf"\{name}" for name in "&%$#_{}"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "–": "--"}
 )
-NONE = "–"  # in place of a missing number
 
 
 class Cell(NamedTuple):
@@ -103,15 +106,10 @@ def summary(runs: Sequence[Metrics]) -> dict[str, Any]:
     mean and std, NaN if undefined or not stored. seeds: list of the seeds.
     """
     out: dict[str, Any] = {"seeds": [run["seed"] for run in runs]}
-    for name in (*_SCORES, *_COSTS, "seconds", *(name for name in OPTIONAL if name in runs[0])):
+    for name in (*SCORES, *_COSTS, "seconds", *(name for name in OPTIONAL if name in runs[0])):
         values = np.array([run.get(name) for run in runs], dtype=float)  # None becomes NaN
         out[name] = {"mean": float(values.mean()), "std": float(values.std())}
     return out
-
-
-def percent(value: float, decimals: int = 1) -> str:
-    """Format a fraction in percent; a dash for NaN, such as forgetting after one task."""
-    return NONE if math.isnan(value) else f"{100 * value:z.{decimals}f}"
 
 
 def spread(score: Mapping[str, float], runs: int, decimals: int = 1) -> str:
@@ -125,45 +123,40 @@ def head(names: Sequence[str]) -> list[str]:
     return [_TITLES[name] for name in names]
 
 
-def cells(summaries: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[list[Cell]]:
-    """A row per summary: scores in percent with standard deviation, means of costs; the best scores are marked.
+def cells(
+    summaries: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    best: Mapping[str, Container[int]] = MappingProxyType({}),
+) -> list[list[Cell]]:
+    """A row per summary: scores in percent with standard deviation, and means of costs.
 
-    names: keys of a summary, one per column. Scores that print alike are equally good. No score is the best in a single
-    row, or in rows of different seeds.
+    names: keys of a summary, one per column; best: name of a score to the numbers of the rows to mark as the best.
     """
-    best = {name: _best(summaries, name) for name in names}
-    return [[Cell(_text(row, name), place in best[name]) for name in names] for place, row in enumerate(summaries)]
-
-
-def same_seeds(summaries: Sequence[Mapping[str, Any]]) -> bool:
-    """True if all summaries have the same seeds, and so the same random draws."""
-    return len({frozenset(row["seeds"]) for row in summaries}) == 1
-
-
-def _best(summaries: Sequence[Mapping[str, Any]], name: str) -> set[int]:
-    """Indices of the rows whose score prints like the best score; empty if the rows cannot be compared."""
-    means = [row[name]["mean"] for row in summaries] if name in _SCORES and same_seeds(summaries) else []
-    known = [mean for mean in means if not math.isnan(mean)]
-    if len(known) < 2:
-        return set()
-    top = percent(min(known) if name == "fgt" else max(known))
-    return {place for place, mean in enumerate(means) if percent(mean) == top}
+    return [
+        [Cell(_text(row, name), place in best.get(name, ())) for name in names] for place, row in enumerate(summaries)
+    ]
 
 
 def compared(summaries: Mapping[str, Mapping[str, Any]], title: str) -> Table:
-    """A row per method: mean ± standard deviation of ACC and FGT in percent, and mean costs.
+    """The table of `compared_texts` for the terminal."""
+    table = Table(title=title, title_justify="left")
+    titles, rows = compared_texts(summaries)
+    for number, text in enumerate(titles):
+        table.add_column(text, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def compared_texts(summaries: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Titles, and a row per method: mean ± standard deviation of ACC and FGT in percent, and mean costs.
 
     Costs: megabytes (1e6 bytes) sent up and down in the whole run, kilobytes that a client stores, and seconds.
     """
-    table = Table(title=title, title_justify="left")
-    table.add_column("method")
     found = [name for name in OPTIONAL if any(name in row for row in summaries.values())]
     names = ["acc", "fgt", *found, *_COSTS, "seeds"]
-    for text in head(names):
-        table.add_column(text, justify="right")
-    for method, row in zip(summaries, cells(list(summaries.values()), names), strict=True):
-        table.add_row(method, *(cell.text for cell in row))
-    return table
+    rows = zip(summaries, cells(list(summaries.values()), names), strict=True)
+    return ["method", *head(names)], [[method, *(cell.text for cell in row)] for method, row in rows]
 
 
 def markdown(titles: Sequence[str], rows: Sequence[Sequence[Cell]], labels: int = 1) -> str:
@@ -186,6 +179,19 @@ def latex(titles: Sequence[str], rows: Sequence[Sequence[Cell]], labels: int = 1
     begin, end = rf"\begin{{tabular}}{{{columns}}}", r"\end{tabular}"
     table = [begin, r"\toprule", first, r"\midrule", *rest, r"\bottomrule", end]
     return "".join(f"{line}\n" for line in table)
+
+
+def failures(reasons: Mapping[str, str]) -> Table:
+    """A row per reason, with the names of the runs that failed for it. reasons: by run; their last lines are shown."""
+    shown: dict[str, list[str]] = {}
+    for name, text in reasons.items():
+        shown.setdefault(text.strip().rpartition("\n")[2], []).append(name)
+    table = Table(title="failed runs", title_justify="left")
+    table.add_column("runs")
+    table.add_column("error")
+    for text, names in shown.items():
+        table.add_row("\n".join(names), text)
+    return table
 
 
 def listing(rows: Sequence[tuple[str, str, str]], title: str) -> Table:
@@ -223,7 +229,7 @@ def _text(row: Mapping[str, Any], name: str) -> str:
     if name == "seeds":
         return str(len(row["seeds"]))
     score = row.get(name, {"mean": math.nan})
-    if name in _SCORES or name in ("validation_acc", "task_accuracy"):
+    if name in SCORES or name in ("validation_acc", "task_accuracy"):
         return spread(score, len(row["seeds"]))
     digits, unit = (2 if name == "epsilon" else 1), _COSTS.get(name, ("", 1))[1]
     return NONE if math.isnan(score["mean"]) else f"{score['mean'] / unit:.{digits}f}"

@@ -6,12 +6,13 @@ from pathlib import Path
 
 from cfl.core import ConfigError
 from cfl.report import html, runs, tables
+from cfl.report.overview import overview
 from cfl.report.runs import Found
 
 _KINDS: dict[str, Callable[[Found], str]] = {
     ".html": lambda found: html.page(found, date=date.today().isoformat()),
-    ".md": lambda found: tables.markdown(*runs.overview(runs.scenes(found.runs))),
-    ".tex": lambda found: tables.latex(*runs.overview(runs.scenes(found.runs))),
+    ".md": lambda found: tables.markdown(*overview(runs.scenes(found.runs))),
+    ".tex": lambda found: tables.latex(*overview(runs.scenes(found.runs))),
 }
 
 

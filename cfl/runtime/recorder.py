@@ -4,6 +4,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 from cfl.assembly import resolve
 from cfl.config.schema import RunConfig
 from cfl.contract import RoundInputs
-from cfl.core import CheckpointError, Tree, machine
+from cfl.core import CheckpointError, ConfigError, Tree, machine
 from cfl.engines import Outcome
 from cfl.runtime import checkpoint, contact_sheet
 from cfl.runtime.fingerprint import Fingerprint, code
@@ -64,6 +65,7 @@ class Recorder:
             self.folder.write_model(about)
             place = {"states": self.fingerprint.states}
             self.folder.write_made_of({"run": self.fingerprint.parts, "code": code(config), "place": place})
+            self.folder.remove_error()  # of an earlier session
         self.sink.start(config, notes, total)
 
     def warn(self, texts: Iterable[str]) -> None:
@@ -136,6 +138,23 @@ class Recorder:
             self.folder.write_timing(self.state.seconds)  # before metrics.json, which marks a run as finished
             self.folder.write_metrics(metrics)
         self.sink.finish(metrics)
+
+    def failed(self, error: Exception, position: int | None) -> None:
+        """Write error.json: class, message in one line, task, phase and round of an error that ends the run, and date.
+
+        position: of the round in the schedule, None for an error after the last round.
+        """
+        if self.folder is None:
+            return
+        place: dict[str, Any] = dict.fromkeys(("task", "phase", "round"))
+        if position is not None:
+            task, phase, number = self.rounds.schedule[position]
+            place = {"task": task, "phase": phase.name, "round": number}
+        found = {"error": type(error).__name__, "message": " ".join(str(error).split()), **place}
+        try:
+            self.folder.write_error({**found, "date": datetime.now(UTC).isoformat(timespec="seconds")})
+        except ConfigError as unwritable:  # the disk may be full, which must not hide the error itself
+            self.sink.warn(str(unwritable))
 
     def _write(self, row: dict[str, Any], ends_task: bool) -> None:
         done, task = self.state.position, row["task"]

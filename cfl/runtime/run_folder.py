@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from cfl.config.overrides import read_yaml
 from cfl.core import Busy, ConfigError, files
 
-MADE_OF, MODEL, IMAGES = "made_of.json", "model.json", "images"
+MADE_OF, MODEL, IMAGES, ERROR = "made_of.json", "model.json", "images", "error.json"
 _LOCK = ".lock"
 _PATIENCE = 0.5  # seconds to wait for the lock; `busy` holds it for less
 _RESTORE = "put the whole file back, or begin again with another --output"
@@ -23,7 +23,7 @@ _RESTORE = "put the whole file back, or begin again with another --output"
 
 class RunFolder:
     """A run's folder: `config.yaml`, `metrics.json`, `made_of.json`, `model.json`, `timing.json`,
-    `rounds.jsonl`, `checkpoints/`, and `images/` if the method makes images.
+    `rounds.jsonl`, `checkpoints/`, `images/` if the method makes images, and `error.json` if an error ended the run.
 
     resume: continue the run in the folder. The folder stays locked until `close` or the end of the process.
     Raises ConfigError if the folder cannot be written, or holds a run and `resume` is False; Busy if another process
@@ -110,6 +110,17 @@ class RunFolder:
     def write_timing(self, seconds: Mapping[str, Mapping[str, float]]) -> None:
         """Write `timing.json`: seconds by category and phase. Only seconds differ if a run is repeated."""
         write_json(self.path / "timing.json", seconds)
+
+    def write_error(self, error: Mapping[str, Any]) -> None:
+        """Write `error.json`: the error that ended the run, see `Recorder.failed`."""
+        write_json(self.path / ERROR, error)
+
+    def remove_error(self) -> None:
+        """Remove `error.json`: the run goes on. Raises ConfigError if the file cannot be removed."""
+        try:
+            (self.path / ERROR).unlink(missing_ok=True)
+        except OSError as error:
+            raise _unwritable(self.path / ERROR, error) from None
 
     def append_round(self, row: Mapping[str, Any]) -> None:
         """Append a line to `rounds.jsonl`; `sync_rounds` flushes it to disk. Raises ConfigError if the write fails."""

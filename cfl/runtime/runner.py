@@ -5,7 +5,7 @@ position in the schedule and the trees of the server and the clients.
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from cfl.engines.evaluate import Observer
 from cfl.runtime.builder import HERE, Place, build_session
 from cfl.runtime.fingerprint import decisive
 from cfl.runtime.run_folder import RunFolder
-from cfl.runtime.session import Result
+from cfl.runtime.session import Result, Session
 from cfl.runtime.sinks import Sink, usual_sink
 from cfl.streams import Stream
 
@@ -103,12 +103,23 @@ def carry_out(
         at_end.enter_context(session.recorder.writer)
         interrupted = at_end.enter_context(machine.interrupts())
         session.start(resume)
+        return _finished(session, interrupted, observe)
+
+
+def _finished(session: Session, interrupted: Callable[[], bool], observe: Observer | None) -> Result:
+    """Run the rounds that are left. An error that ends the run is kept in its folder."""
+    position = None
+    try:
         for position in range(session.state.position, len(session.schedule)):
             session.round(position, observe)
             if interrupted():
                 session.recorder.save(wait=True)
                 raise KeyboardInterrupt
+        position = None
         return session.finish()
+    except Exception as error:
+        session.recorder.failed(error, position)
+        raise
 
 
 def _settled(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:

@@ -13,6 +13,7 @@ from cfl.core import HookError, UpdateError, metrics, tree
 from cfl.engines import Engine, Outcome
 from cfl.engines.evaluate import Inference, LocalModels, Observer, accuracy
 from cfl.models import Model
+from cfl.runtime import notebook
 from cfl.runtime.population import Population
 from cfl.runtime.privacy_budget import Budget
 from cfl.runtime.recorder import Recorder, row_of
@@ -36,6 +37,15 @@ class Result:
     accuracy_matrix: np.ndarray
     params: tree.Tree
     model: Model
+
+    def __repr__(self) -> str:
+        method, benchmark = (repr(self.metrics[name])[:60] for name in ("method", "benchmark"))
+        scores = ", ".join(f"{name}={self.metrics[name]:.3f}" for name in ("acc", "fgt"))
+        return f"Result(method={method}, benchmark={benchmark}, seed={self.metrics['seed']}, {scores})"
+
+    def _repr_html_(self) -> str:
+        """Tables for a notebook."""
+        return notebook.result(self.metrics)
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ import pytest
 
 import cfl
 from cfl.assembly.resolve import dump
-from cfl.report.tables import percent
+from cfl.core.metrics import percent
 
 ROOT = Path(__file__).parents[2]
 

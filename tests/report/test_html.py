@@ -5,12 +5,13 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from filelock import FileLock
 
 from cfl import cli
 from cfl.config.overrides import read_yaml
 from cfl.report import figures, html, plots, runs
 
-VOID = {"meta", "br", "img", "link", "input", "hr"}
+VOID = {"meta", "br", "img", "link", "input", "hr", "wbr"}
 
 
 class Reader(HTMLParser):
@@ -109,11 +110,9 @@ def test_bytes_and_seconds_are_means_of_the_stored_values(read, stored):
 
 def test_every_figure_has_a_description(read, stored):
     drawn = [own["aria-label"] for tag, own in read.attributes if tag == "svg"]
-    assert sum(tag == "figure" for tag, _ in read.attributes) == len(drawn) and all(drawn)
+    assert len(drawn) == 5 and all(drawn)
     found = [json.loads((stored / f"a/fot-seed{seed}" / "metrics.json").read_text()) for seed in (0, 1)]
     last = 100 * np.mean([run["accuracy_matrix"][-1] for run in found], axis=0)
-    (matrix,) = [text for text in drawn if text.startswith("Accuracy matrix of fot")]
-    assert matrix.endswith(f"percent: {last[0]:.3g}, {last[1]:.3g}")
     (seen,) = [text for text in drawn if text.startswith("Mean accuracy on the tasks seen")]
     assert seen.endswith(f"fot {last.mean():.3g}")
     (first,) = [text for text in drawn if text.startswith("Accuracy on the first task")]
@@ -121,36 +120,91 @@ def test_every_figure_has_a_description(read, stored):
     lost = 100 * np.mean([run["accuracy_matrix"][0][0] - run["accuracy_matrix"][1][0] for run in found])
     (forgotten,) = [text for text in drawn if text.startswith("Forgetting")]
     assert forgotten.endswith(f"fot {lost:.3g}")
-    for field in ("subspace_use", "coverage", "removed"):
-        use = 100 * np.mean([list(run["by_task"][-1][field].values()) for run in found], axis=0)
-        assert any(text.endswith(f"3 {use[-1]:.3g}") and f"1 {use[0]:.3g}" in text for text in drawn)
 
 
-def test_the_sentence_names_the_best_method_with_its_deviation(page, stored):
-    accs = {}
-    for name, paths in {"fedavg": "seed{}", "fot": "a/fot-seed{}"}.items():
-        found = [json.loads((stored / paths.format(seed) / "metrics.json").read_text()) for seed in (0, 1)]
-        accs[name] = [100 * run["acc"] for run in found]
-    best = max(accs, key=lambda name: np.mean(accs[name]))
-    value = f"{np.mean(accs[best]):.1f} ± {np.std(accs[best]):.1f}"
-    lead = f'<p class="lead">fedavg and fot are compared over 2 seeds; {best} has the highest ACC ({value} %)'
-    assert lead in page
+def test_the_panels_have_the_mean_accuracy_matrices_and_the_shares_of_the_layers(read, stored):
+    shaded = [rows for rows in read.tables if rows[0] == ["", "0", "1"]]  # two tasks
+    found = [json.loads((stored / f"a/fot-seed{seed}" / "metrics.json").read_text()) for seed in (0, 1)]
+    (first, _), last = 100 * np.mean([[[a, 0], b] for (a, _), b in (run["accuracy_matrix"] for run in found)], axis=0)
+    assert shaded[1][1:] == [["0", f"{first:.0f}", ""], ["1", *(f"{value:.0f}" for value in last)]]
+    assert len(shaded) == 5  # of fedavg, of fot, and the three fields of fot's layers
+    for rows, field in zip(shaded[2:], ("subspace_use", "coverage", "removed"), strict=True):
+        use = 100 * np.mean([[list(task[field].values()) for task in run["by_task"]] for run in found], axis=0)
+        layers = list(found[0]["by_task"][0][field])
+        assert rows[1:] == [[name, *(f"{v:.0f}" for v in own)] for name, own in zip(layers, use.T, strict=True)]
 
 
-def test_groups_on_different_seeds_have_no_best(stored):
-    found = runs.read([stored / "seed0", stored / "a"])
-    uneven = html.page(found, date="")
-    seeds = "fedavg with seed 0; fot with seeds 0 and 1"
-    assert f"fedavg and fot have different seeds, so no group is marked as the best: {seeds}." in uneven
-    assert "<b>" not in uneven and "has the" not in uneven
-    _, rows, _ = runs.overview(runs.scenes(found.runs))
-    assert len(rows) == 2 and not any(cell.best for row in rows for cell in row)
-    _, rows, _ = runs.overview(runs.scenes(runs.read([stored / "seed0", stored / "a" / "fot-seed0"]).runs))
-    assert any(cell.best for row in rows for cell in row)  # one seed each, the same seed
+def test_accuracies_and_losses_are_drawn_from_zero(stored):
+    (scene,) = runs.scenes(runs.read([stored]).runs)
+    drawn = figures.accuracy(scene.groups, {group.label: plots.Style(0) for group in scene.groups})
+    lowest = [re.findall(r"> ?(−?[\d.]+) ?</text>", figure.svg) for figure in drawn]
+    titles = ("seen", "first", "at the end", "Forgetting", "loss")
+    found = dict(zip(titles, lowest, strict=True))
+    for title in ("seen", "first", "at the end", "loss"):
+        numbers = [float(text.replace("−", "-")) for text in found[title]]
+        assert min(numbers) == 0 and numbers.count(0) == 2  # the first task or round, and the start of the other axis
 
 
-def test_the_page_names_what_it_leaves_out(page, stored, tmp_path):
-    assert f"Left out because it is not finished: {stored / 'killed'}" in page
+def test_a_column_of_zeros_is_left_out_of_the_costs(stored, tmp_path):
+    phases = {"idle": {"up": 0, "down": 0}, "few": {"up": 4_000, "down": 0}, "train": {"up": 2e6, "down": 0}}
+    run = changed(stored, tmp_path / "run", bytes_by_phase=phases)
+    (run / "timing.json").write_text(json.dumps({"clients": {"train": 1.5, "idle": 0.004}, "server": {"train": 0}}))
+    tables = Reader(html.page(runs.read([run]), date="")).tables
+    assert [["method", "train up, MB"], ["fot", "2.00"]] in tables  # 4,000 bytes would print as 0.00 MB
+    assert [["method", "clients: train, s"], ["fot", "1.50"]] in tables
+
+
+def test_scenes_are_blocks_of_the_summary_and_a_single_run_comes_last(stored, tmp_path):
+    single = changed(stored, tmp_path / "single")
+    path = single / "config.yaml"
+    path.write_text(path.read_text().replace("cohort: 10", "cohort: 3"))  # sorts before the 10 of the others
+    read = Reader(html.page(runs.read([stored, single]), date=""))
+    titles, *rows = read.tables[0]
+    assert titles[:2] == ["method", "ACC %"]
+    assert [row[0] for row in rows] == [
+        "permuted-digits (cohort=10)", "fedavg", "fot", "permuted-digits (cohort=3)", "fot"]  # fmt: skip
+    headings = [text for text in read.texts if text.startswith("permuted-digits (cohort=")]
+    assert headings[:4] == ["permuted-digits (cohort=10)", "permuted-digits (cohort=3)"] * 2  # of summary and sections
+
+
+def test_runs_without_results_are_explained(page, stored, tmp_path):
+    command = f"cfl-run train --config {stored / 'killed' / 'config.yaml'} --output {stored / 'killed'} --resume"
+    assert '<a href="#unfinished">1 is unfinished</a>' in page and f"Folder: {stored / 'killed'}" in page
+    assert "<b>permuted-digits, fedavg, seed 0</b> is unfinished before the end of its first round." in page
+    assert f'<pre tabindex="0">{command}</pre>' in page
+
+    shutil.copytree(stored / "seed0", tmp_path / "seed0")
+    for seed in range(1, 6):
+        folder = tmp_path / f"failed{seed}"
+        folder.mkdir()
+        text = (stored / "seed0" / "config.yaml").read_text()
+        folder.joinpath("config.yaml").write_text(
+            text.replace("seed: 0", f"seed: {seed}").replace("epochs: 1", "epochs: 9")
+        )
+        error = {"error": "UpdateError", "message": "loss <is> NaN", "task": 0, "phase": "train", "round": 2}
+        date = {"date": "2026-11-24T20:16:20+00:00"}
+        (folder / "error.json").write_text(json.dumps({**error, **date}))
+    (tmp_path / "failed2" / "error.json").write_text(
+        json.dumps({"error": "OSError", "message": "full", "task": None, "phase": None, "round": None, **date})
+    )
+    failed = html.page(runs.read([tmp_path]), date="")
+    Reader(failed)
+    first = "permuted-digits, fedavg (local.epochs=9), seed 1</b> failed in task 0, phase train, round 2"
+    assert f"<b>{first} on 2026-11-24 at 20:16 UTC.</p><p>UpdateError: loss &lt;is&gt; NaN</p>" in failed
+    assert "seed 2</b> failed after the last round on 2026-11-24" in failed
+    assert "5 failed</a>" in failed and "<summary>2 more</summary>" in failed  # three are shown
+
+
+def test_a_run_in_progress_is_not_said_to_be_unfinished(stored, tmp_path):
+    shutil.copytree(stored / "seed0", tmp_path / "done")
+    shutil.copytree(stored / "killed", tmp_path / "now")
+    lock = FileLock(tmp_path / "now" / ".lock")
+    with lock:
+        busy = html.page(runs.read([tmp_path]), date="")
+    assert "seed 0</b> is in progress." in busy and "--resume" not in busy
+
+
+def test_the_page_names_what_it_leaves_out(stored, tmp_path):
     shutil.copytree(stored / "seed0", tmp_path / "bare")
     for name in ("rounds.jsonl", "timing.json"):
         (tmp_path / "bare" / name).unlink()
@@ -169,6 +223,7 @@ def test_names_are_escaped(stored, tmp_path):
     other = Reader(html.page(runs.read([run]), date=name))
     assert other.open == [] and "script" not in [tag for tag, _ in other.attributes]
     assert sum(name in text for text in other.texts) > 3  # unchanged
+    assert other.tables[0][1][0] == name
 
 
 def test_privacy_is_shown_if_a_run_has_it(stored, tmp_path, page):
@@ -227,7 +282,7 @@ def test_a_long_stream_has_lines_for_bars_and_few_points_of_loss(stored, tmp_pat
     groups = [runs.RunGroup(name, scene.groups[0].runs) for name in "abc"]
     drawn = {figure.title: figure.svg for figure in figures.accuracy(groups, {g.label: plots.Style(0) for g in groups})}
     assert len(drawn) == 5 and max(map(len, drawn.values())) < 60_000
-    loss = drawn["Training loss (dotted lines: start of a task)"]
+    loss = drawn["Training loss (dotted: a new task)"]
     assert "a 0.5, b 0.5, c 0.5" in loss.partition(">")[0]  # mean of the last four rounds: 0, 1, 0, 1
 
 

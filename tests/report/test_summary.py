@@ -11,9 +11,9 @@ def row(acc, fgt=None, seeds=1, **costs):
     return tables.summary(runs)
 
 
-def test_the_best_have_the_highest_accuracy_and_the_lowest_forgetting_as_printed():
-    rows = [row(0.8004, 0.2), row(0.7996, 0.1), row(0.6)]  # the first two print 80.0
-    cells = tables.cells(rows, ["acc", "fgt"])
+def test_the_given_rows_are_marked_as_the_best():
+    rows = [row(0.8004, 0.2), row(0.7996, 0.1), row(0.6)]
+    cells = tables.cells(rows, ["acc", "fgt"], {"acc": {0, 1}, "fgt": {1}})
     assert [[cell.text for cell in line] for line in cells] == [["80.0", "20.0"], ["80.0", "10.0"], ["60.0", "–"]]
     assert [[cell.best for cell in line] for line in cells] == [[True, False], [True, True], [False, False]]
 
@@ -24,17 +24,22 @@ def test_zero_prints_without_a_sign():
     assert [tables.percent(value) for value in (-0.0006, 0.0004)] == ["-0.1", "0.0"]
 
 
-def test_a_single_row_has_no_best_score():
-    ((cell,),) = tables.cells([row(0.8)], ["acc"])
-    assert cell == Cell("80.0", False)
-
-
 def test_costs_have_the_units_of_their_titles_and_missing_costs_are_a_dash():
     (line,) = tables.cells(
         [row(0.5, bytes_up=2.5e6, seconds=3, seeds=2)], ["acc", "bytes_up", "seconds", "server_seconds", "seeds"]
     )
     assert tables.head(["bytes_up", "seconds"]) == ["up MB", "seconds"]
     assert [cell.text for cell in line] == ["50.0 ± 0.0", "2.5", "3.0", "–", "2"]
+
+
+def test_runs_that_failed_for_one_reason_share_a_row():
+    table = tables.failures(
+        {"a, seed 0": "loss is NaN", "b, seed 0": "Traceback\n  ...\nOSError: full\n", "a, seed 1": "loss is NaN"}
+    )
+    assert [list(column.cells) for column in table.columns] == [
+        ["a, seed 0\na, seed 1", "b, seed 0"],
+        ["loss is NaN", "OSError: full"],
+    ]
 
 
 def test_markdown():
