@@ -171,6 +171,9 @@ def test_compare_continues_after_a_failed_run(tmp_path, capsys):
     assert invoke(*args, "--set", "strategy.strength=1e9", "--output", str(tmp_path)) == 1
     shown = capsys.readouterr()
     assert "ewc, seed 0 failed: client" in shown.err and "1 of 2 runs failed" in shown.err
+    assert "failed runs" in shown.out and "ewc, seed 0" in shown.out.partition("failed runs")[2]
+    (kept,) = tmp_path.glob("ewc-seed0-*/error.json")
+    assert json.loads(kept.read_text())["error"] == "UpdateError"
     assert list(json.loads((tmp_path / "compare.json").read_text())["methods"]) == ["fedavg"]
 
 

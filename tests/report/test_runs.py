@@ -33,7 +33,7 @@ def test_runs_are_found_at_any_depth_and_unfinished_ones_named(stored):
         "seed0",
         "seed1",
     ]
-    assert found.unfinished == [stored / "killed"] and found.twice == {}
+    assert found.unfinished == [stored / "killed"] and found.twice == found.failed == {}
     assert all(run.rounds and run.timing["clients"] and run.config for run in found.runs)
 
 
@@ -65,6 +65,20 @@ def test_the_printed_command_finishes_a_killed_run_in_its_folder(stored, tmp_pat
     shutil.copytree(stored / "killed", tmp_path / "b")
     with pytest.raises(ConfigError, match=r"/a --resume, or repeat the command that began them all$"):
         read([tmp_path / "a", tmp_path / "b"])
+
+
+def test_a_failed_run_is_told_from_an_unfinished_one(stored, tmp_path):
+    shutil.copytree(stored / "killed", tmp_path / "failed")
+    error = {"error": "OSError", "message": "the disk is full", "task": 0, "phase": "train", "round": 2}
+    (tmp_path / "failed" / "error.json").write_text(json.dumps(error))
+    with pytest.raises(
+        ConfigError, match="no run is finished in '.*failed'; '.*failed' failed: OSError: the disk is full"
+    ):
+        read([tmp_path])
+    found = read([stored, tmp_path])
+    assert found.failed == {tmp_path / "failed": error} and found.unfinished == [stored / "killed"]
+    (tmp_path / "failed" / "metrics.json").write_text((stored / "seed0" / "metrics.json").read_text())
+    assert read([tmp_path]).failed == {}  # a run with results is finished
 
 
 @pytest.mark.parametrize(
@@ -147,6 +161,16 @@ def test_a_value_shared_by_most_settings_is_omitted():
     found = [made(method, overrides=own) for own in options for method in ("fot", "fedavg")]
     # cohort is 10 in two of three, local.lr 0.2 in two of three
     assert [setting for setting, _ in shown(found)] == ["cohort=5", "local.lr=0.1", ""]
+
+
+def test_comparisons_come_before_single_runs():
+    found = [made("fot", overrides=["cohort=3"]), *(made(m, benchmark="split-digits") for m in ("fedavg", "fot"))]
+    found += [made(m, overrides=["cohort=5"]) for m in ("fedavg", "fot")]
+    assert [(s.benchmark, s.setting, len(s.groups)) for s in scenes(found)] == [
+        ("permuted-digits", "cohort=5", 2),
+        ("split-digits", "", 2),
+        ("permuted-digits", "cohort=3", 1),
+    ]
 
 
 def test_benchmarks_are_separate_scenes():

@@ -66,7 +66,7 @@ def test_numbers_are_readable_on_every_shade():
 def test_shades_are_those_of_viridis():
     from matplotlib import colormaps
 
-    for place in (0, 0.25, 0.5, 0.75, 1):
+    for place in (0.0, 0.25, 0.5, 0.75, 1.0):
         (digits,) = re.findall(r"background:#(\w+)", notebook.shaded([[place]], [0], [0]))
         ours = [int(digits[start : start + 2], 16) for start in (0, 2, 4)]
         assert ours == pytest.approx(
