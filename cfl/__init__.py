@@ -21,7 +21,7 @@ from cfl.contract import (
 from cfl.core import CflError, errors, option, options, plugins, rng, tree
 from cfl.core.version import __version__
 from cfl.models import Model
-from cfl.runtime import callbacks, sinks, tensorboard
+from cfl.runtime import callbacks, mlflow, sinks, tensorboard, wandb
 from cfl.runtime.callbacks import Callback
 from cfl.runtime.runner import run
 from cfl.runtime.saved_run import SavedRun, load
@@ -30,9 +30,9 @@ from cfl.streams import Stream, from_tensors
 
 # Documented modules keep their addresses wherever their files stand: `from cfl.losses import masked_mean`.
 _ADDRESSES = {
-    "callbacks": callbacks, "errors": errors, "losses": losses, "options": options, "plugins": plugins, "rng": rng,
-    "sinks": sinks, "strategies": strategy, "strategies.base": strategy, "tensorboard": tensorboard, "tree": tree,
-    "types": types,
+    "callbacks": callbacks, "errors": errors, "losses": losses, "mlflow": mlflow, "options": options,
+    "plugins": plugins, "rng": rng, "sinks": sinks, "strategies": strategy, "strategies.base": strategy,
+    "tensorboard": tensorboard, "tree": tree, "types": types, "wandb": wandb,
 }  # fmt: skip
 sys.modules.update({f"{__name__}.{name}": module for name, module in _ADDRESSES.items()})
 

@@ -70,6 +70,7 @@ class Recorder:
             place = {"states": self.fingerprint.states}
             self.folder.write_made_of({"run": self.fingerprint.parts, "code": code(config), "place": place})
         self.sink.start(config, notes, total)
+        self._clock = time.monotonic()  # a sink may take seconds to start
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of all completed rounds; empty without a folder."""
