@@ -24,6 +24,7 @@ from cfl.experiments.settings import VALIDATION, Settings
 from cfl.experiments.settings import label as labelled
 from cfl.runtime import checkpoint, fingerprint
 from cfl.runtime.run_folder import MADE_OF, read_json
+from cfl.runtime.table import spent
 
 HOW = ("engine", "block", "workers", "threads", "device", "checkpoint_every", "flower")
 """Options of how a run is computed. They change results by rounding, and by draws in the network, see `digest`."""
@@ -97,11 +98,6 @@ class Run:
             return None
         timing = read_json(self.folder / "timing.json")
         return {**metrics, **spent(timing), "timing": timing}
-
-
-def spent(timing: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return `client_seconds` and `server_seconds` from the contents of timing.json; empty if nothing was stored."""
-    return {f"{who.removesuffix('s')}_seconds": sum(timing[who].values()) for who in ("clients", "server") if timing}
 
 
 def place(name: str, config: RunConfig, folder: Path, found: Path | None = None) -> Run:

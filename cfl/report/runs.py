@@ -14,10 +14,11 @@ from cfl.config.overrides import assignment, flat, read_yaml
 from cfl.config.presets import preset
 from cfl.config.schema import RunConfig
 from cfl.core import ConfigError
-from cfl.experiments.compare import HOW, continuation, spent
+from cfl.experiments.compare import HOW, continuation
 from cfl.report import tables
 from cfl.report.tables import Cell
 from cfl.runtime.run_folder import read_json, sheets
+from cfl.runtime.table import spent
 
 _NEEDED = ("method", "benchmark", "seed", "acc", "accuracy_matrix")
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from cfl.assembly.resolve import dump
+from cfl.config.overrides import flat
 from cfl.config.schema import RunConfig
 from cfl.contract import Phase, RoundInfo, RoundInputs, Server, Strategy, TreesByOwner
 from cfl.contract.composed import STRATEGY, ComposedMethod
@@ -13,7 +15,7 @@ from cfl.core import CallbackError, HookError, UpdateError, metrics, tree
 from cfl.engines import Engine, Outcome
 from cfl.engines.evaluate import Inference, LocalModels, Observer, accuracy
 from cfl.models import Model
-from cfl.runtime import schedule
+from cfl.runtime import schedule, table
 from cfl.runtime.callback_set import CallbackSet
 from cfl.runtime.population import Population
 from cfl.runtime.privacy_budget import Budget
@@ -31,13 +33,23 @@ from cfl.streams.store import TaskSamples
 class Result:
     """Result of a run: metrics as in metrics.json (fractions, bytes, seconds), and the global model.
 
-    accuracy_matrix: (tasks, tasks) fractions, NaN for tasks not yet seen; params: the tree of the final global model.
+    accuracy_matrix: (tasks, tasks) fractions, NaN for tasks not yet seen; params: the tree of the final global model;
+    config: with all options; scenario: see `cfl.streams.scenario`.
     """
 
     metrics: dict[str, Any]
     accuracy_matrix: np.ndarray
     params: tree.Tree
     model: Model
+    config: RunConfig
+    scenario: str
+
+    def frame(self) -> Any:
+        """Return the run as a pandas DataFrame of one row: options by dotted name, and figures with their units.
+
+        Raises ConfigError if pandas is not installed.
+        """
+        return table.frame(table.row(self.metrics, self.scenario, flat(dump(self.config)), {}))
 
 
 @dataclass(eq=False)
@@ -132,7 +144,7 @@ class Session:
             **({"callbacks": own} if own else {}),
         }
         self.recorder.finish(result)
-        return Result(result, matrix, state.server["params"], self.model)
+        return Result(result, matrix, state.server["params"], self.model, self.config, self.stream.scenario)
 
     def _conclude(self, position: int, computed: dict[str, Any]) -> None:
         """Evaluate a computed round, let the callbacks see it, record it, and end the task after its last round.

@@ -28,11 +28,11 @@ class WandbSink(ScalarSink):
         """Begin the run, or a further part of it."""
         super().start(config, notes, total_rounds)
         self._folder.mkdir(parents=True, exist_ok=True)
-        earlier = sorted((self._folder / "wandb").glob("offline-run-*-*"))
+        earlier = sorted((self._folder / "wandb").glob("offline-run-*/run-*.wandb"))
         self._run = self._wandb.init(
             project=config.benchmark,
             name=self._folder.name,
-            id=earlier[-1].name.rpartition("-")[2] if earlier else None,
+            id=earlier[-1].stem.removeprefix("run-") if earlier else None,
             config=dump(config),
             settings=self._wandb.Settings(
                 mode="offline",

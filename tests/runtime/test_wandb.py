@@ -57,6 +57,7 @@ def test_offline_files_have_the_options_rounds_and_results_also_of_a_resumed_run
     with pytest.raises(Killed):  # in task 1, one round after a checkpoint
         run(tmp_path, Stop(7))
     metrics = run(tmp_path, resume=True).metrics
+    wandb.teardown()  # waits for the process that writes the files
     assert capfd.readouterr() == ("", "")
     first, second = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
     assert first.name == second.name  # the same id

@@ -1,0 +1,31 @@
+"""Finished runs as a CSV file, a row for each; written by the standard library, so that reports need no pandas."""
+
+import csv
+import io
+
+from cfl.report.runs import FinishedRun, Found, differing
+from cfl.runtime import table
+from cfl.runtime.run_folder import MODEL, read_json
+
+
+def text(found: Found) -> str:
+    """CSV with the columns of `cfl.runtime.table.row`, and of the options those in which the runs differ.
+
+    Cells are empty for figures and options that a run does not have. The last column is the folder.
+    """
+    names = differing(found.runs)
+    rows = [_row(run, names) for run in found.runs]
+    columns = {name: None for row in rows for name in row}
+    tasks = [name for name in columns if name.startswith("task_") and name.split("_")[1].isdigit()]  # last, as to read
+    ordered = [*(name for name in columns if name not in (*tasks, "folder")), *tasks, "folder"]
+    out = io.StringIO()
+    writer = csv.DictWriter(out, ordered, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def _row(run: FinishedRun, names: list[str]) -> dict[str, object]:
+    scenario = read_json(run.path / MODEL).get("scenario") or run.options.get("scenario")
+    options = {name: run.options[name] for name in names if name in run.options}
+    return {**table.row(run.metrics, scenario, options, run.timing), "folder": str(run.path)}
