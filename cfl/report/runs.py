@@ -18,7 +18,7 @@ from cfl.experiments.compare import HOW, continuation
 from cfl.report import tables
 from cfl.report.tables import Cell
 from cfl.runtime.run_folder import read_json, sheets
-from cfl.runtime.table import spent
+from cfl.runtime.table import spent, stoppers
 
 _NEEDED = ("method", "benchmark", "seed", "acc", "accuracy_matrix")
 
@@ -44,7 +44,12 @@ class FinishedRun:
     def key(self) -> str:
         """Text that is equal for runs that differ in the seed only."""
         decisive = {name: value for name, value in self.options.items() if name not in {*HOW, "seed"}}
-        return json.dumps([self.metrics["benchmark"], self.metrics["method"], decisive], sort_keys=True)
+        return json.dumps([self.metrics["benchmark"], self.metrics["method"], decisive, self.stopped], sort_keys=True)
+
+    @property
+    def stopped(self) -> str:
+        """Names of the callbacks that have stopped the run or parts of it; empty for a run at full length."""
+        return ", ".join(stoppers(self.metrics))
 
     @cached_property
     def given(self) -> set[str]:
@@ -233,7 +238,7 @@ def _groups(groups: Sequence[list[FinishedRun]]) -> list[RunGroup]:
 
 
 def _label(run: FinishedRun, texts: Iterable[str]) -> str:
-    shown = ", ".join(filter(None, texts))
+    shown = ", ".join(filter(None, [*texts, f"stopped by {run.stopped}" if run.stopped else ""]))
     return f"{run.metrics['method']} ({shown})" if shown else run.metrics["method"]
 
 

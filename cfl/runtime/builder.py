@@ -88,7 +88,6 @@ def build_session(
     custom = members != built
     label = "+".join(type(member).__name__ for member in members.values()) if custom else config.label
     stream, validation = _prepared(stream, config)
-    called = CallbackSet(callbacks, config, stream)
     public = _checked_public(config, stream, members, label)
     module = network.build(config, stream.input_shape, stream.tasks[0].classes) if own is None else own
     device = machine.device(config.device)
@@ -117,11 +116,12 @@ def build_session(
         parts = EngineParts(engine, rounds, fingerprint, budget.multiplier, data_root, checkpoints, sink.warn)
         engine = make(parts)
     names = [task.name for task in stream.tasks]
-    recorder = Recorder(folder, sink, state, rounds, budget, names, fingerprint, called.digests())
+    called = CallbackSet(callbacks, config, stream)
+    recorder = Recorder(folder, sink, state, rounds, budget, names, fingerprint, called)
     notes += [*model.notes(), *composed.strategy.notes(model), *population.notes(), *budget.notes()]
     about = description(stream, own, members[STRATEGY] if members[STRATEGY] != built[STRATEGY] else None)
     return Session(
-        config, label, stream, composed, model, population, rounds, budget, state, engine, recorder, called, notes, about,
+        config, label, stream, composed, model, population, rounds, budget, state, engine, recorder, notes, about,
         validation,
     )  # fmt: skip
 

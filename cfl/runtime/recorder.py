@@ -15,6 +15,7 @@ from cfl.contract import RoundInputs
 from cfl.core import CheckpointError, Tree, machine
 from cfl.engines import Outcome
 from cfl.runtime import checkpoint, contact_sheet
+from cfl.runtime.callback_set import CallbackSet
 from cfl.runtime.fingerprint import Fingerprint, code
 from cfl.runtime.privacy_budget import Budget
 from cfl.runtime.rounds import Rounds
@@ -25,8 +26,6 @@ from cfl.runtime.state import RunState
 
 class Recorder:
     """Record a run. folder: the run's folder, or None; task_names: of the stream; fingerprint: of the run.
-
-    callbacks: name to hash of those that the results depend on.
 
     writer: writes checkpoints; as a context manager it waits at its end until the last one is on disk.
     """
@@ -40,10 +39,11 @@ class Recorder:
         budget: Budget,
         task_names: list[str],
         fingerprint: Fingerprint,
-        callbacks: Mapping[str, str] | None = None,
+        callbacks: CallbackSet,
     ) -> None:
         self.folder, self.sink, self.state, self.rounds, self.budget = folder, sink, state, rounds, budget
-        self.task_names, self.fingerprint, self.callbacks = task_names, fingerprint, dict(callbacks or {})
+        self.task_names, self.fingerprint, self.callbacks = task_names, fingerprint, callbacks
+        self._deciding = callbacks.digests()  # at the start: a callback may keep figures in itself
         self._device = machine.device(rounds.config.device)
         self.writer = checkpoint.Writer(folder.checkpoints if folder else None, sink.warn)
         self._clock = time.monotonic()
@@ -138,7 +138,7 @@ class Recorder:
         if self.folder is not None:
             self.folder.sync_rounds()  # a checkpoint never counts more rounds than rounds.jsonl has lines on disk
             trees, meta, states = self.state.saved()
-            meta |= {"callbacks": self.callbacks} if self.callbacks else {}
+            meta |= {"callbacks": self._deciding} if self._deciding else {}
             self.writer.save(self.state.position, trees, {**meta, "fingerprint": self.fingerprint.text}, states)
             if wait:
                 self.writer.wait()
@@ -185,7 +185,7 @@ class Recorder:
     def _check_callbacks(self, there: Mapping[str, str]) -> None:
         """Raise CheckpointError unless later rounds depend on the same callbacks; one that failed may be mended."""
         failed = self.state.pending[1] if self.state.pending else None
-        names = [name for name in {**there, **self.callbacks} if there.get(name) != self.callbacks.get(name)]
+        names = [name for name in {**there, **self._deciding} if there.get(name) != self._deciding.get(name)]
         if self.state.position < len(self.rounds.schedule) and (names := [name for name in names if name != failed]):
             assert self.folder is not None
             raise CheckpointError(

@@ -16,7 +16,6 @@ from cfl.engines import Engine, Outcome
 from cfl.engines.evaluate import Inference, LocalModels, Observer, accuracy
 from cfl.models import Model
 from cfl.runtime import schedule, table
-from cfl.runtime.callback_set import CallbackSet
 from cfl.runtime.population import Population
 from cfl.runtime.privacy_budget import Budget
 from cfl.runtime.recorder import Recorder, row_of
@@ -71,7 +70,6 @@ class Session:
     state: RunState
     engine: Engine
     recorder: Recorder
-    callbacks: CallbackSet
     notes: list[str]
     about: dict[str, Any]
     validation: tuple[TaskSamples, ...] = ()
@@ -92,8 +90,8 @@ class Session:
         If a callback failed after a round, the round is concluded.
         """
         self.recorder.start(self.config, self.about, self.notes, resume)
-        if self.callbacks and self.state.done:
-            self.callbacks.begin(self.recorder.rows())
+        if self.recorder.callbacks and self.state.done:
+            self.recorder.callbacks.begin(self.recorder.rows())
         if self.state.pending is not None:
             self._conclude(self.state.position, self.state.pending[0])
 
@@ -124,7 +122,7 @@ class Session:
         """Return the metrics of the whole run, and write them if the run has a folder."""
         state, matrix = self.state, self.state.accuracy_matrix
         try:
-            own = self.callbacks.call("on_end", self._predictor())
+            own = self.recorder.callbacks.call("on_end", self._predictor())
         except CallbackError as error:
             raise self._resumable(error) from error
         result = {
@@ -156,18 +154,18 @@ class Session:
         row["accuracy"] = self._evaluate(task, phase, number, ends)
         self.recorder.lap("evaluate")
         try:
-            if own := self.callbacks.call("on_round", self._predictor(), row):
+            if own := self.recorder.callbacks.call("on_round", self._predictor(), row):
                 row["callbacks"] = own
             stopped, places = self._decide(position, row)
             if not ends and (ends := self.rounds.ends_task(position, state.skipped | places)):
                 row["accuracy"] = self._evaluate(task, phase, number, ends)
-            if ends and (own := self.callbacks.call("on_task", self._predictor(), row)):
+            if ends and (own := self.recorder.callbacks.call("on_task", self._predictor(), row)):
                 state.reports[task]["callbacks"] = own
         except CallbackError as error:
             state.pending = computed, error.callback
             self.recorder.save(wait=True)
             raise self._resumable(error) from error
-        self.recorder.lap("callbacks" if self.callbacks else "evaluate")
+        self.recorder.lap("callbacks" if self.recorder.callbacks else "evaluate")
         if stopped:
             row["stopped"] = stopped
             state.skipped |= places
@@ -180,12 +178,12 @@ class Session:
         if ends and state.position < len(self.schedule):
             self._begin_task(task + 1)
         self.recorder.lap("evaluate")
-        self.callbacks.keep(row)
+        self.recorder.callbacks.keep(row)
         self.recorder.round(row, ends)
 
     def _decide(self, position: int, row: dict[str, Any]) -> tuple[dict[str, Any], set[int]]:
         """What a callback decides after a round, and the places of the rounds that it skips; empty for none."""
-        if not (found := self.callbacks.stop(row)):
+        if not (found := self.recorder.callbacks.stop(row)):
             return {}, set()
         name, what = found
         places = {*schedule.skipped(self.schedule, position, what)} - self.state.skipped

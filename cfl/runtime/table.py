@@ -30,6 +30,7 @@ def row(
         found |= {f"task_{task}_learned_fraction": line[task], f"task_{task}_accuracy_fraction": matrix[-1][task]}
     for owner, own in metrics.get("callbacks", {}).items():
         found |= {f"{owner}.{name}": value for name, value in own.items()}
+    found |= {"stopped_by": ", ".join(stoppers(metrics))} if stoppers(metrics) else {}
     settings = {name: _cell(name, value) for name, value in options.items() if name not in names}
     return names | settings | {name: None if value != value else value for name, value in found.items()}
 
@@ -37,6 +38,11 @@ def row(
 def spent(timing: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Return `client_seconds` and `server_seconds` from the contents of timing.json; empty if nothing was stored."""
     return {f"{who.removesuffix('s')}_seconds": sum(timing[who].values()) for who in ("clients", "server") if timing}
+
+
+def stoppers(metrics: Mapping[str, Any]) -> list[str]:
+    """Names of the callbacks that have stopped a run or parts of it, from the contents of metrics.json."""
+    return sorted({stop["callback"] for stop in metrics.get("stopped", ())})
 
 
 def frame(row: Mapping[str, Any]) -> Any:

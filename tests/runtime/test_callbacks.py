@@ -330,7 +330,11 @@ def test_what_a_callback_must_not_do_is_named(callback, message):
         (lambda: [EarlyStopping(mode="up")], (), "unknown mode of EarlyStopping 'up'"),
         (lambda: [EarlyStopping(patience=0)], (), "patience >= 1"),
         (lambda: [EarlyStopping(patience="3")], (), "EarlyStopping.patience must be a whole number"),
-        (lambda: [EarlyStopping("loss")], ("dp.noise_multiplier=1", "dp.amplify=false"), "watches loss, which diff"),
+        (
+            lambda: [EarlyStopping("loss")],
+            ("dp.noise_multiplier=1", "dp.amplify=false", "agg.weights=uniform"),
+            "watches loss, which diff",
+        ),
         (lambda: [Probe], (), "run: callbacks must be a list .each a Callback."),
     ],
 )

@@ -4,9 +4,9 @@ import sys
 import pytest
 
 import cfl
+from cfl import cli
 from cfl.assembly.resolve import dump
 from cfl.config.overrides import flat
-from cfl.core import ConfigError
 from cfl.runtime.mlflow import MlflowSink
 from cfl.runtime.sinks import Sinks
 from tests import toy
@@ -62,7 +62,9 @@ def test_a_store_has_the_options_rounds_and_results_also_of_a_resumed_run(tmp_pa
 
 
 @pytest.mark.parametrize("missing", ["mlflow", "sqlalchemy"])
-def test_a_missing_package_is_named_with_its_extra(missing, tmp_path, monkeypatch):
+def test_a_missing_package_is_named_with_its_extra(missing, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ConfigError, match=f"{missing} is not installed; run pip install 'cfl.mlflow.'"):
-        MlflowSink(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", "permuted-digits", "--mlflow", "--output", str(tmp_path / "run")])
+    assert stop.value.code == 2 and not (tmp_path / "run").exists()
+    assert capsys.readouterr().err == f"cfl-run: {missing} is not installed; run pip install 'cfl[mlflow]'\n"
