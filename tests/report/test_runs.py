@@ -12,7 +12,6 @@ from cfl.config.overrides import assignment, parse
 from cfl.core import ConfigError
 from cfl.experiments.compare import finished, finished_in
 from cfl.report.runs import FinishedRun, command, flat, read, scenes
-from tests.report.conftest import SMALL
 
 
 def made(method="fot", seed=0, benchmark="permuted-digits", **results):
