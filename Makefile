@@ -16,7 +16,7 @@ install: .venv/.installed  ## Create .venv and install the package with its test
 	@test -n "$(PYTHON)" && "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "cfl needs Python 3.11 or newer, found '$(PYTHON)'; try: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(BIN)/pip || "$(PYTHON)" -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,docs,medmnist,flower,onnx]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,docs,medmnist,flower,onnx,mlflow,wandb]'
 	touch $@
 
 test: install lint  ## Lint, then run the tests but those of `make deployment` (PYTEST_ARGS replaces "-n 3 --dist worksteal -q")

@@ -21,21 +21,23 @@ from cfl.contract import (
 from cfl.core import CflError, errors, option, options, plugins, rng, tree
 from cfl.core.version import __version__
 from cfl.models import Model
-from cfl.runtime import sinks, tensorboard
+from cfl.runtime import callbacks, mlflow, sinks, tensorboard, wandb
+from cfl.runtime.callbacks import Callback
+from cfl.runtime.result import Result
 from cfl.runtime.runner import run
 from cfl.runtime.saved_run import SavedRun, load
-from cfl.runtime.session import Result
 from cfl.streams import Stream, from_tensors
 
 # Documented modules keep their addresses wherever their files stand: `from cfl.losses import masked_mean`.
 _ADDRESSES = {
-    "errors": errors, "losses": losses, "options": options, "plugins": plugins, "rng": rng, "sinks": sinks,
-    "strategies": strategy, "strategies.base": strategy, "tensorboard": tensorboard, "tree": tree, "types": types,
+    "callbacks": callbacks, "errors": errors, "losses": losses, "mlflow": mlflow, "options": options,
+    "plugins": plugins, "rng": rng, "sinks": sinks, "strategies": strategy, "strategies.base": strategy,
+    "tensorboard": tensorboard, "tree": tree, "types": types, "wandb": wandb,
 }  # fmt: skip
 sys.modules.update({f"{__name__}.{name}": module for name, module in _ADDRESSES.items()})
 
 __all__ = [
-    "MEMORY", "Batch", "CflError", "Client", "Ctx", "LocalRegularizer", "Model", "Phase", "Result", "RoundInfo",
-    "RunConfig", "SavedRun", "Strategy", "Stream", "__version__", "errors", "from_tensors", "load", "losses", "option",
-    "plugins", "resolve", "rng", "run", "sinks", "tree", "with_consolidation",
+    "MEMORY", "Batch", "Callback", "CflError", "Client", "Ctx", "LocalRegularizer", "Model", "Phase", "Result",
+    "RoundInfo", "RunConfig", "SavedRun", "Strategy", "Stream", "__version__", "callbacks", "errors", "from_tensors",
+    "load", "losses", "option", "plugins", "resolve", "rng", "run", "sinks", "tree", "with_consolidation",
 ]  # fmt: skip

@@ -39,6 +39,9 @@ HOMES = {
     "opacus": None,
     "tensorboard": None,
     "matplotlib": None,
+    "mlflow": None,
+    "pandas": None,
+    "wandb": None,
     "flwr": {"cfl.flower"},
 }
 
@@ -241,6 +244,9 @@ def test_import_is_light():
         "tensorboard",
         "opacus",
         "flwr",
+        "mlflow",
+        "pandas",
+        "wandb",
         "scipy",
         "cryptography",
     ]

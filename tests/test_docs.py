@@ -334,8 +334,22 @@ def test_bytes_of_the_fot_page_follow_from_the_formulas():
 def test_command_page_names_the_fields_of_the_files(tmp_path):
     private = ("dp.noise_multiplier=1", "agg.weights=uniform", "sampling=poisson")
     nodes = ("engine=flower", "flower.address=in-process")
-    few = ("tasks=2", "rounds=1", "eval_local=1", "validation=0.1")
-    cfl.run(resolve("permuted-digits", method="fot", overrides=[*few, *private, *nodes]), output=tmp_path)
+    config = resolve(
+        "permuted-digits",
+        method="fot",
+        overrides=["tasks=2", "rounds=2", "eval_local=1", "validation=0.1", *private, *nodes],
+    )
+
+    class Counts(cfl.Callback):
+        def on_round(self, view):
+            return {"rounds": len(view.rows)}
+
+        on_end = on_round
+
+        def stop(self, rows):
+            return "phase"
+
+    cfl.run(config, output=tmp_path, callbacks=[Counts()])
     page = ROOT / "docs/command-line.md"
     for title, found in (
         ("### metrics.json", json.loads((tmp_path / "metrics.json").read_text())),

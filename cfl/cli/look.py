@@ -47,9 +47,9 @@ def describe(name: str) -> None:
 @app.command()
 def report(
     runs: list[Path],
-    output: Annotated[list[Path], typer.Option("--output", "-o", help="FILE.html, FILE.md or FILE.tex. Repeatable.")],
+    output: Annotated[list[Path], typer.Option("--output", "-o", help="FILE.html, .csv, .md or .tex. Repeatable.")],
 ) -> None:
-    """Write a report of finished runs: an HTML page, or a Markdown or LaTeX table.
+    """Write a report of finished runs: an HTML page, a CSV file, or a Markdown or LaTeX table.
 
     RUNS: folders of runs, or folders that contain runs.
     """

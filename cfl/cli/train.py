@@ -16,8 +16,10 @@ from cfl.core import ConfigError, machine, plugins
 from cfl.experiments.compare import alone, continuation
 from cfl.report import plots, tables
 from cfl.runtime import runner
-from cfl.runtime.sinks import Sinks, console_sink
+from cfl.runtime.mlflow import MlflowSink
+from cfl.runtime.sinks import Sink, Sinks, console_sink
 from cfl.runtime.tensorboard import TensorBoardSink
+from cfl.runtime.wandb import WandbSink
 
 
 @app.command()
@@ -42,6 +44,8 @@ def train(
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Write TensorBoard event files to the output folder.")
     ] = False,
+    mlflow: Annotated[bool, typer.Option("--mlflow", help="Write to mlflow.db beside the output folder.")] = False,
+    wandb: Annotated[bool, typer.Option("--wandb", help="Write files for 'wandb sync' to the output folder.")] = False,
 ) -> None:
     """Train a method over the tasks of a benchmark.
 
@@ -53,7 +57,11 @@ def train(
     folder = output or Path("runs") / alone(resolved)
     if resume and output is None and not (folder / "config.yaml").exists():
         raise ConfigError(f"'{folder}' holds no run to resume; repeat the options of that run, or pass its --output")
-    metrics = _run(resolved, folder, resume, quiet, tensorboard, data_root=data_root, download=download)
+    sinks: list[Sink] = [TensorBoardSink(folder / "tensorboard")] if tensorboard else []
+    sinks += [MlflowSink(folder)] if mlflow else []
+    sinks += [WandbSink(folder)] if wandb else []
+    sink = Sinks(*sinks, console_sink(quiet))  # the console last: the others take seconds to start
+    metrics = _run(resolved, folder, resume, sink, data_root=data_root, download=download)
     if plot:
         plots.accuracy(metrics["accuracy_matrix"], resolved.title, folder / "accuracy.png")
     display(*tables.run(metrics, resolved.title, folder))
@@ -68,9 +76,8 @@ def _resolved(benchmark: str | None, **layers: Any) -> RunConfig:
     return config
 
 
-def _run(config: RunConfig, folder: Path, resume: bool, quiet: bool, tensorboard: bool, **data: Any) -> dict[str, Any]:
+def _run(config: RunConfig, folder: Path, resume: bool, sink: Sink, **data: Any) -> dict[str, Any]:
     machine.keep_memory()
-    sink = Sinks(console_sink(quiet), *([TensorBoardSink(folder / "tensorboard")] if tensorboard else []))
     try:
         return runner.run(config, output=folder, resume=resume, sink=sink, **data).metrics
     except KeyboardInterrupt:

@@ -3,6 +3,7 @@
 from cfl.core.errors import (
     RAW,
     Busy,
+    CallbackError,
     CflError,
     CheckpointError,
     ConfigError,
@@ -16,6 +17,6 @@ from cfl.core.options import option
 from cfl.core.tree import Tree
 
 __all__ = [
-    "RAW", "Busy", "CflError", "CheckpointError", "ConfigError", "DataError", "HookError", "RoundAborted", "Tree",
-    "UpdateError", "option", "unknown",
+    "RAW", "Busy", "CallbackError", "CflError", "CheckpointError", "ConfigError", "DataError", "HookError",
+    "RoundAborted", "Tree", "UpdateError", "option", "unknown",
 ]  # fmt: skip

@@ -43,6 +43,14 @@ class HookError(UpdateError):
     """A hook of a method fails, or returns another result than it has to."""
 
 
+class CallbackError(CflError):
+    """A callback that fails, or returns another result than it has to. callback: its name."""
+
+    def __init__(self, text: str, callback: str = "") -> None:
+        super().__init__(text)
+        self.callback = callback
+
+
 class RoundAborted(CflError):
     """A round without an aggregate, for example with too few clients left; the run continues with the next round."""
 

@@ -24,6 +24,7 @@ from cfl.experiments.settings import VALIDATION, Settings
 from cfl.experiments.settings import label as labelled
 from cfl.runtime import checkpoint, fingerprint
 from cfl.runtime.run_folder import MADE_OF, read_json
+from cfl.runtime.table import spent, stoppers
 
 HOW = ("engine", "block", "workers", "threads", "device", "checkpoint_every", "flower")
 """Options of how a run is computed. They change results by rounding, and by draws in the network, see `digest`."""
@@ -99,11 +100,6 @@ class Run:
         return {**metrics, **spent(timing), "timing": timing}
 
 
-def spent(timing: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return `client_seconds` and `server_seconds` from the contents of timing.json; empty if nothing was stored."""
-    return {f"{who.removesuffix('s')}_seconds": sum(timing[who].values()) for who in ("clients", "server") if timing}
-
-
 def place(name: str, config: RunConfig, folder: Path, found: Path | None = None) -> Run:
     """Return a run with its own folder inside `folder`, or with the folder `found` of a finished run."""
     return Run(name, config, found or folder / f"{config.label}-seed{config.seed}-{digest(config)}")
@@ -131,7 +127,7 @@ def finished(*folders: Path) -> dict[str, Path]:
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"'{folder}' is not a folder; name a folder with finished runs")
-    paths = [path.parent for folder in folders for path in sorted(folder.rglob("metrics.json"))]
+    paths = [path.parent for folder in folders for path in sorted(folder.rglob("metrics.json")) if _planned(path)]
     found = {}
     for path in (path for path in paths if (path / "config.yaml").is_file()):
         data = read_yaml(path / "config.yaml")
@@ -145,10 +141,15 @@ def finished(*folders: Path) -> dict[str, Path]:
 def finished_in(folder: Path) -> dict[Path, RunConfig]:
     """Find the finished runs directly in an output folder, which may be missing; skip runs with unknown options."""
     found = {}
-    for path in sorted(folder.glob("*/metrics.json")):
+    for path in filter(_planned, sorted(folder.glob("*/metrics.json"))):
         with suppress(ConfigError):
             found[path.parent] = load(read_yaml(path.parent / "config.yaml"))
     return found
+
+
+def _planned(metrics: Path) -> bool:
+    """Whether a run has all the rounds of its configuration: no callback has stopped it."""
+    return not stoppers(read_json(metrics))
 
 
 @dataclass(frozen=True)

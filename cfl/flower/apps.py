@@ -23,9 +23,9 @@ from cfl.flower.members import Members
 from cfl.runtime import checkpoint
 from cfl.runtime.builder import EngineParts, Place, build_session
 from cfl.runtime.fingerprint import Fingerprint, decisive
+from cfl.runtime.result import Result
 from cfl.runtime.rounds import Rounds
 from cfl.runtime.runner import carry_out, stream_of
-from cfl.runtime.session import Result
 from cfl.runtime.sinks import console_sink
 
 STREAM = "stream.json"  # file beside config.yaml: the tasks of the run, for nodes with data of their own

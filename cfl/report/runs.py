@@ -14,9 +14,10 @@ from cfl.config.overrides import assignment, flat, read_yaml
 from cfl.config.presets import preset
 from cfl.config.schema import RunConfig
 from cfl.core import ConfigError
-from cfl.experiments.compare import HOW, continuation, spent
+from cfl.experiments.compare import HOW, continuation
 from cfl.report import tables
 from cfl.runtime.run_folder import ERROR, read_json, sheets
+from cfl.runtime.table import spent, stoppers
 
 _NEEDED = ("method", "benchmark", "seed", "acc", "accuracy_matrix")
 
@@ -42,7 +43,12 @@ class FinishedRun:
     def key(self) -> str:
         """Text that is equal for runs that differ in the seed only."""
         decisive = {name: value for name, value in self.options.items() if name not in {*HOW, "seed"}}
-        return json.dumps([self.metrics["benchmark"], self.metrics["method"], decisive], sort_keys=True)
+        return json.dumps([self.metrics["benchmark"], self.metrics["method"], decisive, self.stopped], sort_keys=True)
+
+    @property
+    def stopped(self) -> str:
+        """Names of the callbacks that have stopped the run or parts of it; empty for a run at full length."""
+        return ", ".join(stoppers(self.metrics))
 
     @cached_property
     def given(self) -> set[str]:
@@ -233,7 +239,7 @@ def _groups(groups: Sequence[list[FinishedRun]]) -> list[RunGroup]:
 
 
 def _label(run: FinishedRun, texts: Iterable[str]) -> str:
-    shown = ", ".join(filter(None, texts))
+    shown = ", ".join(filter(None, [*texts, f"stopped by {run.stopped}" if run.stopped else ""]))
     return f"{run.metrics['method']} ({shown})" if shown else run.metrics["method"]
 
 

@@ -5,20 +5,22 @@ from datetime import date
 from pathlib import Path
 
 from cfl.core import ConfigError
-from cfl.report import html, runs, tables
+from cfl.report import html, runs, spreadsheet, tables
 from cfl.report.overview import overview
 from cfl.report.runs import Found
 
 _KINDS: dict[str, Callable[[Found], str]] = {
     ".html": lambda found: html.page(found, date=date.today().isoformat()),
+    ".csv": spreadsheet.text,
     ".md": lambda found: tables.markdown(*overview(runs.scenes(found.runs))),
     ".tex": lambda found: tables.latex(*overview(runs.scenes(found.runs))),
 }
 
 
 def files(folders: Sequence[Path], outputs: Sequence[Path]) -> Sequence[Path]:
-    """Write a report of the runs in some folders to each output: a page, or the summary as a Markdown or LaTeX table.
+    """Write a report of the runs in some folders to each output.
 
+    .html: a page; .csv: a row for each run; .md and .tex: the summary as a Markdown or LaTeX table.
     Raises ConfigError for an unknown suffix, a folder without a finished run, and an output that cannot be written.
     """
     for path in outputs:

@@ -1,6 +1,6 @@
 """From a configuration and a stream to a session: the objects of a run, built and checked against each other."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +16,8 @@ from cfl.contract.composed import STRATEGY, ComposedMethod, prefix
 from cfl.core import ConfigError, Tree, machine, optim, options, plugins
 from cfl.engines import Engine
 from cfl.engines.choose import choose, undecided
+from cfl.runtime.callback_set import CallbackSet
+from cfl.runtime.callbacks import Callback
 from cfl.runtime.fingerprint import CHECKPOINTS, Fingerprint
 from cfl.runtime.population import Population
 from cfl.runtime.privacy_budget import Budget
@@ -72,11 +74,12 @@ def build_session(
     sink: Sink | None = None,
     data_root: Path | None = None,
     place: Place = HERE,
+    callbacks: Sequence[Callback] = (),
 ) -> Session:
     """Build a run that has not begun.
 
     members: "strategy" and regularizers by name; own: a network of your own, None for the configured model;
-    data_root: folder of the data sets, for engines that build the stream elsewhere.
+    data_root: folder of the data sets, for engines that build the stream elsewhere; callbacks: see `cfl.run`.
     Measures which engine is fastest if the configuration leaves that open. Raises ConfigError if the configuration, the
     methods, the model and the stream do not fit together.
     """
@@ -113,7 +116,8 @@ def build_session(
         parts = EngineParts(engine, rounds, fingerprint, budget.multiplier, data_root, checkpoints, sink.warn)
         engine = make(parts)
     names = [task.name for task in stream.tasks]
-    recorder = Recorder(folder, sink, state, rounds, budget, names, fingerprint)
+    called = CallbackSet(callbacks, config, stream)
+    recorder = Recorder(folder, sink, state, rounds, budget, names, fingerprint, called)
     notes += [*model.notes(), *composed.strategy.notes(model), *population.notes(), *budget.notes()]
     about = description(stream, own, members[STRATEGY] if members[STRATEGY] != built[STRATEGY] else None)
     return Session(

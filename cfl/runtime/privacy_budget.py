@@ -1,7 +1,7 @@
 """The privacy budget of a run: epsilon of each client over all rounds, phases and tasks."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from cfl.aggregation import accounting, scope
@@ -24,8 +24,11 @@ Plan = tuple[Releases, ...]
 class Budget:
     """The releases of each client's data in a schedule, and the noise that they need.
 
-    The budget follows from the configuration alone: aborted rounds and clients that drop out count as if they had
-    uploaded. sees: maps a task to the tasks whose data clients train on.
+    The budget follows from the configuration alone: aborted rounds, clients that drop out, and rounds that a callback
+    skips count as if there had been uploads. A decision to skip rounds depends on the data; the bound for all planned
+    rounds holds whatever is decided, and one for the rounds before the decision need not (Rogers et al., 2016,
+    Privacy odometers and filters).
+    sees: maps a task to the tasks whose data clients train on.
     multiplier: standard deviation of the noise over dp.clip; 0 without differential privacy.
     Raises ConfigError if no amount of noise meets dp.target_epsilon.
     """
@@ -45,12 +48,12 @@ class Budget:
         if self.dp.target_epsilon is not None:
             self._solve(self.dp.target_epsilon)
 
-    def plans(self, rounds: int | None = None) -> dict[int, Plan]:
-        """Releases in the first `rounds` rounds (None: in all rounds), for each client that has any."""
+    def plans(self, rounds: int | None = None, skipped: Collection[int] = ()) -> dict[int, Plan]:
+        """Releases in the first `rounds` rounds (None: in all) but those `skipped`, for each client that has any."""
         spent: dict[int, Counter[float]] = {}
         together: dict[tuple[int, ...], Counter[float]] = {}  # by tasks seen: releases of all owners of their data
-        for (task, phase, _), key in zip(self.rounds[:rounds], self.keys[:rounds], strict=True):
-            if not scope.releases([phase], self.config):
+        for place, ((task, phase, _), key) in enumerate(zip(self.rounds[:rounds], self.keys[:rounds], strict=True)):
+            if place in skipped or not scope.releases([phase], self.config):
                 continue
             tasks = self.sees(task)
             owners, expected = self.population.owners(tasks), self.population.expected(phase, tasks)
@@ -101,8 +104,11 @@ class Budget:
         client, size = self.population.client(id, task, tasks), self.config.local.batch_size
         return {min(1.0, size / len(client)): self.config.local.epochs * client.steps(size)}
 
-    def report(self) -> dict[str, Any]:
-        """Figures for metrics.json: epsilon (largest and by client), delta, and the noise over dp.clip."""
+    def report(self, skipped: Collection[int] = ()) -> dict[str, Any]:
+        """Figures for metrics.json: epsilon (largest and by client), delta, and the noise over dp.clip.
+
+        skipped: places of rounds that did not run; adds the largest epsilon of the others, had it been planned so.
+        """
         if self.dp.level == "none":
             return {}
         spent = self.epsilon()
@@ -112,7 +118,11 @@ class Budget:
             "delta": self.dp.delta,
             "epsilon_of": "all uploads" if self.dp.protect == "all" else "uploads of phases of work alone",
             "noise_multiplier": self.multiplier,
+            **({"epsilon_without_skipped": self._without(skipped)} if skipped else {}),
         }
+
+    def _without(self, skipped: Collection[int]) -> float:
+        return max(map(self._epsilon, {*self.plans(skipped=skipped).values()}), default=0.0)
 
     def notes(self) -> list[str]:
         """Lines for the start of a run: the epsilon of the whole run, and its assumptions."""

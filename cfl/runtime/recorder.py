@@ -16,10 +16,11 @@ from cfl.contract import RoundInputs
 from cfl.core import CheckpointError, ConfigError, Tree, machine
 from cfl.engines import Outcome
 from cfl.runtime import checkpoint, contact_sheet
+from cfl.runtime.callback_set import CallbackSet
 from cfl.runtime.fingerprint import Fingerprint, code
 from cfl.runtime.privacy_budget import Budget
 from cfl.runtime.rounds import Rounds
-from cfl.runtime.run_folder import RunFolder
+from cfl.runtime.run_folder import RunFolder, plain
 from cfl.runtime.sinks import Sink
 from cfl.runtime.state import RunState
 
@@ -39,9 +40,11 @@ class Recorder:
         budget: Budget,
         task_names: list[str],
         fingerprint: Fingerprint,
+        callbacks: CallbackSet,
     ) -> None:
         self.folder, self.sink, self.state, self.rounds, self.budget = folder, sink, state, rounds, budget
-        self.task_names, self.fingerprint = task_names, fingerprint
+        self.task_names, self.fingerprint, self.callbacks = task_names, fingerprint, callbacks
+        self._deciding = callbacks.digests()  # at the start: a callback may keep figures in itself
         self._device = machine.device(rounds.config.device)
         self.writer = checkpoint.Writer(folder.checkpoints if folder else None, sink.warn)
         self._clock = time.monotonic()
@@ -52,14 +55,16 @@ class Recorder:
 
         about: contents of model.json.
         """
-        total = len(self.rounds.schedule)
+        total = self._total()
         if self.folder is not None:
             if not resume:
                 checkpoint.clear(self.folder.checkpoints)
             elif found := self._last(self.folder):
                 self.state.restore(*found, device=self._device)
-                notes = [*notes, f"resumed after {self.state.position} of {total} rounds"]
-            self.folder.truncate_rounds(self.state.position)
+                self._check_callbacks(found[1].get("callbacks", {}))
+                total = self._total()
+                notes = [*notes, f"resumed after {self.state.done} of {total} rounds"]
+            self.folder.truncate_rounds(self.state.done)
             self.folder.truncate_sheets(len(self.state.reports))
             self.folder.write_config(resolve.dump(config))
             self.folder.write_model(about)
@@ -67,6 +72,11 @@ class Recorder:
             self.folder.write_made_of({"run": self.fingerprint.parts, "code": code(config), "place": place})
             self.folder.remove_error()  # of an earlier session
         self.sink.start(config, notes, total)
+        self._clock = time.monotonic()  # a sink may take seconds to start
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of all completed rounds; empty without a folder."""
+        return self.folder.read_rounds() if self.folder is not None else []
 
     def warn(self, texts: Iterable[str]) -> None:
         """Pass warnings to the sink."""
@@ -79,7 +89,7 @@ class Recorder:
             self.folder.write_sheet(task, contact_sheet.png(made))
 
     def lap(self, what: str, measured: float = 0.0) -> None:
-        """Book the seconds since the last lap on "clients", "server", "evaluate" or "checkpoint".
+        """Book the seconds since the last lap on "clients", "server", "evaluate", "callbacks" or "checkpoint".
 
         measured: seconds among them that went into measurements, and count as "evaluate".
         """
@@ -88,46 +98,49 @@ class Recorder:
         self._seconds[what] += self._clock - before - measured
         self._seconds["evaluate"] += measured
 
-    def round(
-        self, inputs: RoundInputs, outcome: Outcome, accuracy: float | None, local: Mapping[str, list[Any]], held: int
-    ) -> None:
-        """Record a round, its task if the task is over, and a checkpoint if one is due.
+    def row(self, inputs: RoundInputs, outcome: Outcome, local: Mapping[str, list[Any]], held: int) -> dict[str, Any]:
+        """The row of a round before it is evaluated, as JSON data; books the seconds of clients and server.
 
-        accuracy: of the global model on the current task, None if not evaluated; local: figures of the local models;
-        held: bytes of the broadcast that the clients had already.
+        local: figures of the local models; held: bytes of the broadcast that the clients had already.
         """
-        info, state, spent = inputs.info, self.state, self._seconds
-        ends_task = self.rounds.ends_task(state.position - 1)
-        row = {
-            "task": info.task,
-            "phase": info.phase.name,
-            "round": info.round,
-            **outcome.figures(),
-            "dropped": info.dropped,
-            "accuracy": accuracy,
-            "lr": info.lr,
-            **outcome.traffic(info, inputs.shared, held),
-            "seconds": spent["clients"] + spent["server"],
-            **({"local": dict(local)} if local else {}),
-        }
+        info, seconds = inputs.info, {kind: self._seconds.pop(kind, 0.0) for kind in ("clients", "server")}
+        for kind, own in seconds.items():
+            self.state.spent("measurement" if info.phase.diagnostic else kind, info.phase.name, own)
+        return plain(
+            {
+                "task": info.task,
+                "phase": info.phase.name,
+                "round": info.round,
+                **outcome.figures(),
+                "dropped": info.dropped,
+                "accuracy": None,
+                "lr": info.lr,
+                **outcome.traffic(info, inputs.shared, held),
+                "seconds": sum(seconds.values()),
+                **({"local": dict(local)} if local else {}),
+            }
+        )
+
+    def round(self, row: dict[str, Any], ends_task: bool) -> None:
+        """Record a round, its task if the task is over, and a checkpoint if one is due."""
+        state = self.state
         state.count(row)
-        if local:
-            state.local = dict(local)
-        for kind in ("clients", "server"):
-            state.spent("measurement" if info.phase.diagnostic else kind, info.phase.name, spent[kind])
-        state.spent("measurement", "evaluate", spent["evaluate"])
-        spent.clear()
+        state.local = row.get("local", state.local)
+        for what in sorted(self._seconds):
+            state.spent("measurement", what, self._seconds[what])
+        self._seconds.clear()
         self._write(row, ends_task)
-        if ends_task or state.position % self.rounds.config.checkpoint_every == 0:
+        if ends_task or state.done % self.rounds.config.checkpoint_every == 0:
             self.save(wait=state.position == len(self.rounds.schedule))
         self.lap("checkpoint")
-        state.spent("measurement", "checkpoint", spent.pop("checkpoint"))
+        state.spent("measurement", "checkpoint", self._seconds.pop("checkpoint"))
 
     def save(self, wait: bool = False) -> None:
         """Write a checkpoint if the run has a folder. wait: return only when the checkpoint is on disk."""
         if self.folder is not None:
             self.folder.sync_rounds()  # a checkpoint never counts more rounds than rounds.jsonl has lines on disk
             trees, meta, states = self.state.saved()
+            meta |= {"callbacks": self._deciding} if self._deciding else {}
             self.writer.save(self.state.position, trees, {**meta, "fingerprint": self.fingerprint.text}, states)
             if wait:
                 self.writer.wait()
@@ -157,17 +170,21 @@ class Recorder:
             self.sink.warn(str(unwritable))
 
     def _write(self, row: dict[str, Any], ends_task: bool) -> None:
-        done, task = self.state.position, row["task"]
+        task = row["task"]
         if self.folder is not None:
             self.folder.append_round(row)
-        self.sink.round({**row, "rounds_done": done, "rounds_total": len(self.rounds.schedule)})
+        self.sink.round({**row, "rounds_done": self.state.done, "rounds_total": self._total()})
         if ends_task:
-            spent = {"epsilon": self.budget.so_far(done)} if self.budget.rounds else {}
+            spent = {"epsilon": self.budget.so_far(self.state.position)} if self.budget.rounds else {}
             accuracies = row_of(self.state.accuracy_matrix[task])
             held = row_of(self.state.validation_matrix[task])
             validation = {"validation": held} if held[task] is not None else {}
             names = {"task": task, "name": self.task_names[task]}
             self.sink.task({**names, "accuracy": accuracies, **validation, **spent})
+
+    def _total(self) -> int:
+        """Number of rounds of the run, as far as it is known."""
+        return len(self.rounds.schedule) - len(self.state.skipped)
 
     def _last(self, folder: RunFolder) -> tuple[dict[str, Tree], dict[str, Any]] | None:
         """Load the last checkpoint. Raises CheckpointError that names what differs from the run in the folder."""
@@ -183,6 +200,17 @@ class Recorder:
         except CheckpointError as error:
             changed = self.fingerprint.changed(there, parts)
             raise CheckpointError(f"{error}: {changed}" if changed else str(error)) from None
+
+    def _check_callbacks(self, there: Mapping[str, str]) -> None:
+        """Raise CheckpointError unless later rounds depend on the same callbacks; one that failed may be mended."""
+        failed = self.state.pending[1] if self.state.pending else None
+        names = [name for name in {**there, **self._deciding} if there.get(name) != self._deciding.get(name)]
+        if self.state.position < len(self.rounds.schedule) and (names := [name for name in names if name != failed]):
+            assert self.folder is not None
+            raise CheckpointError(
+                f"'{self.folder.path}' holds a run whose rounds depend on callbacks, and '{names[0]}' is new, missing "
+                "or changed; repeat the callbacks of that run, or choose another output"
+            )
 
 
 def row_of(values: np.ndarray) -> list[float | None]:

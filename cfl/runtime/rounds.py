@@ -1,6 +1,6 @@
 """The rounds of a run before they run: cohort, learning rate, broadcast, and the client states that go in."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -53,9 +53,10 @@ class Rounds:
         """Tasks whose data the clients train on in this task."""
         return tuple(self.strategy.sees(task, self.tasks))
 
-    def ends_task(self, position: int) -> bool:
-        """Whether a round is the last round of its task."""
-        return position + 1 == len(self.schedule) or self.schedule[position + 1][0] > self.schedule[position][0]
+    def ends_task(self, position: int, skipped: Collection[int]) -> bool:
+        """Whether a round is the last round of its task. skipped: places of rounds that will not run."""
+        after = schedule.following(self.schedule, position, skipped)
+        return after == len(self.schedule) or self.schedule[after][0] > self.schedule[position][0]
 
     def inputs(self, position: int, state: RunState) -> RoundInputs:
         """Draw the cohort of a round, make its broadcast, and look up the states of the clients that upload."""
@@ -100,13 +101,13 @@ class Rounds:
         again = sum(last_task.get(id) == info.task for id in info.clients)
         return again * self.kept_bytes(inputs.shared)
 
-    def kept_at_end(self, server: Server) -> int:
+    def kept_at_end(self, server: Server, last: int) -> int:
         """Bytes of the kept trees on a client of the last task, once the run is over. server: its trees at the end."""
         if not self.strategy.kept:
             return 0
         with_clients = ((task, phase.cohort != "none") for task, phase, _ in self.schedule)
-        last = [number for number, found in enumerate(with_clients) if found == (self.tasks - 1, True)]
-        return self.kept_bytes(self.strategy.broadcast(server, self.info(last[-1]))) if last else 0
+        places = [place for place, found in enumerate(with_clients) if found == (last, True)]
+        return self.kept_bytes(self.strategy.broadcast(server, self.info(places[-1]))) if places else 0
 
     def kept_bytes(self, shared: TreesByOwner) -> int:
         """Bytes of a broadcast that each of its clients stores until the next task."""

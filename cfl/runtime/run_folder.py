@@ -158,6 +158,10 @@ class RunFolder:
                 raise ConfigError(f"line {number} of '{self._rounds}' is damaged: it holds no round; {_RESTORE}")
         _write(self._rounds, b"".join(line + b"\n" for line in lines))
 
+    def read_rounds(self) -> list[dict[str, Any]]:
+        """Read the rows of `rounds.jsonl`, after `truncate_rounds`."""
+        return [json.loads(line) for line in self._rounds.read_text(encoding="utf-8").splitlines()]
+
     def write_sheet(self, task: int, png: bytes) -> None:
         """Write `images/task-<task>.png` atomically. Raises ConfigError if the write fails."""
         path = self.path / IMAGES / f"task-{task}.png"

@@ -23,9 +23,11 @@ from cfl.core.typed import typed
 from cfl.engines.choose import Choice, undecided
 from cfl.engines.evaluate import Observer
 from cfl.runtime.builder import HERE, Place, build_session
+from cfl.runtime.callbacks import Callback
 from cfl.runtime.fingerprint import decisive
+from cfl.runtime.result import Result
 from cfl.runtime.run_folder import RunFolder
-from cfl.runtime.session import Result, Session
+from cfl.runtime.session import Session
 from cfl.runtime.sinks import Sink, usual_sink
 from cfl.streams import Stream
 
@@ -45,6 +47,7 @@ def run(
     data_root: Path | str | None = None,
     download: bool = False,
     observe: Observer | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Result:
     """Run a configuration to the end, from the start or from the last checkpoint in `output`.
 
@@ -57,7 +60,8 @@ def run(
     sink: receives the progress, see `cfl.sinks`. Without one, `progress` decides whether progress is printed; None: in
     a terminal and in a notebook only.
     observe: called with the round, the client's id and the client's model after each local training.
-    Raises ConfigError, DataError, UpdateError, CheckpointError; completed rounds are in `output`.
+    callbacks: called after rounds, tasks and the run, in order; see `cfl.Callback`.
+    Raises ConfigError, DataError, UpdateError, CheckpointError, CallbackError; completed rounds are in `output`.
     """
     if output == "" or (resume and output is None):
         raise ConfigError("output must name a folder" + ("; resume=True continues the run in it" if resume else ""))
@@ -75,7 +79,7 @@ def run(
         else:
             stream = stream_of(settings, root, download, public=methods.need_public(members))
         sink = sink or at_end.enter_context(contextlib.closing(usual_sink(progress)))
-        return carry_out(settings, stream, members, network, output, resume, sink, root, observe)
+        return carry_out(settings, stream, members, network, output, resume, sink, root, observe, callbacks=callbacks)
 
 
 def carry_out(
@@ -89,6 +93,7 @@ def carry_out(
     data_root: Path | None = None,
     observe: Observer | None = None,
     place: Place = HERE,
+    callbacks: Sequence[Callback] = (),
 ) -> Result:
     """Run a configuration with these objects, as `run` does. place: where the clients are."""
     with contextlib.ExitStack() as at_end:
@@ -97,7 +102,7 @@ def carry_out(
             at_end.callback(folder.close)
             if resume and undecided(settings.engine, settings.block):
                 settings = _settled(settings, folder.read_config())
-        session = build_session(settings, stream, members, network, folder, sink, data_root, place)
+        session = build_session(settings, stream, members, network, folder, sink, data_root, place, callbacks)
         torch.set_num_threads(session.config.threads)  # may have been measured
         at_end.enter_context(contextlib.closing(session))
         at_end.enter_context(session.recorder.writer)
@@ -110,7 +115,7 @@ def _finished(session: Session, interrupted: Callable[[], bool], observe: Observ
     """Run the rounds that are left. An error that ends the run is kept in its folder."""
     position = None
     try:
-        for position in range(session.state.position, len(session.schedule)):
+        while (position := session.state.position) < len(session.schedule):
             session.round(position, observe)
             if interrupted():
                 session.recorder.save(wait=True)

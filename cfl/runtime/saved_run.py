@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from cfl.assembly import arguments, network, resolve
-from cfl.config.overrides import read_yaml
+from cfl.config.overrides import flat, read_yaml
 from cfl.config.schema import RunConfig
 from cfl.contract import Server, Strategy
 from cfl.contract.composed import STRATEGY
 from cfl.core import ConfigError, DataError, Tree, tree
 from cfl.core.typed import typed
 from cfl.models import Model
-from cfl.runtime import checkpoint, export
+from cfl.runtime import checkpoint, export, table
 from cfl.runtime.run_folder import MODEL, plain, read_json
 from cfl.runtime.serving import Predictor
 from cfl.streams import Stream, with_scenario
@@ -97,6 +97,16 @@ class SavedRun:
                 )
         tests = {task: stream.tasks[task].test for task in range(self.latest + 1)}
         return self._predictor.accuracies(tests, self._predictor.inference(self.latest))
+
+    def frame(self) -> Any:
+        """Return the finished run as a pandas DataFrame of one row: options by dotted name, and figures with units.
+
+        Raises ConfigError for a run that is not finished, and if pandas is not installed.
+        """
+        if not self.metrics:
+            raise ConfigError(f"the run in '{self.folder}' is not finished; continue it with --resume")
+        options, timing = flat(resolve.dump(self.config)), read_json(self.folder / "timing.json")
+        return table.frame(table.row(self.metrics, self.about["scenario"], options, timing))
 
     @typed
     def export(self, path: Path | str, task: int | None = None) -> Path:

@@ -1,6 +1,6 @@
 """The schedule of a run: its rounds in order, with their keys and learning rates."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from cfl.config.schema import LocalConfig
 from cfl.contract import Phase, Strategy
@@ -53,6 +53,21 @@ def trained(schedule: Schedule, restart: bool = True) -> list[int]:
         counts.append(before)
         before += phase.train
     return counts
+
+
+def skipped(schedule: Schedule, position: int, what: str) -> list[int]:
+    """Places of the rounds that a stop after a round skips. what: see `cfl.Callback.stop`."""
+    task, phase, _ = schedule[position]
+    return [
+        place
+        for place, (other, where, _) in enumerate(schedule)
+        if place > position and ((other, where.name) == (task, phase.name) or (what == "run" and other > task))
+    ]
+
+
+def following(schedule: Schedule, position: int, skipped: Collection[int]) -> int:
+    """Place of the first round after a round that is not skipped; the length of the schedule if there is none."""
+    return next((place for place in range(position + 1, len(schedule)) if place not in skipped), len(schedule))
 
 
 def keys(seed: int, schedule: Schedule) -> list[int]:

@@ -4,19 +4,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from cfl.config.schema import RunConfig
-from cfl.contract import RoundInfo, RoundInputs, Server, Strategy, TreesByOwner
+from cfl.contract import Phase, RoundInfo, RoundInputs, Server, Strategy, TreesByOwner
 from cfl.contract.composed import STRATEGY, ComposedMethod
-from cfl.core import HookError, UpdateError, metrics, tree
+from cfl.core import CallbackError, HookError, UpdateError, metrics, tree
 from cfl.engines import Engine, Outcome
 from cfl.engines.evaluate import Inference, LocalModels, Observer, accuracy
 from cfl.models import Model
-from cfl.runtime import notebook
+from cfl.runtime import schedule
 from cfl.runtime.population import Population
 from cfl.runtime.privacy_budget import Budget
 from cfl.runtime.recorder import Recorder, row_of
+from cfl.runtime.result import Result
 from cfl.runtime.rounds import Rounds
 from cfl.runtime.run_folder import plain
 from cfl.runtime.schedule import Schedule
@@ -24,28 +23,6 @@ from cfl.runtime.serving import Predictor
 from cfl.runtime.state import RunState
 from cfl.streams import Stream
 from cfl.streams.store import TaskSamples
-
-
-@dataclass(frozen=True)
-class Result:
-    """Result of a run: metrics as in metrics.json (fractions, bytes, seconds), and the global model.
-
-    accuracy_matrix: (tasks, tasks) fractions, NaN for tasks not yet seen; params: the tree of the final global model.
-    """
-
-    metrics: dict[str, Any]
-    accuracy_matrix: np.ndarray
-    params: tree.Tree
-    model: Model
-
-    def __repr__(self) -> str:
-        method, benchmark = (repr(self.metrics[name])[:60] for name in ("method", "benchmark"))
-        scores = ", ".join(f"{name}={self.metrics[name]:.3f}" for name in ("acc", "fgt"))
-        return f"Result(method={method}, benchmark={benchmark}, seed={self.metrics['seed']}, {scores})"
-
-    def _repr_html_(self) -> str:
-        """Tables for a notebook."""
-        return notebook.result(self.metrics)
 
 
 @dataclass(eq=False)
@@ -82,8 +59,15 @@ class Session:
         return self.rounds.schedule
 
     def start(self, resume: bool) -> None:
-        """Open the run's folder, restore the last checkpoint if `resume` is set, and announce the run."""
+        """Open the run's folder, restore the last checkpoint if `resume` is set, and announce the run.
+
+        If a callback failed after a round, the round is concluded.
+        """
         self.recorder.start(self.config, self.about, self.notes, resume)
+        if self.recorder.callbacks and self.state.done:
+            self.recorder.callbacks.begin(self.recorder.rows())
+        if self.state.pending is not None:
+            self._conclude(self.state.position, self.state.pending[0])
 
     def close(self) -> None:
         """Release what the engine holds, such as worker processes."""
@@ -105,14 +89,16 @@ class Session:
         self._absorb(inputs, outcome)
         self.recorder.warn(outcome.faults(inputs.info))
         self.recorder.lap("server")
-        self.state.position = position + 1
-        accuracy = self._evaluate(inputs.info, last=self.rounds.ends_task(position))
-        self.recorder.lap("evaluate")
-        self.recorder.round(inputs, outcome, accuracy, local_models.figures if local_models else {}, held)
+        figures = local_models.figures if local_models else {}
+        self._conclude(position, self.recorder.row(inputs, outcome, figures, held))
 
     def finish(self) -> Result:
         """Return the metrics of the whole run, and write them if the run has a folder."""
         state, matrix = self.state, self.state.accuracy_matrix
+        try:
+            own = self.recorder.callbacks.call("on_end", self._predictor())
+        except CallbackError as error:
+            raise self._resumable(error) from error
         result = {
             "method": self.label,
             "benchmark": self.stream.name,
@@ -121,14 +107,68 @@ class Session:
             "accuracy_matrix": [row_of(row) for row in matrix],
             **self._validated(),
             "subspace_use": {},
-            **state.reports[-1],
+            **{name: value for name, value in state.reports[-1].items() if name != "callbacks"},
             "by_task": state.reports,
             **state.totals(),
             **self._client_bytes(),
-            **self.budget.report(),
+            **self.budget.report(state.skipped),
+            **({"stopped": state.stops} if state.stops else {}),
+            **({"callbacks": own} if own else {}),
         }
         self.recorder.finish(result)
-        return Result(result, matrix, state.server["params"], self.model)
+        return Result(result, matrix, state.server["params"], self.model, self.config, self.stream.scenario)
+
+    def _conclude(self, position: int, computed: dict[str, Any]) -> None:
+        """Evaluate a computed round, let the callbacks see it, record it, and end the task after its last round.
+
+        The state changes last, so that a round whose callback fails can be saved as computed, and concluded later.
+        """
+        state, row, (task, phase, number) = self.state, dict(computed), self.schedule[position]
+        ends = self.rounds.ends_task(position, state.skipped)
+        row["accuracy"] = self._evaluate(task, phase, number, ends)
+        self.recorder.lap("evaluate")
+        try:
+            if own := self.recorder.callbacks.call("on_round", self._predictor(), row):
+                row["callbacks"] = own
+            stopped, places = self._decide(position, row)
+            if not ends and (ends := self.rounds.ends_task(position, state.skipped | places)):
+                row["accuracy"] = self._evaluate(task, phase, number, ends)
+            if ends and (own := self.recorder.callbacks.call("on_task", self._predictor(), row)):
+                state.reports[task]["callbacks"] = own
+        except CallbackError as error:
+            state.pending = computed, error.callback
+            self.recorder.save(wait=True)
+            raise self._resumable(error) from error
+        self.recorder.lap("callbacks" if self.recorder.callbacks else "evaluate")
+        if stopped:
+            row["stopped"] = stopped
+            state.skipped |= places
+            state.stops.append({"task": task, "phase": phase.name, "round": number, **stopped})
+            what = f"phase {phase.name} of task {task}" if stopped["skips"] == "phase" else "the run"
+            self.recorder.sink.note(
+                f"{stopped['callback']} ends {what} after round {number}, {len(places)} rounds early"
+            )
+        state.position, state.pending = schedule.following(self.schedule, position, state.skipped), None
+        if ends and state.position < len(self.schedule):
+            self._begin_task(task + 1)
+        self.recorder.lap("evaluate")
+        self.recorder.callbacks.keep(row)
+        self.recorder.round(row, ends)
+
+    def _decide(self, position: int, row: dict[str, Any]) -> tuple[dict[str, Any], set[int]]:
+        """What a callback decides after a round, and the places of the rounds that it skips; empty for none."""
+        if not (found := self.recorder.callbacks.stop(row)):
+            return {}, set()
+        name, what = found
+        places = {*schedule.skipped(self.schedule, position, what)} - self.state.skipped
+        return {"callback": name, "skips": what, "rounds": len(places)} if places else {}, places
+
+    def _resumable(self, error: CallbackError) -> CallbackError:
+        """The error, with what to do."""
+        kept = (
+            "the round is saved, mend the callback and resume the run" if self.recorder.folder else "mend the callback"
+        )
+        return CallbackError(f"{error}; {kept}")
 
     def _absorb(self, inputs: RoundInputs, outcome: Outcome) -> None:
         """Step the server and store the clients' states; an aborted round changes nothing."""
@@ -157,16 +197,16 @@ class Session:
                 "phase with diagnostic=True; set diagnostic=False, or keep the results for `report`"
             )
 
-    def _evaluate(self, info: RoundInfo, last: bool) -> float | None:
+    def _evaluate(self, task: int, phase: Phase, number: int, last: bool) -> float | None:
         """Accuracy of the global model on the current task if an evaluation is due. last: the round ends the task."""
         if last:
-            return self._end_task(info.task)
+            return self._end_task(task)
         every = self.config.eval_every
-        due = info.phase.train and bool(every) and (info.round + 1) % every == 0
-        return self._accuracies([info.task], self._predictor().inference(info.task))[0] if due else None
+        due = phase.train and bool(every) and (number + 1) % every == 0
+        return self._accuracies([task], self._predictor().inference(task))[0] if due else None
 
     def _end_task(self, task: int) -> float:
-        """Append a row to the accuracy matrices: the global model on every task so far."""
+        """Fill a row of the accuracy matrices: the global model on every task so far."""
         state = self.state
         inference = self._predictor().inference(task)
         state.accuracy_matrix[task, : task + 1] = self._accuracies(range(task + 1), inference)
@@ -175,14 +215,15 @@ class Session:
             found = self._predictor().accuracies(held, self._predictor().inference(task))
             state.validation_matrix[task, : task + 1] = found
         own = self.strategy.report(state.server, self.model)
-        state.reports.append(plain({**own, **(inference.figures if inference else {})}))
+        state.reports[task:] = [plain({**own, **(inference.figures if inference else {})})]
         self.recorder.images(task, self.strategy.images(state.server, self.model))
-        if task + 1 < len(self.stream):
-            server, clients = self.composed.end_task(state.server, state.clients)
-            begun = self.strategy.begin_task(server, task + 1, self.model)
-            self.composed.check(STRATEGY, "begin_task", begun, server, f"task {task + 1}")
-            state.server, state.clients = begun, clients
-        return state.accuracy_matrix[task, task]
+        return float(state.accuracy_matrix[task, task])
+
+    def _begin_task(self, task: int) -> None:
+        server, clients = self.composed.end_task(self.state.server, self.state.clients)
+        begun = self.strategy.begin_task(server, task, self.model)
+        self.composed.check(STRATEGY, "begin_task", begun, server, f"task {task}")
+        self.state.server, self.state.clients = begun, clients
 
     def _accuracies(self, tasks: Iterable[int], inference: Inference | None) -> list[float]:
         return self._predictor().accuracies({task: self.stream.tasks[task].test for task in tasks}, inference)
@@ -214,8 +255,9 @@ class Session:
 
     def _client_bytes(self) -> dict[str, float]:
         """Bytes that a client stores between rounds, mean and maximum over all clients with data."""
-        state, kept = self.state, self.rounds.kept_at_end(self.state.server)
-        holders = {id for id, task in state.last_task.items() if task == len(self.stream) - 1}
+        state, last = self.state, len(self.state.reports) - 1
+        kept = self.rounds.kept_at_end(state.server, last)
+        holders = {id for id, task in state.last_task.items() if task == last}
         without_state = self._stored({})
         stored = [
             (self._stored(state.clients[id]) if id in state.clients else without_state) + kept * (id in holders)

@@ -16,8 +16,10 @@ WIRE = ("wire_bytes_up", "wire_bytes_down")
 
 
 class RunState:
-    """State of a run. server: its trees; clients: id to state, if not empty; position: completed rounds.
+    """State of a run. server: its trees; clients: id to state, if not empty; position: place of the next round.
 
+    skipped: places of the rounds that callbacks have skipped; stops: their decisions, as in metrics.json.
+    pending: of a round that is computed, but after which a callback failed, its row and the name of the callback.
     last_task: id to the last task in which the client took part.
 
     accuracy_matrix: (tasks, tasks) fractions, NaN where not evaluated; validation_matrix: the same on held-out training
@@ -36,6 +38,14 @@ class RunState:
         self.seconds: dict[str, dict[str, float]] = {"clients": {}, "server": {}, "measurement": {}}
         self.local: dict[str, list[float]] = {}
         self.reports: list[dict[str, Any]] = []
+        self.skipped: set[int] = set()
+        self.stops: list[dict[str, Any]] = []
+        self.pending: tuple[dict[str, Any], str] | None = None
+
+    @property
+    def done(self) -> int:
+        """Number of completed rounds."""
+        return self.position - sum(place < self.position for place in self.skipped)
 
     def count(self, row: Mapping[str, Any]) -> None:
         """Add a round's bytes to its phase."""
@@ -77,6 +87,10 @@ class RunState:
         reports = json.dumps(self.reports)  # as text: the checkpoint would sort the layers
         meta = {"position": self.position, **copy.deepcopy(kept), "reports": reports}
         meta["last_task"] = {str(id): task for id, task in sorted(self.last_task.items())}
+        if self.skipped:
+            meta |= {"skipped": sorted(self.skipped), "stops": json.dumps(self.stops)}
+        if self.pending is not None:
+            meta["pending"] = json.dumps(self.pending)
         # No copies: a round replaces a client's tree, and the same tree need not be written again.
         return trees, meta, {f"client/{id}": leaves for id, leaves in sorted(self.clients.items())}
 
@@ -96,3 +110,5 @@ class RunState:
         self.position, self.bytes, self.seconds = meta["position"], dict(meta["bytes"]), dict(meta["seconds"])
         self.local, self.reports = dict(meta["local"]), json.loads(meta["reports"])
         self.last_task = {int(id): task for id, task in meta["last_task"].items()}
+        self.skipped, self.stops = set(meta.get("skipped", ())), json.loads(meta.get("stops", "[]"))
+        self.pending = tuple(json.loads(meta["pending"])) if "pending" in meta else None

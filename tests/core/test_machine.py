@@ -12,6 +12,7 @@ import torch
 import cfl
 from cfl.cli import train
 from cfl.core import machine
+from cfl.runtime.sinks import NullSink
 from tests import toy
 
 CPU = torch.device("cpu")
@@ -57,7 +58,7 @@ def test_only_the_command_changes_how_the_process_allocates(monkeypatch, tmp_pat
     cfl.run(toy.config(), stream=toy.stream())
     assert calls == []
     monkeypatch.setattr(train.runner, "run", lambda *given, **options: cfl.run(toy.config(), stream=toy.stream()))
-    train._run(toy.config(), tmp_path, resume=False, quiet=True, tensorboard=False)
+    train._run(toy.config(), tmp_path, resume=False, sink=NullSink())
     assert calls == ["here"]
 
 

@@ -29,8 +29,9 @@ from cfl.flower.members import Members
 from cfl.flower.node import client_app
 from cfl.runtime import checkpoint
 from cfl.runtime.builder import EngineParts, Place, build_session
+from cfl.runtime.result import Result
 from cfl.runtime.runner import carry_out
-from cfl.runtime.session import Result, Session
+from cfl.runtime.session import Session
 from cfl.runtime.sinks import NullSink
 from cfl.streams import Stream
 from cfl.testing.toys import toy_stream

@@ -10,6 +10,7 @@ from cfl import cli
 from cfl.assembly.resolve import dump
 from cfl.config.overrides import assignment, parse
 from cfl.core import ConfigError
+from cfl.experiments.compare import finished, finished_in
 from cfl.report.runs import FinishedRun, command, flat, read, scenes
 
 
@@ -236,3 +237,18 @@ def test_seconds_of_clients_and_server_are_sums_over_phases(stored):
     (row,) = group.metrics
     assert row["client_seconds"] == sum(timing["clients"].values())
     assert row["server_seconds"] == sum(timing["server"].values())
+
+
+def test_a_run_that_a_callback_stopped_is_neither_a_repeat_nor_of_the_group_of_the_others(tmp_path):
+    class Once(cfl.Callback):
+        def stop(self, rows):
+            return "phase"
+
+    config = cfl.resolve(
+        "permuted-digits", overrides=["tasks=2", "rounds=2", "model.hidden=[8]", "partition.clients=4"]
+    )
+    cfl.run(config, output=tmp_path / "whole")
+    cfl.run(config, output=tmp_path / "stopped", callbacks=[Once()])
+    found = read([tmp_path])
+    assert found.twice == {} and shown(found.runs) == [("", [("fedavg (stopped by Once)", 1), ("fedavg", 1)])]
+    assert list(finished_in(tmp_path)) == list(finished(tmp_path).values()) == [tmp_path / "whole"]

@@ -1,6 +1,7 @@
 """Results in notebooks: tables without style sheets, with colours that are readable on each shade."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -24,11 +25,11 @@ def luminance(colour):
 
 def test_the_text_of_a_result_is_one_short_line(result):
     found = result.metrics
-    scores = f"acc={found['acc']:.3f}, fgt={found['fgt']:.3f}"
+    scores = f"ACC {100 * found['acc']:.1f} % FGT {100 * found['fgt']:z.1f} %"
     assert repr(result) == f"Result(method='fot', benchmark='{found['benchmark']}', seed=0, {scores})"
     long = {**found, "method": "m" * 500, "benchmark": "b" * 500, "seed": 2**63, "fgt": float("nan")}
-    text = repr(cfl.Result(long, result.accuracy_matrix, result.params, result.model))
-    assert len(text) <= 200 and "fgt=nan" in text
+    text = repr(replace(result, metrics=long))
+    assert len(text) <= 200 and "FGT – %" in text
 
 
 def test_a_notebook_shows_scores_bytes_and_matrix(result):
@@ -43,7 +44,7 @@ def test_a_notebook_shows_scores_bytes_and_matrix(result):
 
 def test_names_are_escaped(result):
     named = {**result.metrics, "method": "<b>&", "benchmark": "<script>"}
-    shown = cfl.Result(named, result.accuracy_matrix, result.params, result.model)._repr_html_()
+    shown = replace(result, metrics=named)._repr_html_()
     assert "&lt;b&gt;&amp; on &lt;script&gt;, seed 0" in shown and "<script" not in shown
 
 

@@ -29,7 +29,7 @@ def ran(*options, method="fedavg", fixed=FIRST, multi_head=False):
     config = toy.config(*options, method=method)
     session = build_session(config, toy.stream(multi_head=multi_head), methods.build(config), net(*fixed))
     before, sent = tree.clone(session.model.params), []
-    session.recorder.round, record = lambda *given: (sent.append(given), record(*given)), session.recorder.round
+    session.recorder.row, record = lambda *given: (sent.append(given), record(*given))[1], session.recorder.row
     session.start(resume=False)
     for position in range(len(session.schedule)):
         session.round(position)

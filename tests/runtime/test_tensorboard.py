@@ -50,11 +50,12 @@ def test_the_events_are_the_rounds_and_the_results(tmp_path):
             column = [line[int(phase)] for line in metrics["accuracy_matrix"]]
             expected = [(end, value) for end, value in zip(ends, column, strict=True) if value is not None]
         else:
-            expected = [(len(rows), metrics[name.lower()])]
+            expected = [(len(rows), metrics[(phase or name).lower()])]
         assert [step for step, _ in values] == [step for step, _ in expected]
         np.testing.assert_allclose([v for _, v in values], [v for _, v in expected], rtol=1e-6)  # stored as float32
     phases = {f"{name}/{row['phase']}" for name in ("bytes_up", "bytes_down") for row in rows}
-    assert set(found) == {"loss", "accuracy", "task/0", "task/1", "ACC", "FGT", *phases}
+    totals = {"total/bytes_up", "total/bytes_down"}
+    assert set(found) == {"loss", "accuracy", "task/0", "task/1", "ACC", "FGT", *totals, *phases}
     text = read.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert yaml.safe_load(text.strip("`")) == yaml.safe_load((tmp_path / "config.yaml").read_text())
 

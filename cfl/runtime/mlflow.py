@@ -1,0 +1,92 @@
+"""A sink that writes to an MLflow tracking store, by default an SQLite file on this machine."""
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cfl.assembly.resolve import dump
+from cfl.config.overrides import flat
+from cfl.config.schema import RunConfig
+from cfl.runtime.scalars import Scalars, ScalarSink, package
+
+_RUN = "mlflow-run"  # file in the run's folder: id of its run in the store
+_LONGEST, _MOST = 6000, 100  # characters of a parameter's value, and parameters in a call, that MLflow takes
+
+
+class MlflowSink(ScalarSink):
+    """Writes options as parameters, and scalars by number of finished rounds.
+
+    folder: of the run; store: tracking URI, by default of `mlflow.db` beside the folder, which all runs there share.
+    The experiment has the name of the benchmark. A resumed run continues its run in the store; rounds that are repeated
+    there after a kill have the same values, and are written once.
+    Raises ConfigError if MLflow is not installed.
+    """
+
+    def __init__(self, folder: Path, store: str | None = None) -> None:
+        super().__init__()
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # MLflow reads it when it is imported
+        self._mlflow = package("mlflow", *(() if store else ("sqlalchemy", "alembic")))
+        self._folder, self._store = folder, store or f"sqlite:///{folder.resolve().parent / 'mlflow.db'}"
+        self._client: Any = None
+        self._id, self._written = "", 0
+
+    def start(self, config: RunConfig, notes: list[str], total_rounds: int) -> None:
+        """Open the store, and find or begin the run there."""
+        super().start(config, notes, total_rounds)
+        with _quiet():
+            self._client = self._mlflow.MlflowClient(tracking_uri=self._store)
+        known = self._folder / _RUN
+        if known.exists():
+            self._id = known.read_text(encoding="utf-8")
+            self._written = int(self._client.get_run(self._id).data.metrics.get("round", 0))
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        run = self._client.create_run(self._experiment(config.benchmark), run_name=self._folder.name)
+        self._id = run.info.run_id
+        entity = self._mlflow.entities.Param
+        params = [entity(name, str(value)[:_LONGEST]) for name, value in flat(dump(config)).items()]
+        for first in range(0, len(params), _MOST):
+            self._client.log_batch(self._id, params=params[first : first + _MOST])
+        self._folder.mkdir(parents=True, exist_ok=True)
+        known.write_text(self._id, encoding="utf-8")
+
+    def round(self, row: dict[str, Any]) -> None:
+        super().round(row)
+        if self._step > self._written:
+            self._write({"round": self._step})
+
+    def finish(self, metrics: dict[str, Any]) -> None:
+        self._written = 0
+        super().finish(metrics)
+        self._client.set_terminated(self._id)
+        self._id = ""
+
+    def close(self) -> None:
+        """Mark a run that has not finished as killed."""
+        if self._id:
+            self._client.set_terminated(self._id, status="KILLED")
+
+    def _experiment(self, name: str) -> str:
+        found = self._client.get_experiment_by_name(name)
+        return found.experiment_id if found else self._client.create_experiment(name)
+
+    def _write(self, scalars: Scalars) -> None:
+        if self._step > self._written:
+            entity, now = self._mlflow.entities.Metric, int(1000 * time.time())  # milliseconds
+            self._client.log_batch(self._id, [entity(name, value, now, self._step) for name, value in scalars.items()])
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide remarks of MLflow, such as those on tables that it creates."""
+    said = logging.getLogger("mlflow")
+    level = said.level
+    said.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        said.setLevel(level)

@@ -1,0 +1,70 @@
+import json
+import sys
+
+import pytest
+
+import cfl
+from cfl import cli
+from cfl.assembly.resolve import dump
+from cfl.config.overrides import flat
+from cfl.runtime.mlflow import MlflowSink
+from cfl.runtime.sinks import Sinks
+from tests import toy
+from tests.runtime.test_resume import Killed, Stop
+
+mlflow = pytest.importorskip("mlflow")
+CONFIG = toy.config("eval_every=1", "checkpoint_every=2")
+
+
+class Length(cfl.Callback):
+    def on_round(self, view):
+        return {"rounds": len(view.rows)}
+
+    on_end = on_round
+
+
+def run(folder, *others, **more):
+    sink = MlflowSink(folder)
+    try:
+        return cfl.run(CONFIG, stream=toy.stream(), output=folder, sink=Sinks(sink, *others), **more)
+    finally:
+        sink.close()
+
+
+def test_a_store_has_the_options_rounds_and_results_also_of_a_resumed_run(tmp_path, capfd):
+    with pytest.raises(Killed):  # in task 1, one round after a checkpoint
+        run(tmp_path / "mine", Stop(7), callbacks=[Length()])
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    experiment = client.get_experiment_by_name("permuted-digits").experiment_id
+    (found,) = client.search_runs([experiment])
+    assert found.info.status == "KILLED"
+    metrics = run(tmp_path / "mine", resume=True, callbacks=[Length()]).metrics
+    assert capfd.readouterr() == ("", "")
+    (found,) = client.search_runs([experiment])
+    assert (found.info.run_name, found.info.status) == ("mine", "FINISHED")
+    assert found.data.params == {
+        name: str(value) for name, value in flat(dump(toy.config("eval_every=1", "checkpoint_every=2"))).items()
+    }
+    rows = [json.loads(line) for line in (tmp_path / "mine/rounds.jsonl").read_text().splitlines()]
+
+    def history(name):
+        return [(one.step, one.value) for one in client.get_metric_history(found.info.run_id, name)]
+
+    for name in ("loss", "accuracy"):
+        assert history(name) == [(n, row[name]) for n, row in enumerate(rows, 1) if row[name] is not None]
+    up = [(n, row["bytes_up"]) for n, row in enumerate(rows, 1) if row["phase"] == "gpse"]
+    assert history("bytes_up/gpse") == up and len(up) == 2
+    assert history("Length/rounds") == [(n, r) for n, r in enumerate([1, 2, 3, 4, 1, 2, 3, 4, 1, 2], 1)] + [(10, 2)]
+    ends = [4, 8, 10]  # two training rounds a task, then gpse and coverage in all tasks but the last
+    assert history("task/0") == [(end, row[0]) for end, row in zip(ends, metrics["accuracy_matrix"], strict=True)]
+    assert history("ACC") == [(10, metrics["acc"])] and history("FGT") == [(10, metrics["fgt"])]
+    assert history("total/bytes_up") == [(10, metrics["bytes_up"])]
+
+
+@pytest.mark.parametrize("missing", ["mlflow", "sqlalchemy"])
+def test_a_missing_package_is_named_with_its_extra(missing, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", "permuted-digits", "--mlflow", "--output", str(tmp_path / "run")])
+    assert stop.value.code == 2 and not (tmp_path / "run").exists()
+    assert capsys.readouterr().err == f"cfl-run: {missing} is not installed; run pip install 'cfl[mlflow]'\n"
