@@ -10,13 +10,13 @@ PYTEST_ARGS ?= -n 3 --dist worksteal -q
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: .venv/.installed  ## Create .venv and install the package with its test and documentation tools
+install: .venv/.installed  ## Create .venv and install the package with all extras, test and documentation tools
 
 .venv/.installed: setup.cfg pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" && "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "cfl needs Python 3.11 or newer, found '$(PYTHON)'; try: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(BIN)/pip || "$(PYTHON)" -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,docs,medmnist,flower,onnx]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,test,docs]'
 	touch $@
 
 test: install lint  ## Lint, then run the tests but those of `make deployment` (PYTEST_ARGS replaces "-n 3 --dist worksteal -q")

@@ -78,9 +78,10 @@ def build_session(
     members: "strategy" and regularizers by name; own: a network of your own, None for the configured model;
     data_root: folder of the data sets, for engines that build the stream elsewhere.
     Measures which engine is fastest if the configuration leaves that open. Raises ConfigError if the configuration, the
-    methods, the model and the stream do not fit together.
+    methods, the model and the stream do not fit together, or a package is missing.
     """
     sink = sink or NullSink()
+    privacy_rules.check_packages(config)
     built = methods.build(config)
     custom = members != built
     label = "+".join(type(member).__name__ for member in members.values()) if custom else config.label

@@ -7,6 +7,7 @@ import yaml
 
 from cfl.assembly.resolve import dump
 from cfl.config.schema import RunConfig
+from cfl.core import packages
 from cfl.runtime.sinks import NullSink
 
 
@@ -14,9 +15,11 @@ class TensorBoardSink(NullSink):
     """Writes scalars by number of finished rounds, and the configuration as text; each round is flushed when it ends.
 
     folder: receives the event files. A resumed run continues at its own round and hides later rounds of the killed run.
+    Raises ConfigError if TensorBoard is not installed.
     """
 
     def __init__(self, folder: Path) -> None:
+        packages.need("tensorboard", "a sink for TensorBoard (--tensorboard)")
         self._folder = folder
         self._writer: Any = None
         self._text, self._step = "", 0
