@@ -23,8 +23,8 @@ def from_benchmark(benchmark: Any, name: str = "custom", multi_head: bool | None
     multi_head: one head a task; None: only if each task has its own task label and the tasks' classes are disjoint.
     Samples pass Avalanche's evaluation transforms once, without random augmentation; uint8 tensors are scaled to [0, 1]
     later. With multi_head a task's labels become 0, 1, ... in ascending order; otherwise they do not change.
-    Raises ConfigError for arguments of another type and without Avalanche; DataError for unequal numbers of train and test experiences, for
-    samples that are not tensors, and as `from_tensors` for what they hold.
+    Raises ConfigError for arguments of another type and without Avalanche; DataError for unequal numbers of train and
+    test experiences, for samples that are not tensors, and as `from_tensors` for what they hold.
     """
     if not all(isinstance(getattr(benchmark, f"{which}_stream", None), Iterable) for which in ("train", "test")):
         raise ConfigError(

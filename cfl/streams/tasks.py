@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from cfl.core import ConfigError, DataError, rng
 from cfl.streams.datasets import Arrays
@@ -43,11 +44,9 @@ def split(
     order = torch.arange(classes) if class_order == "natural" else drawn
     found = []
     for head in order.view(tasks, -1)[:keep]:
-        parts = []
-        for labels, start in ((arrays.y_train, 0), (arrays.y_test, len(arrays.y_train))):
-            rows, targets = (labels[:, None] == head).nonzero(as_tuple=True)
-            parts.append(TaskSamples(pool, rows + start, targets))
-        found.append(Task(class_name(head), *parts, classes=len(head)))
+        train = _of_classes(head, arrays.y_train, pool)
+        test = _of_classes(head, arrays.y_test, pool, start=len(arrays.y_train))
+        found.append(Task(class_name(head), train, test, len(head)))
     return Stream(name, tuple(found), tuple(pool.images.shape[1:]), multi_head=True)
 
 
@@ -63,7 +62,7 @@ def permuted(name: str, arrays: Arrays, tasks: int, *, seed: int, pool: Pool) ->
     for number in range(tasks):
         draws = rng.numpy_generator(rng.key(seed, "permutation", number))
         order = torch.from_numpy(draws.permutation(pixels)) if number else None
-        pair = (replace(samples, permutation=order) for samples in (train, test))
+        pair = replace(train, permutation=order), replace(test, permutation=order)
         found.append(Task(f"permutation {number}", *pair, classes=classes))
     return Stream(name, tuple(found), tuple(pool.images.shape[1:]), multi_head=False)
 
@@ -82,6 +81,12 @@ def whole(name: str, arrays: Arrays, pool: Pool, *, classes: int) -> Stream:
     """A stream whose only task is a whole data set, with a head of `classes` outputs."""
     task = Task(name, *_official(arrays, pool), classes=classes)
     return Stream(name, (task,), tuple(pool.images.shape[1:]), multi_head=False)
+
+
+def _of_classes(classes: Tensor, labels: Tensor, pool: Pool, start: int = 0) -> TaskSamples:
+    """The samples of some classes, which become 0, 1, ... in the order of `classes`. start: pool row of the labels."""
+    rows, targets = (labels[:, None] == classes).nonzero(as_tuple=True)
+    return TaskSamples(pool, rows + start, targets)
 
 
 def _official(arrays: Arrays, pool: Pool) -> tuple[TaskSamples, TaskSamples]:

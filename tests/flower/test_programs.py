@@ -137,9 +137,8 @@ def test_without_flower_the_command_names_the_extra(command, tmp_path, monkeypat
     monkeypatch.delattr(cfl, "flower")
     Path("config.yaml").write_text(yaml.safe_dump(resolve.dump(CONFIG)))
     found = CliRunner().invoke(app, command.split())
-    assert "serve, join) needs flwr, cryptography, Crypto; install it with: pip install 'cfl[flower]'" in str(
-        found.exception
-    ), found.output
+    wanted = "serve, join) needs flwr, cryptography, Crypto; install it with: pip install 'cfl[flower]'"
+    assert wanted in str(found.exception), found.output
 
 
 class Ended:
