@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTEST_ARGS ?= -n 3 --dist worksteal -q
 
 .DEFAULT_GOAL := help
-.PHONY: help install test deployment lint demo docs bench clean
+.PHONY: help install test deployment lint demo docs dist bench clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,12 @@ demo: install  ## Compare FOT with FedAvg on a small permuted stream, into runs/
 
 docs: install  ## Build the documentation into site/
 	$(BIN)/mkdocs build --strict --site-dir site
+
+dist: install  ## Build and check the wheel and the sdist, into dist/
+	rm -rf build dist
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dist]'
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
 
 bench: install  ## Time the sketches of GPSE against a local epoch
 	$(BIN)/python benchmarks/gpse.py
