@@ -42,7 +42,7 @@ _cfl_run() {{
 complete -o default -F _cfl_run cfl-run
 """
 _NAMES = ("--method", "--methods", "--local", "--against")
-_KEYS = ("--set", "--vary")
+_KEYS = ("--set", "--vary", "--grid")
 
 
 @app.command(epilog="Example: cfl-run completion > ~/.cfl-run-completion")

@@ -81,7 +81,6 @@ def build_session(
     methods, the model and the stream do not fit together, or a package is missing.
     """
     sink = sink or NullSink()
-    privacy_rules.check_packages(config)
     built = methods.build(config)
     custom = members != built
     label = "+".join(type(member).__name__ for member in members.values()) if custom else config.label
@@ -146,6 +145,7 @@ def _checked_public(
         options.check(member, prefix(owner))
     methods.check(members, config, public=stream.public is not None)
     privacy_rules.check(members, config)
+    privacy_rules.check_packages(config)
     if not methods.need_public(members):
         return None
     if stream.public is None:
