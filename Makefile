@@ -5,18 +5,18 @@ BIN := .venv/bin
 PYTEST_ARGS ?= -n 3 --dist worksteal -q
 
 .DEFAULT_GOAL := help
-.PHONY: help install test deployment lint demo docs bench clean
+.PHONY: help install test deployment lint demo docs dist bench clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: .venv/.installed  ## Create .venv and install the package with its test and documentation tools
+install: .venv/.installed  ## Create .venv and install the package with all extras, test and documentation tools
 
 .venv/.installed: setup.cfg pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" && "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "cfl needs Python 3.11 or newer, found '$(PYTHON)'; try: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(BIN)/pip || "$(PYTHON)" -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,docs,medmnist,flower,onnx,mlflow,wandb]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,test,docs]'
 	touch $@
 
 test: install lint  ## Lint, then run the tests but those of `make deployment` (PYTEST_ARGS replaces "-n 3 --dist worksteal -q")
@@ -35,6 +35,12 @@ demo: install  ## Compare FOT with FedAvg on a small permuted stream, into runs/
 
 docs: install  ## Build the documentation into site/
 	$(BIN)/mkdocs build --strict --site-dir site
+
+dist: install  ## Build and check the wheel and the sdist, into dist/
+	rm -rf build dist
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dist]'
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
 
 bench: install  ## Time the sketches of GPSE against a local epoch
 	$(BIN)/python benchmarks/gpse.py

@@ -1,5 +1,3 @@
-"""Makes torchvision importable beside a torch that its operators do not fit."""
+"""Imports `cfl` before the tests import torchvision, which may not fit torch: see `cfl.core.packages`."""
 
-from cfl.streams.torchvision_fix import import_torchvision
-
-import_torchvision()
+import cfl  # noqa: F401

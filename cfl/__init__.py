@@ -18,7 +18,7 @@ from cfl.contract import (
     strategy,
     with_consolidation,
 )
-from cfl.core import CflError, errors, option, options, plugins, rng, tree
+from cfl.core import CflError, errors, option, options, packages, plugins, rng, tree
 from cfl.core.version import __version__
 from cfl.models import Model
 from cfl.runtime import callbacks, mlflow, sinks, tensorboard, wandb
@@ -27,6 +27,8 @@ from cfl.runtime.result import Result
 from cfl.runtime.runner import run
 from cfl.runtime.saved_run import SavedRun, load
 from cfl.streams import Stream, from_tensors
+
+packages.declare_operators()  # so that a user can import torchvision and Avalanche
 
 # Documented modules keep their addresses wherever their files stand: `from cfl.losses import masked_mean`.
 _ADDRESSES = {

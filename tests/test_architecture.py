@@ -35,7 +35,7 @@ NAMELESS = ("aggregation", "engines", "runtime")  # what runs methods names none
 KNOWN_METHODS = r"\bfot\b|\bgpm\b|\bewc\b|fedsol|fedavg"
 # package -> modules that may import it, with those inside; None: any one module
 HOMES = {
-    "avalanche": {"cfl.streams.avalanche", "cfl.streams.preload"},
+    "avalanche": {"cfl.streams.avalanche"},
     "opacus": None,
     "tensorboard": None,
     "matplotlib": None,

@@ -49,7 +49,7 @@ def rows(page: Path, *, after: str) -> list[list[str]]:
 
 def commands(page: Path) -> list[list[str]]:
     """Arguments of each cfl-run in the page's shell blocks."""
-    lines = [line.split("#")[0] for block in blocks(page, "") for line in block.splitlines()]
+    lines = [re.split("#| > ", line)[0] for block in blocks(page, "") for line in block.splitlines()]
     return [shlex.split(line)[1:] for line in lines if re.match(r"(\.venv/bin/)?cfl-run ", line)]
 
 

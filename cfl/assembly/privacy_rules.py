@@ -9,7 +9,7 @@ from cfl.aggregation.scope import releases
 from cfl.config.schema import RunConfig
 from cfl.contract import Phase
 from cfl.contract.checked import Checked
-from cfl.core import ConfigError
+from cfl.core import ConfigError, packages
 
 
 def check(methods: Mapping[str, Any], config: RunConfig) -> None:
@@ -46,6 +46,14 @@ def check_schedule(phases: Iterable[Phase], owners: Mapping[int, int], config: R
     for size, count in sorted(sizes):
         if danger := unsafe(size, count, config):
             raise ConfigError(danger)
+
+
+def check_packages(config: RunConfig) -> None:
+    """Raise ConfigError if a package that protects the uploads is not installed; a finished run is read without it."""
+    if config.secagg != "none":
+        packages.need("privacy", f"secagg={config.secagg}")
+    if config.dp.level != "none":
+        packages.need("privacy", f"dp.level={config.dp.level}")
 
 
 def _secure_sums(methods: Mapping[str, Any], config: RunConfig) -> Iterator[str]:

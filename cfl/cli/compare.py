@@ -34,7 +34,7 @@ from cfl.report import reproduced, tables
 from cfl.report.comparison import Comparison
 
 
-@app.command(cls=TakesGrid)
+@app.command(cls=TakesGrid, epilog="Example: cfl-run compare permuted-digits --methods fedavg,fot --seeds 0..2")
 def compare(
     benchmark: Benchmark[str],
     methods: Annotated[str, typer.Option(help="Methods, such as fedavg,fot,fot+fedsol.")],
@@ -88,7 +88,7 @@ def compare(
         raise _failed(failed, runs)
 
 
-@app.command()
+@app.command(epilog="Example: cfl-run reproduce fot-table1 --only PMNIST --scale small --seeds 0")
 def reproduce(
     table: Annotated[str | None, typer.Argument()] = None,
     only: Annotated[list[str], typer.Option(metavar="NAME", help="Column, row or part of the table. Repeatable.")] = [],

@@ -15,7 +15,7 @@ from cfl.runtime.saved_run import load
 from cfl.streams.tensors import as_labels
 
 
-@app.command()
+@app.command(epilog="Example: cfl-run evaluate runs/mine")
 def evaluate(
     folder: Path,
     data: Annotated[

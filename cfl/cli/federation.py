@@ -12,7 +12,7 @@ from cfl.experiments.compare import alone
 Clients = Annotated[str, typer.Option(help="Clients of this node, such as 3 or 0-3,7.")]
 
 
-@app.command()
+@app.command(epilog="Example: cfl-run serve config.yaml --wait-for 10")
 def serve(
     config: Path,
     output: Annotated[Path | None, typer.Option(help="Output folder (default: a folder under runs/).")] = None,
@@ -42,7 +42,7 @@ def serve(
     )  # fmt: skip
 
 
-@app.command()
+@app.command(epilog="Example: cfl-run join 127.0.0.1:9092 --clients 0-3")
 def join(
     address: str,
     clients: Clients,

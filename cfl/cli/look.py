@@ -17,7 +17,7 @@ KINDS = {
 }
 
 
-@app.command("list")
+@app.command("list", epilog="Example: cfl-run list methods")
 def list_(what: Annotated[str | None, typer.Argument()] = None) -> None:
     """List the available names, each with a summary and its source.
 
@@ -31,7 +31,7 @@ def list_(what: Annotated[str | None, typer.Argument()] = None) -> None:
             display(tables.listing(rows, kind))
 
 
-@app.command()
+@app.command(epilog="Example: cfl-run describe fot")
 def describe(name: str) -> None:
     """Show hyper-parameters with default, valid values, meaning and source, or the preset of a benchmark.
 
@@ -44,7 +44,7 @@ def describe(name: str) -> None:
         display(*described.blocks(kind, name, KINDS[kind].get(name), KINDS[kind].source(name)))
 
 
-@app.command()
+@app.command(epilog="Example: cfl-run report runs --output report.html")
 def report(
     runs: list[Path],
     output: Annotated[list[Path], typer.Option("--output", "-o", help="FILE.html, .csv, .md or .tex. Repeatable.")],

@@ -22,7 +22,7 @@ from cfl.runtime.tensorboard import TensorBoardSink
 from cfl.runtime.wandb import WandbSink
 
 
-@app.command()
+@app.command(epilog="Example: cfl-run train permuted-digits --method fot --set local.lr=0.1")
 def train(
     benchmark: Benchmark[str | None] = None,
     method: Annotated[str | None, typer.Option(help="Method, such as fot or fot+fedsol (default: fedavg).")] = None,

@@ -17,6 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from cfl.assembly.privacy_rules import check_packages
 from cfl.assembly.resolve import dump, load
 from cfl.config.overrides import read_yaml
 from cfl.config.schema import RunConfig
@@ -41,8 +42,11 @@ def run_all(
     jobs: number of parallel runs; None: one per core, or 1 if a run uses all cores or a GPU by itself.
     Finished runs are kept, unfinished runs are continued, and runs of another process are waited for.
     Ctrl-C saves every run after its current round; a second Ctrl-C stops at once.
+    Raises ConfigError before the first run if a package that a run needs is not installed.
     """
     missing = [run for run in runs if run.results() is None]
+    for run in missing:
+        check_packages(run.config)
     if jobs is None:
         greedy = any(run.config.engine not in ("loop", "vmapped") or run.config.device != "cpu" for run in missing)
         jobs = 1 if greedy else machine.cores()
@@ -151,7 +155,7 @@ class _Queue:
     def _start(self) -> tuple[Connection, BaseProcess | None]:
         # Do not fork this process, which has threads: the fork server has only imported the modules of a run.
         context: Any = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
-        multiprocessing.set_forkserver_preload(["cfl.runtime.runner", "cfl.streams.preload"])
+        multiprocessing.set_forkserver_preload(["cfl.runtime.runner", "sklearn.datasets"])
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, *self._data))
         with self._lock:

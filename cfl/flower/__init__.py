@@ -1,12 +1,10 @@
 """Runs on Flower (flwr): clients on the nodes of a federation, or of a simulation on a cluster."""
 
 import os
-from importlib.util import find_spec
 
-from cfl.core import ConfigError
+from cfl.core import packages
 
-if find_spec("flwr") is None:
-    raise ConfigError("engine=flower, serve and join need Flower; install it with: pip install 'cfl[flower]'")
+packages.need("flower", "a run on Flower (engine=flower, serve, join)")
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # Flower reads it when imported
 
 from cfl.flower import simulation  # noqa: E402  registers the engine

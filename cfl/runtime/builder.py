@@ -81,7 +81,7 @@ def build_session(
     members: "strategy" and regularizers by name; own: a network of your own, None for the configured model;
     data_root: folder of the data sets, for engines that build the stream elsewhere; callbacks: see `cfl.run`.
     Measures which engine is fastest if the configuration leaves that open. Raises ConfigError if the configuration, the
-    methods, the model and the stream do not fit together.
+    methods, the model and the stream do not fit together, or a package is missing.
     """
     sink = sink or NullSink()
     built = methods.build(config)
@@ -149,6 +149,7 @@ def _checked_public(
         options.check(member, prefix(owner))
     methods.check(members, config, public=stream.public is not None)
     privacy_rules.check(members, config)
+    privacy_rules.check_packages(config)
     if not methods.need_public(members):
         return None
     if stream.public is None:

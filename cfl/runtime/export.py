@@ -1,7 +1,6 @@
 """Files of a network for use without `cfl`: safetensors and ONNX."""
 
 import copy
-import importlib.util
 import json
 import logging
 import warnings
@@ -13,7 +12,7 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
-from cfl.core import ConfigError, Tree, files, unknown
+from cfl.core import ConfigError, Tree, files, packages, unknown
 
 
 def write(path: Path, network: nn.Module, leaves: Tree, about: Mapping[str, Any]) -> Path:
@@ -40,8 +39,7 @@ def _safetensors(network: nn.Module, leaves: Tree, about: Mapping[str, Any]) -> 
 
 
 def _onnx(network: nn.Module, leaves: Tree, about: Mapping[str, Any]) -> bytes:
-    if importlib.util.find_spec("onnxscript") is None:
-        raise ConfigError("an .onnx file needs the packages of cfl[onnx]; run pip install 'cfl[onnx]'")
+    packages.need("onnx", "an .onnx file")
     sample = torch.zeros(2, *about["input_shape"])
     batch = {0: torch.export.Dim("batch")}
     said = logging.getLogger("torch.onnx")

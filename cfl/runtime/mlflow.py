@@ -5,13 +5,15 @@ import logging
 import os
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from cfl.assembly.resolve import dump
 from cfl.config.overrides import flat
 from cfl.config.schema import RunConfig
-from cfl.runtime.scalars import Scalars, ScalarSink, package
+from cfl.core import packages
+from cfl.runtime.scalars import Scalars, ScalarSink
 
 _RUN = "mlflow-run"  # file in the run's folder: id of its run in the store
 _LONGEST, _MOST = 6000, 100  # characters of a parameter's value, and parameters in a call, that MLflow takes
@@ -28,8 +30,9 @@ class MlflowSink(ScalarSink):
 
     def __init__(self, folder: Path, store: str | None = None) -> None:
         super().__init__()
+        packages.need("mlflow", "a sink for MLflow (--mlflow)")
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # MLflow reads it when it is imported
-        self._mlflow = package("mlflow", *(() if store else ("sqlalchemy", "alembic")))
+        self._mlflow = import_module("mlflow")
         self._folder, self._store = folder, store or f"sqlite:///{folder.resolve().parent / 'mlflow.db'}"
         self._client: Any = None
         self._id, self._written = "", 0

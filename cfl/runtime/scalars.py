@@ -1,11 +1,9 @@
 """The figures of a run as named numbers, for sinks that draw curves."""
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
 from cfl.config.schema import RunConfig
-from cfl.core import ConfigError
 from cfl.runtime.sinks import NullSink
 
 Scalars = Mapping[str, float]
@@ -44,14 +42,6 @@ class ScalarSink(NullSink):
 
     def _write(self, scalars: Scalars) -> None:
         raise NotImplementedError
-
-
-def package(name: str, *others: str) -> Any:
-    """Import the package of the extra of this name. Raises ConfigError if it or one of the others is not installed."""
-    try:
-        return [importlib.import_module(one) for one in (name, *others)][0]
-    except ImportError as error:
-        raise ConfigError(f"{error.name} is not installed; run pip install 'cfl[{name}]'") from None
 
 
 def _owned(metrics: Mapping[str, Scalars]) -> dict[str, float]:

@@ -6,6 +6,7 @@ from typing import Any
 import yaml
 
 from cfl.assembly.resolve import dump
+from cfl.core import packages
 from cfl.runtime.scalars import Scalars, ScalarSink
 
 
@@ -13,10 +14,12 @@ class TensorBoardSink(ScalarSink):
     """Writes scalars by number of finished rounds, and the configuration as text; each round is flushed when it ends.
 
     folder: receives the event files. A resumed run continues at its own round and hides later rounds of the killed run.
+    Raises ConfigError if TensorBoard is not installed.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
+        packages.need("tensorboard", "a sink for TensorBoard (--tensorboard)")
         self._folder = folder
         self._writer: Any = None
 

@@ -1,12 +1,14 @@
 """A sink that writes a run of Weights & Biases to files on this machine; `wandb sync` uploads them."""
 
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from cfl.assembly.resolve import dump
 from cfl.config.schema import RunConfig
-from cfl.runtime.scalars import Scalars, ScalarSink, package
+from cfl.core import packages
+from cfl.runtime.scalars import Scalars, ScalarSink
 
 
 class WandbSink(ScalarSink):
@@ -19,8 +21,9 @@ class WandbSink(ScalarSink):
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
+        packages.need("wandb", "a sink for Weights & Biases (--wandb)")
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb reads it when it is imported
-        self._wandb = package("wandb")
+        self._wandb = import_module("wandb")
         self._folder = folder
         self._run: Any = None
 

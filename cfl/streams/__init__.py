@@ -1,6 +1,7 @@
 """Streams of tasks: built-in benchmarks, streams from tensors or Avalanche benchmarks, and partitions over clients.
 
-Importing this package registers the built-in benchmarks. Avalanche and torchvision are imported only to build a stream.
+Importing this package registers the built-in benchmarks. Avalanche and torchvision are imported only to read
+their streams and data sets.
 """
 
 from cfl.streams import builtin as _builtin  # noqa: F401

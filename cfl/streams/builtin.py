@@ -9,10 +9,10 @@ from torch.nn import functional
 
 from cfl.core import ConfigError, DataError
 from cfl.core.plugins import benchmarks
-from cfl.streams import avalanche
 from cfl.streams.benchmark import Benchmark
 from cfl.streams.datasets import Arrays, classes, digits, iris, load, pooled
-from cfl.streams.store import Pool, Stream, Task, TaskSamples, unlabelled
+from cfl.streams.store import Pool, Stream, unlabelled
+from cfl.streams.tasks import joined, permuted, split, whole
 
 _FOT = "FOT (Bakman et al., ICLR 2024), section 5 and appendix F"
 _FASHION_SOURCE = "none; Split MNIST (Zenke et al., ICML 2017) on the images of Fashion-MNIST"
@@ -49,10 +49,7 @@ def _data_set(name: str, mean: Channels, std: Channels, complete: bool = False) 
 def _one_task(name: str, arrays: Arrays, pool: Pool, heads: int, tasks: int | None) -> Stream:
     if tasks not in (None, 1):
         raise ConfigError(f"tasks must be 1 for '{name}', which is a single task, not {tasks}")
-    count = len(arrays.y_train)
-    train = TaskSamples(pool, torch.arange(count), arrays.y_train)
-    test = TaskSamples(pool, torch.arange(count, len(pool.images)), arrays.y_test)
-    return Stream(name, (Task(name, train, test, heads),), tuple(pool.images.shape[1:]), multi_head=False)
+    return whole(name, arrays, pool, classes=heads)
 
 
 def _whole(name: str, mean: Channels, std: Channels, source: str) -> None:
@@ -73,7 +70,7 @@ def _permuted(name: str, default: int, read: Read, summary: str, source: str) ->
         count = default if tasks is None else tasks
         if not 1 <= count <= _MOST:
             raise ConfigError(f"tasks must be in [1, {_MOST}] for '{name}', not {count}")
-        return avalanche.permuted(name, arrays, count, seed=seed, pool=pool)
+        return permuted(name, arrays, count, seed=seed, pool=pool)
 
     benchmarks.register(name)(Benchmark(build, summary, source))
 
@@ -86,7 +83,7 @@ def _split(name: str, groups: int, read: Read, summary: str, source: str) -> Non
         keep = groups if tasks is None else tasks
         if not 1 <= keep <= groups:
             raise ConfigError(f"tasks must be in [1, {groups}] for '{name}', not {keep}")
-        return avalanche.split(name, arrays, groups, seed=seed, class_order=class_order, pool=pool, keep=keep)
+        return split(name, arrays, groups, seed=seed, class_order=class_order, pool=pool, keep=keep)
 
     benchmarks.register(name)(Benchmark(build, summary, source))
 
@@ -114,7 +111,7 @@ def _five(
     if missing:
         rest = f"; or leave out {' and '.join(missing)}: --set tasks=[{','.join(sets)}]" if sets else ""
         raise DataError(f"{next(iter(missing.values()))}{rest}")
-    return avalanche.joined("five-datasets", sets, classes=10)
+    return joined("five-datasets", sets, classes=10)
 
 
 def _coloured(pool: Pool) -> Pool:

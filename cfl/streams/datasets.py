@@ -19,11 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl.core import DataError, rng, unknown
+from cfl.core import DataError, packages, rng, unknown
 from cfl.core.typed import typed
 from cfl.streams import mini_imagenet, notmnist
 from cfl.streams.store import Pool
-from cfl.streams.torchvision_fix import import_torchvision
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -65,8 +64,8 @@ def load(name: str, data_root: Path | str | None = None, download: bool = False)
     classes of Tiny ImageNet, is read from `<name>.npz` only.
     data_root: folder to look in (default: CFL_DATA); download: fetch a missing data set into that folder, through
     torchvision or medmnist, which verify checksums (for mini-imagenet, the numbers of classes and images are verified).
-    Raises ConfigError for an unknown name and an argument of another type; DataError if the data set is missing (with
-    the places looked at) or damaged, or needs the package medmnist, which is not installed.
+    Raises ConfigError for an unknown name, an argument of another type, and a format whose package is not installed;
+    DataError if the data set is missing (with the places looked at) or damaged.
     """
     if name not in _SOURCES:
         raise unknown("data set", name, _SOURCES)
@@ -199,7 +198,7 @@ def _labels(y: np.ndarray) -> Tensor:
 
 
 def _from_torchvision(name: str, source: _Source, root: Path, download: bool) -> Arrays:
-    import_torchvision()
+    packages.need("vision", f"data set '{name}' in the format of its distributor")
     from torchvision import datasets
 
     arrays: dict[str, np.ndarray] = {}
@@ -226,11 +225,9 @@ def _is_medmnist(path: Path) -> bool:
 
 
 def _from_medmnist(name: str, source: _Source, root: Path, download: bool) -> Arrays:
-    import_torchvision()
-    try:
-        from medmnist import dataset as medmnist  # the package itself hides the error of a missing dependency
-    except ImportError as error:
-        raise DataError(f"data set '{name}' needs the package medmnist ({error}); run pip install medmnist") from error
+    packages.need("medmnist", f"data set '{name}' in the format of MedMNIST")
+    from medmnist import dataset as medmnist
+
     arrays: dict[str, np.ndarray] = {}
     for split in ("train", "test"):
         try:
@@ -243,7 +240,7 @@ def _from_medmnist(name: str, source: _Source, root: Path, download: bool) -> Ar
 
 
 def _from_folders(name: str, source: _Source, root: Path, download: bool) -> Arrays:
-    import_torchvision()
+    packages.need("vision", f"data set '{name}' as folders of images")
     from torchvision.datasets import ImageFolder
 
     folder, arrays, found = root / source.place, {}, []
@@ -267,7 +264,7 @@ def _from_folder(name: str, source: _Source, root: Path, download: bool) -> Arra
     """Read a data set from its own folder layout; fetch a missing folder first, completely or not at all."""
     folder, layout = root / source.place, _LAYOUTS[name]
     if not folder.exists():
-        import_torchvision()
+        packages.need("vision", f"--download of data set '{name}'")
         partial = folder.with_name(f"{folder.name}.part")
         shutil.rmtree(partial, ignore_errors=True)  # the rest of an interrupted download
         try:

@@ -1,6 +1,5 @@
 """`cfl-run serve` and `cfl-run join`: what they refuse before they start a program, and what they start."""
 
-import importlib.util
 import os
 import socket
 import sys
@@ -14,7 +13,7 @@ from typer.testing import CliRunner
 import cfl
 from cfl.assembly import resolve
 from cfl.cli import app
-from cfl.core import CflError, ConfigError, DataError
+from cfl.core import CflError, ConfigError, DataError, packages
 from cfl.flower import programs, superlink, supernode
 from tests.flower.terminals import write_certificates, write_keys
 
@@ -132,13 +131,14 @@ def test_bad_options_are_refused_before_anything_is_started(name, tmp_path):
 )
 def test_without_flower_the_command_names_the_extra(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
     for name in [name for name in sys.modules if name.startswith("cfl.flower")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr(cfl, "flower")
     Path("config.yaml").write_text(yaml.safe_dump(resolve.dump(CONFIG)))
     found = CliRunner().invoke(app, command.split())
-    assert "need Flower; install it with: pip install 'cfl[flower]'" in str(found.exception), found.output
+    wanted = "serve, join) needs flwr, cryptography, Crypto; install it with: pip install 'cfl[flower]'"
+    assert wanted in str(found.exception), found.output
 
 
 class Ended:

@@ -146,9 +146,6 @@ def own(samples: Any = None, targets: Any = None) -> Any:
 
 
 def _classification(data: Any) -> Any:
-    from cfl.streams.torchvision_fix import import_torchvision
-
-    import_torchvision()
     from avalanche.benchmarks.utils import as_classification_dataset
 
     return as_classification_dataset(data)

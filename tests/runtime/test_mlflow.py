@@ -1,10 +1,8 @@
 import json
-import sys
 
 import pytest
 
 import cfl
-from cfl import cli
 from cfl.assembly.resolve import dump
 from cfl.config.overrides import flat
 from cfl.runtime.mlflow import MlflowSink
@@ -59,12 +57,3 @@ def test_a_store_has_the_options_rounds_and_results_also_of_a_resumed_run(tmp_pa
     assert history("task/0") == [(end, row[0]) for end, row in zip(ends, metrics["accuracy_matrix"], strict=True)]
     assert history("ACC") == [(10, metrics["acc"])] and history("FGT") == [(10, metrics["fgt"])]
     assert history("total/bytes_up") == [(10, metrics["bytes_up"])]
-
-
-@pytest.mark.parametrize("missing", ["mlflow", "sqlalchemy"])
-def test_a_missing_package_is_named_with_its_extra(missing, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["train", "permuted-digits", "--mlflow", "--output", str(tmp_path / "run")])
-    assert stop.value.code == 2 and not (tmp_path / "run").exists()
-    assert capsys.readouterr().err == f"cfl-run: {missing} is not installed; run pip install 'cfl[mlflow]'\n"

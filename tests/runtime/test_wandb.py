@@ -1,11 +1,9 @@
 import json
 import struct
-import sys
 
 import pytest
 
 import cfl
-from cfl import cli
 from cfl.assembly.resolve import dump
 from cfl.runtime.sinks import Sinks
 from cfl.runtime.wandb import WandbSink
@@ -77,11 +75,3 @@ def test_offline_files_have_the_options_rounds_and_results_also_of_a_resumed_run
     matrix = metrics["accuracy_matrix"]
     assert [before[4]["task/0"], after[8]["task/1"], after[10]["task/0"]] == [matrix[0][0], matrix[1][1], matrix[2][0]]
     assert after[10]["ACC"] == metrics["acc"] and after[10]["total/bytes_down"] == metrics["bytes_down"]
-
-
-def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["train", "permuted-digits", "--wandb", "--output", str(tmp_path / "run")])
-    assert stop.value.code == 2 and not (tmp_path / "run").exists()
-    assert capsys.readouterr().err == "cfl-run: wandb is not installed; run pip install 'cfl[wandb]'\n"

@@ -11,7 +11,6 @@ from PIL import Image
 from scipy.io import savemat
 
 from cfl.core import ConfigError, DataError
-from cfl.streams import torchvision_fix
 from cfl.streams.datasets import load
 
 
@@ -74,7 +73,6 @@ def test_svhn_is_read_from_its_mat_files(tmp_path, monkeypatch):
         x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
         savemat(file, {"X": x.transpose(1, 2, 3, 0), "y": np.where(y == 0, 10, y)[:, None].astype(np.uint8)})
         splits[part] = ["", file.name, hashlib.md5(file.read_bytes()).hexdigest()]
-    torchvision_fix.import_torchvision()
     monkeypatch.setattr("torchvision.datasets.SVHN.split_list", splits)
     found = load("svhn", tmp_path)
     for part in ("train", "test"):
@@ -164,7 +162,7 @@ def test_medmnist_name_with_our_arrays_needs_no_package(tmp_path, monkeypatch):
 def test_missing_medmnist_package_is_named_with_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "medmnist", None)
     np.savez(tmp_path / "pathmnist.npz", **_medmnist()[1])
-    with pytest.raises(DataError, match=r"'pathmnist' needs the package medmnist .*pip install medmnist"):
+    with pytest.raises(ConfigError, match=r"'pathmnist' .* needs medmnist; .*pip install 'cfl\[medmnist\]'"):
         load("pathmnist", tmp_path)
 
 
@@ -223,17 +221,6 @@ def test_failed_download_is_a_data_error(tmp_path, monkeypatch):
     monkeypatch.setattr("torchvision.datasets.CIFAR10", offline)
     with pytest.raises(DataError, match="'cifar10'.*cannot download it .*no route"):
         load("cifar10", tmp_path, download=True)
-
-
-def test_torchvision_import_fixes_only_the_one_error(monkeypatch):
-    def broken(name):
-        raise RuntimeError("something else")
-
-    monkeypatch.setattr(torchvision_fix, "import_module", broken)
-    with pytest.raises(RuntimeError, match="something else"):
-        torchvision_fix.import_torchvision()
-    monkeypatch.undo()
-    assert torchvision_fix.import_torchvision() is sys.modules["torchvision"]
 
 
 def test_missing_data_names_the_places_and_the_remedies(tmp_path):

@@ -53,10 +53,7 @@ def points(angle, key, n):
 
 def build_turning_points(tasks, seed, data_root, download, class_order):
     """An Avalanche benchmark of tensors, as a stream; each task is turned by 30 degrees more."""
-    from cfl.streams.torchvision_fix import import_torchvision
-
-    import_torchvision()  # before Avalanche, which takes seconds to import: not at the top of the module
-    from avalanche.benchmarks import tensors_benchmark
+    from avalanche.benchmarks import tensors_benchmark  # takes seconds to import: not at the top of the module
 
     from cfl.streams.avalanche import from_benchmark
 
