@@ -50,24 +50,42 @@ def _block(block: str, known: set[str]) -> str:
     if known:
         block = re.sub(rf"(?:^|\n|(?<=[;.]) )\s*{_FIELD}", item, block)
         block = re.sub(r"(?:^|\n|(?<=\.) )(?=Raises? [A-Z`])", "\n\n", block)
+        block = re.sub(r"\n\s*- (?!`\w+`(?:, `\w+`)*: )", "\n\n    - ", block)  # a list below an item
     else:
         block = re.sub(r"(?:(?:^|(?<=\n)) {4}.*(?:\n|$))+", lambda lines: f"\n\n{lines[0].rstrip()}\n\n", block)
-    parts = [part.strip("\n") for part in re.split(r"\n\n+", block) if part.strip()]
-    return "\n\n".join(part if part.startswith("    ") else " ".join(part.split()).rstrip(";") for part in parts)
+    return "\n\n".join(_flowing(part.strip("\n")) for part in re.split(r"\n\n+", block) if part.strip())
+
+
+def _flowing(part: str) -> str:
+    """A paragraph or an item in one line; lines that are code stay."""
+    indent = part[: len(part) - len(part.lstrip())]
+    if len(indent) == 4 and not part.startswith("    - "):
+        return part
+    return indent + _plain(" ".join(part.split()).rstrip(";"))
+
+
+def _plain(text: str) -> str:
+    """A text in which names such as w_global, and X* for a residual, are no markup; `code` and *stress* stay."""
+    texts = re.split(r"(`[^`]*`|(?<!\w)\*\w+\*(?!\w))", text)
+    return "".join(part if number % 2 else re.sub(r"[_*]", r"\\\g<0>", part) for number, part in enumerate(texts))
 
 
 def _method(item: Any) -> str:
     """The head of the module of a method, and what the class declares: source, uploads and options."""
     cls = getattr(import_module(item.parent.path), item.name)
-    about = item.parent.docstring.value.partition("\n\n")[2] if item.parent.docstring is not None else ""
-    said = [f"{title}: {vars(cls)[name]}." for name, title in _SAID.items() if vars(cls).get(name)]
+    module = item.parent.docstring
+    about = module.value.partition("\n\n")[2] if module is not None else ""
+    said = [f"{title}: {_plain(vars(cls)[name])}." for name, title in _SAID.items() if vars(cls).get(name)]
     return "".join(f"\n\n{part}" for part in [about, *said, _table(cls)] if part)
 
 
 def _table(cls: type) -> str:
     """The options of a method as a table; empty if it has none."""
     rows = options.describe(cls) if is_dataclass(cls) else []
-    cells = [[f"`{row['name']}`", f"`{row['default']}`", row["range"], row["help"], row["source"]] for row in rows]
+    cells = [
+        [f"`{row['name']}`", f"`{row['default']}`", *(_plain(row[name]) for name in ("range", "help", "source"))]
+        for row in rows
+    ]
     lines = [_HEAD, ["---"] * len(_HEAD), *([cell.replace("|", "&#124;") for cell in line] for line in cells)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) if rows else ""
 
