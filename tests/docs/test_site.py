@@ -69,6 +69,12 @@ def test_links_and_anchors_lead_somewhere(site, pages):
     assert len(pages) > 30 and broken == []
 
 
+def test_pages_show_notebooks_and_the_script(site):
+    first = (site / "tutorials/first-run/index.html").read_text(encoding="utf-8")
+    assert "ACC is the mean of the last row" in first and list((site / "tutorials/first-run-files").glob("*.png"))
+    assert "rotated_fashion" in (site / "tutorials/new-user/index.html").read_text(encoding="utf-8")
+
+
 def test_no_page_loads_from_another_host(site, pages):
     assert {load for page in pages.values() for load in page.loads if not load.startswith((HOST, "data:"))} == set()
     styles = "".join(path.read_text(encoding="utf-8") for path in site.rglob("*.css"))
