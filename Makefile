@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTEST_ARGS ?= -n 3 --dist worksteal -q
 
 .DEFAULT_GOAL := help
-.PHONY: help install test deployment lint demo docs dist bench clean
+.PHONY: help install test deployment lint demo docs notebooks dist bench clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,7 +34,10 @@ demo: install  ## Compare FOT with FedAvg on a small permuted stream, into runs/
 	$(BIN)/cfl-run compare permuted-digits --methods fedavg,fot --seeds 0 --matrix --output runs/demo
 
 docs: install  ## Build the documentation into site/
-	$(BIN)/mkdocs build --strict --site-dir site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
+
+notebooks: install  ## Run the notebooks of the tutorials and store their outputs
+	$(BIN)/python tools/docs/execute.py docs/tutorials/*.ipynb
 
 dist: install  ## Build and check the wheel and the sdist, into dist/
 	rm -rf build dist

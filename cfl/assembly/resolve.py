@@ -34,7 +34,9 @@ def resolve(
     engine: str | None = None,
     scale: str | None = None,
 ) -> RunConfig:
-    """Return the full configuration of a run from its layers, which the module's docstring lists.
+    """Return the full configuration of a run: every option has a value, so it repeats the run to the byte.
+
+    Its layers, later ones win: defaults, the preset of the benchmark or `file`, `overrides`, and the other arguments.
 
     method: a strategy, a local regularizer (under FedAvg), or several joined by "+", such as "fot+fedsol";
     regularizers: further local regularizers, or one; overrides: "key=value" with dotted keys and YAML values, or a list

@@ -131,6 +131,7 @@ class Strategy(LocalRegularizer):
         clients trained and the strategy uploaded; mean["work"]: the `work` uploads as `gathers` says, in a phase with
         `work`; both are absent in a phase without clients;
         lr: server.lr.
+
         The default subtracts lr times mean["strategy"] from the parameters. Buffers (running statistics) are averages
         already, and take the whole step for every lr.
         """

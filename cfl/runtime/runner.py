@@ -55,12 +55,13 @@ def run(
     stream, strategy, regularizers, model: your own objects, or registered names with their default options. They
     replace what the configuration names. regularizers: a dict from names to objects or to dicts of options, or a list
     of names. A class of a strategy or regularizer is called without arguments.
-    The option `tasks` also selects tasks of your own stream, unless it has the preset's value.
     output: folder for config.yaml, rounds.jsonl, metrics.json and checkpoints; None keeps everything in memory.
     sink: receives the progress, see `cfl.sinks`. Without one, `progress` decides whether progress is printed; None: in
     a terminal and in a notebook only.
     observe: called with the round, the client's id and the client's model after each local training.
     callbacks: called after rounds, tasks and the run, in order; see `cfl.Callback`.
+
+    The option `tasks` also selects tasks of your own stream, unless it has the preset's value.
     Raises ConfigError, DataError, UpdateError, CheckpointError, CallbackError; completed rounds are in `output`.
     """
     if output == "" or (resume and output is None):

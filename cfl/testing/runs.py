@@ -185,7 +185,7 @@ def _saved(
     method: LocalRegularizer,
     module: nn.Module | None,
     path: Path,
-    sink: NullSink | None = None,
+    sink: NullSink = NullSink(),  # silent in a notebook, too
 ) -> dict[str, Tree]:
     """Run or resume to the end, and return the trees of the last checkpoint."""
     run(config, output=path, resume=True, stream=stream, model=module, sink=sink, **_roles(method))
