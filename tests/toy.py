@@ -104,6 +104,12 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=rng.generator(seed)).double()
 
 
+def by_client(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of a round, as JSON has it, with ids of clients as numbers."""
+    ids = (name for name in ("dropped", "missing") if name in row)
+    return {**row, **{name: {int(id): own for id, own in row[name].items()} for name in ids}}
+
+
 class Rows(NullSink):
     """Keeps the rows that a run reports."""
 
@@ -111,7 +117,7 @@ class Rows(NullSink):
         self.rows: list[dict[str, Any]] = []
 
     def round(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
+        self.rows.append(by_client(row))
 
 
 class Point(nn.Module):

@@ -76,7 +76,7 @@ class PlainSink:
             self.note(text)
 
     def round(self, row: dict[str, Any]) -> None:
-        """Print a round. row: task, phase, round, loss, accuracy (fraction or None), rounds_done, rounds_total, ..."""
+        """Print a round. row: as in rounds.jsonl (task, phase, loss, accuracy, ...), rounds_done, rounds_total."""
         done, total = row["rounds_done"], row["rounds_total"]
         self._before = done - 1 if self._before is None else self._before
         if done % self._every and done != total:

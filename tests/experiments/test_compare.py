@@ -257,7 +257,7 @@ def test_a_stored_run_with_unknown_options_is_named(tmp_path):
 def test_a_finished_run_of_an_earlier_version_is_found(tmp_path):
     """Such a run has fewer options, so its name has a different hash; runs with unknown options are skipped."""
     old = dump(cfl.resolve("permuted-digits", method="fot", overrides=FEW))
-    missing = old["strategy"].pop("sketch"), old.pop("eval_local")
+    missing = old["strategy"].pop("draw"), old.pop("eval_local")
     assert None not in missing
     configs = {"fot-seed0-0123456789": old, "theirs-seed0-0123456789": {"method": "theirs"}}
     configs["killed-seed0-0123456789"] = {**old, "seed": 1}

@@ -122,7 +122,7 @@ def test_a_run_of_an_earlier_version_in_the_output_folder_counts(tmp_path):
 
     config, new = folder()
     old = dump(config)
-    del old["strategy"]["sketch"]  # an option that the earlier version lacked; loading fills in its default
+    del old["strategy"]["draw"]  # an option that the earlier version lacked; loading fills in its default
     (tmp_path / "fot-seed5-0123456789").mkdir()
     (tmp_path / "fot-seed5-0123456789" / "config.yaml").write_text(json.dumps(old))  # JSON is YAML
     assert folder() == (config, new)  # not finished

@@ -35,6 +35,7 @@ from cfl.runtime.session import Session
 from cfl.runtime.sinks import NullSink
 from cfl.streams import Stream
 from cfl.testing.toys import toy_stream
+from tests.toy import by_client
 
 TIMES = ("seconds", "wire_bytes_up", "wire_bytes_down")
 OPTIONS = "hash of the options"  # of server and nodes
@@ -140,7 +141,7 @@ class Log(NullSink):
         self.after = after or {}
 
     def round(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
+        self.rows.append(by_client(row))
         self.after.get(row["rounds_done"], lambda: None)()
 
     def warn(self, text: str) -> None:
