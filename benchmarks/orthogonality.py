@@ -116,7 +116,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         axis.set_xlabel("threshold")
         axis.set_ylim(0, 100)
     np.atleast_1d(axes)[0].set_ylabel("ACC, %")
-    np.atleast_1d(axes)[0].legend(loc="lower right", fontsize=9)
+    np.atleast_1d(axes)[-1].legend(loc="center", fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
