@@ -5,6 +5,7 @@ from functools import partial
 from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from inspect import isclass, isfunction
+from itertools import product
 from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
 
@@ -96,7 +97,7 @@ def test_the_reference_has_the_public_names_and_all_options(site, pages):
 
 @pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine to open the site in")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_pages_open_on_a_phone(site, scheme, tmp_path):
+def test_pages_open_on_phones_and_desks(site, scheme, tmp_path):
     """Without a line in the console, a request to another host, or a page wider than the window."""
 
     class Quiet(SimpleHTTPRequestHandler):
@@ -109,13 +110,13 @@ def test_pages_open_on_a_phone(site, scheme, tmp_path):
     try:
         browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         host = f"http://127.0.0.1:{server.server_address[1]}/"
-        for name in ("", "tutorials/first-run/", "reference/strategies/"):
-            browser.open(f"{host}{name}", 390)
+        for name, width in product(("", "tutorials/first-run/", "reference/strategies/"), (390, 1280)):
+            browser.open(f"{host}{name}", width)
             asked = [given["request"]["url"] for kind, given in browser.events if kind == "Network.requestWillBeSent"]
             assert asked and [one for one in asked if not one.startswith((host, "data:", "blob:"))] == []
             faults = {"Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"}
             assert [event for event in browser.events if event[0] in faults] == []
-            assert browser.value("[innerWidth, document.documentElement.scrollWidth]") == [390, 390]
+            assert browser.value("[innerWidth, document.documentElement.scrollWidth]") == [width, width]
             wanted = {"light": "default", "dark": "slate"}[scheme]
             assert browser.value("document.body.dataset.mdColorScheme") == wanted
     finally:
