@@ -1,7 +1,7 @@
 """`repr` of public objects: a line that says what the object is, without its tensors."""
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -59,6 +59,9 @@ def test_what_representations_say(met):
     )
     assert str(met["config"]) == repr(met["config"]) and "fot, seed 0" in repr(met["config"])
     assert "3 tasks trained, ACC " in repr(met["saved"])
+    assert repr(replace(met["saved"], metrics={**met["saved"].metrics, "acc": None})).endswith(
+        "ACC – %)"
+    )  # a stopped run
     assert repr(Share(stream.tasks[0].train, torch.arange(3))) == f"Share(3 of {len(stream.tasks[0].train)} samples)"
 
 

@@ -88,7 +88,7 @@ def run(metrics: Metrics, title: str, folder: Path) -> Iterator[Table | str]:
         yield f"Differential privacy: {spent} per client, for {metrics['epsilon_of']}"
     shown = {name.upper(): percent(metrics[name]) for name in ("acc", "fgt")}
     scores = [f"{name} {value}%" for name, value in shown.items() if value != NONE]
-    yield f"{', '.join(scores)}; results in {folder}"
+    yield "; ".join(filter(None, (", ".join(scores), f"results in {folder}")))
 
 
 def mean_matrix(runs: Sequence[Metrics]) -> list[list[float | None]]:

@@ -15,6 +15,7 @@ from cfl.config.schema import RunConfig
 from cfl.contract import Server, Strategy
 from cfl.contract.composed import STRATEGY
 from cfl.core import ConfigError, DataError, Tree, tree
+from cfl.core.metrics import percent
 from cfl.core.typed import typed
 from cfl.models import Model
 from cfl.runtime import checkpoint, export, table
@@ -43,7 +44,7 @@ class SavedRun:
     about: Mapping[str, Any]
 
     def __repr__(self) -> str:
-        score = f"ACC {self.metrics['acc']:.1%}" if self.metrics else "not finished"
+        score = f"ACC {percent(self.metrics['acc'])} %" if self.metrics else "not finished"
         return f"SavedRun({str(self.folder)!r}, {self.config.title}, {self.latest + 1} tasks trained, {score})"
 
     @property

@@ -150,6 +150,7 @@ def test_a_stopped_run_has_no_acc_and_the_accuracies_so_far(tmp_path):
     assert [[value is not None for value in row] for row in known["accuracy_matrix"]] == [
         [True, False, False], [True, True, False], [False] * 3
     ]  # fmt: skip
+    assert repr(result).endswith("ACC – % FGT – %)")
     assert [(stop["skips"], stop["rounds"]) for stop in known["stopped"]] == [("run", 3)]  # one of train, and task 2
     saved = cfl.load(tmp_path)
     assert saved.latest == 1 and all(leaf.equal(saved.params[name]) for name, leaf in result.params.items())
