@@ -84,4 +84,8 @@ def test_a_method_shows_the_options_that_differ_from_their_defaults():
         def __repr__(self):
             return "as its author wants it"
 
-    assert repr(Named()) == "as its author wants it"
+    @dataclass(frozen=True)
+    class Heir(Named):
+        pass
+
+    assert repr(Named()) == repr(Heir()) == "as its author wants it"

@@ -73,11 +73,13 @@ class LocalRegularizer:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "__repr__" not in vars(cls):  # `dataclass` would write one with all hyper-parameters
-            cls.__repr__ = LocalRegularizer.__repr__  # type: ignore[method-assign]
+            bases = (vars(base) for base in cls.__mro__[1:] if issubclass(base, LocalRegularizer))
+            cls.__repr__ = next(own["__repr__"] for own in bases if "__repr__" in own)  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
-        own = {item.name: getattr(self, item.name) for item in fields(self) if item.repr}
-        changed = (f"{item.name}={own[item.name]!r}" for item in fields(self) if own.get(item.name) != item.default)
+        texts = {item.name: repr(getattr(self, item.name)) for item in fields(self) if item.repr}
+        defaults = {item.name: repr(item.default) for item in fields(self)}
+        changed = (f"{name}={text}" for name, text in texts.items() if text != defaults[name])
         return f"{type(self).__name__}({', '.join(changed)})"
 
     def refuses(self, run: Mapping[str, Any]) -> str | None:

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from cfl.config.overrides import assignment
-from cfl.experiments.compare import Group
+from cfl.experiments.compare import Group, for_methods
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,11 @@ def commands(
         else:
             shared.append(([group.method], setting))
     kept = [text for text in overrides if text.partition("=")[0].strip() != "validation"]
+    own = for_methods([*dict.fromkeys(group.method for group in groups)], kept)
     found = []
     for methods, setting in shared:
-        texts = [*kept, *(assignment(name, value) for name, value in setting.items())]
+        fit = [text for text in kept if any(text in own[method] for method in methods)]
+        texts = [*fit, *(assignment(name, value) for name, value in setting.items())]
         words = [word for text in texts for word in ("--set", text)]
         found.append(["cfl-run", "compare", benchmark, "--methods", ",".join(methods), *words, *flags])
     return found

@@ -80,8 +80,14 @@ def subspaces(groups: Sequence[RunGroup]) -> Iterator[Panel]:
         for field, title in titles.items():
             layers = list(dict.fromkeys(name for tasks in reports for one in tasks for name in one.get(field, ())))
             if layers:
-                shares = [[[one.get(field, {}).get(name) for one in tasks] for name in layers] for tasks in reports]
-                yield Panel(group.label, title, _mean(np.array(shares, dtype=float)), layers)
+                by_layer = [[[_share(one, field, name) for one in tasks] for tasks in reports] for name in layers]
+                yield Panel(group.label, title, np.array([_mean(_stacked(rows)) for rows in by_layer]), layers)
+
+
+def _share(report: Mapping[str, Any], field: str, name: str) -> float:
+    """A layer's figure after a task, NaN if there is none."""
+    share = report.get(field, {}).get(name)
+    return np.nan if share is None else share
 
 
 def _lines(title: str, series: Sequence[Series], **look: Any) -> Figure:
@@ -98,9 +104,17 @@ def _series(groups: Sequence[RunGroup], styles: Styles, values: Values) -> list[
     out = []
     for group in groups:
         rows = [row for run in group.runs if len(row := values(run))]
-        if rows and not np.isnan(stack := np.array(rows, dtype=float)).all():
-            out.append(Series(group.label, styles[group.label], np.arange(len(rows[0])), _mean(stack), _std(stack)))
+        if rows and not np.isnan(stack := _stacked(rows)).all():
+            out.append(Series(group.label, styles[group.label], np.arange(stack.shape[1]), _mean(stack), _std(stack)))
     return out
+
+
+def _stacked(rows: Sequence[Sequence[float] | np.ndarray]) -> np.ndarray:
+    """Rows of numbers as an array; rows of runs that a callback has stopped are shorter, and end in NaN."""
+    stack = np.full((len(rows), max(map(len, rows))), np.nan)
+    for place, row in enumerate(rows):
+        stack[place, : len(row)] = row
+    return stack
 
 
 def _mean(stack: Any) -> np.ndarray:

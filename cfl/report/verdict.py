@@ -50,11 +50,9 @@ def _not_compared(groups: Sequence[RunGroup]) -> str:
         each = [f"{acc} % and {fgt} % for {group.label}" for group, (acc, fgt) in zip(groups, pairs, strict=True)]
         figures = f"With {seed_names(groups[0].runs)}, ACC and FGT are {listed(each)}."
     else:
-        accs = [group.runs[0].metrics["acc"] for group in groups]
+        accs = [acc for group in groups if (acc := group.runs[0].metrics["acc"]) is not None] or [None]
         low, high = percent(min(accs)), percent(max(accs))
-        figures = (
-            f"With {seed_names(groups[0].runs)}, the ACC of {len(groups)} groups lies between {low} % and {high} %."
-        )
+        figures = f"With {seed_names(groups[0].runs)}, the ACC of {len(accs)} groups lies between {low} % and {high} %."
     return f"{figures} One seed shows no difference to be relied on."
 
 

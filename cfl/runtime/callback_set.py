@@ -3,17 +3,18 @@
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from cfl.config.schema import RunConfig
 from cfl.core import CallbackError, ConfigError, content
 from cfl.core.errors import reason
 from cfl.core.typed import described
 from cfl.runtime.callbacks import Callback, Row, Stop, View
+from cfl.runtime.run_folder import plain
 from cfl.runtime.serving import Predictor
 from cfl.streams import Stream
 
-UNPROTECTED = ("loss", "local")
+UNPROTECTED = ("loss", "local", "clipped", "shortened", "excluded", "aborted")
 """Figures in a row that come from clients' data or models, and that differential privacy does not protect."""
 
 
@@ -63,7 +64,7 @@ class CallbackSet:
         for name, member in self._members.items():
             if getattr(type(member), hook) is not getattr(Callback, hook):
                 made = _guarded(name, hook, rows, getattr(member, hook), View(rows, predictor, self._stream))
-                if metrics := _metrics(name, hook, rows, made):
+                if metrics := plain(_metrics(name, hook, rows, made)):  # as they are recorded
                     found[name] = metrics
         return found
 
@@ -78,9 +79,9 @@ class CallbackSet:
         for name, member in self._members.items():
             answer = _guarded(name, "stop", rows, member.stop, rows)
             if answer is not None:
-                if answer not in get_args(Stop):
+                if not isinstance(answer, str) or answer not in get_args(Stop):
                     raise _wrong(name, "stop", rows, answer, "'phase', 'run' or None")
-                found.setdefault(answer, name)
+                found.setdefault(cast(Stop, answer), name)
         return next(((found[kind], kind) for kind in ("run", "phase") if kind in found), None)
 
     def keep(self, row: Mapping[str, Any]) -> None:

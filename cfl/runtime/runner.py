@@ -108,14 +108,15 @@ def carry_out(
         at_end.enter_context(contextlib.closing(session))
         at_end.enter_context(session.recorder.writer)
         interrupted = at_end.enter_context(machine.interrupts())
-        session.start(resume)
-        return _finished(session, interrupted, observe)
+        return _finished(session, resume, interrupted, observe)
 
 
-def _finished(session: Session, interrupted: Callable[[], bool], observe: Observer | None) -> Result:
-    """Run the rounds that are left. An error that ends the run is kept in its folder."""
-    position = None
+def _finished(session: Session, resume: bool, interrupted: Callable[[], bool], observe: Observer | None) -> Result:
+    """Start the run, and run the rounds that are left. An error that ends the run is kept in its folder."""
+    session.start(resume)
+    position = session.state.position if session.state.position < len(session.schedule) else None
     try:
+        session.conclude_pending()
         while (position := session.state.position) < len(session.schedule):
             session.round(position, observe)
             if interrupted():

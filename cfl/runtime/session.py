@@ -59,13 +59,13 @@ class Session:
         return self.rounds.schedule
 
     def start(self, resume: bool) -> None:
-        """Open the run's folder, restore the last checkpoint if `resume` is set, and announce the run.
-
-        If a callback failed after a round, the round is concluded.
-        """
+        """Open the run's folder, restore the last checkpoint if `resume` is set, and announce the run."""
         self.recorder.start(self.config, self.about, self.notes, resume)
         if self.recorder.callbacks and self.state.done:
             self.recorder.callbacks.begin(self.recorder.rows())
+
+    def conclude_pending(self) -> None:
+        """Conclude the round after which a callback failed, if the last session ended so."""
         if self.state.pending is not None:
             self._conclude(self.state.position, self.state.pending[0])
 

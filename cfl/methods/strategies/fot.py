@@ -88,7 +88,8 @@ class FOT(OptionalTaskInference, LayerPolicy, GPSE, Strategy):
         # "steps": energy of each layer's steps in this task, before and after the projection; "removed": the largest
         # share that it removed in earlier tasks
         shares = {name: _removed(pair) for name, pair in server.get("steps", {}).items()}
-        removed = {name: torch.maximum(share, server["removed"].get(name, share)) for name, share in shares.items()}
+        before = server.get("removed", {})  # checkpoints of version 0.1 have none
+        removed = {name: torch.maximum(share, before.get(name, share)) for name, share in shares.items()}
         steps = {name: basis.new_zeros(2) for name, basis in server["basis"].items()}
         return {**server, "steps": steps, "removed": removed}
 
@@ -148,7 +149,7 @@ class FOT(OptionalTaskInference, LayerPolicy, GPSE, Strategy):
             for kind in ("coverage", "coverage_estimate")
         )
         removed = {name: float(_removed(pair)) for name, pair in server["steps"].items() if pair[0] > 0}
-        self._warn_of(removed, server["removed"])
+        self._warn_of(removed, server.get("removed", {}))
         return {"subspace_use": use, "coverage": coverage, "coverage_estimate": estimate, "removed": removed}
 
     def _warn_of(self, removed: Mapping[str, float], before: Tree) -> None:
