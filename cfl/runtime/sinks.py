@@ -67,9 +67,11 @@ class PlainSink:
     def __init__(self, file: IO[str] | None = None) -> None:
         self._file, self._began, self._every = file, 0.0, 1
         self._before: int | None = None  # rounds finished before this session
+        self._held = False  # whether training samples are held out, so that nobody should look at test accuracy
 
     def start(self, config: RunConfig, notes: list[str], total_rounds: int) -> None:
         """Print benchmark, method, seed and number of rounds, then the notes."""
+        self._held = bool(config.validation)
         self._began, self._every = time.monotonic(), max(1, total_rounds // 20)
         self._say(f"{config.title}: {total_rounds} rounds")
         for text in notes:
@@ -83,7 +85,8 @@ class PlainSink:
             return
         each = (time.monotonic() - self._began) / (done - self._before)
         left = f", {_clock(each * (total - done))} left" if done < total else ""
-        self._say(f"  round {done}/{total}: task {row['task']}, {row['phase']}{_scores(row)}{left}")
+        shown = {**row, "accuracy": None} if self._held else row
+        self._say(f"  round {done}/{total}: task {row['task']}, {row['phase']}{_scores(shown)}{left}")
 
     def task(self, row: dict[str, Any]) -> None:
         """Print a task. row: task, name, accuracy (fraction for each task, None for tasks not seen yet).
@@ -124,10 +127,11 @@ class RichSink:
             TimeRemainingColumn(),
         )
         self._accuracy: float | None = None
-        self._placed = False
+        self._placed = self._held = False
 
     def start(self, config: RunConfig, notes: list[str], total_rounds: int) -> None:
         """Open the bar under the run's name, and print the notes."""
+        self._held = bool(config.validation)
         self._id = self._bar.add_task(config.title, total=total_rounds, scores="")
         self._bar.start()
         for text in notes:
@@ -135,7 +139,8 @@ class RichSink:
 
     def round(self, row: dict[str, Any]) -> None:
         """Advance the bar; rows as for `PlainSink`. The bar keeps showing the last known accuracy."""
-        self._accuracy = row.get("accuracy") if row.get("accuracy") is not None else self._accuracy
+        if row.get("accuracy") is not None and not self._held:
+            self._accuracy = row["accuracy"]
         scores = f"task {row['task']} {row['phase']}{_scores({**row, 'accuracy': self._accuracy})}"
         if not self._placed:  # in a resumed run, the rounds of earlier sessions count as done but not as speed
             self._bar.reset(self._id, completed=row["rounds_done"] - 1, total=row["rounds_total"])
@@ -146,7 +151,7 @@ class RichSink:
 
     def task(self, row: dict[str, Any]) -> None:
         """Print the accuracies above the bar; rows as for `PlainSink`."""
-        self._accuracy = row["accuracy"][row["task"]]
+        self._accuracy = row.get("validation", row["accuracy"])[row["task"]]
         self._bar.console.print(task_line(row), markup=False, highlight=False)
 
     def note(self, text: str) -> None:

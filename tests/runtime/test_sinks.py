@@ -88,6 +88,15 @@ def test_a_run_shows_its_progress_where_somebody_watches(monkeypatch, capsys):
     assert isinstance(usual_sink(None), RichSink) and isinstance(usual_sink(False), NullSink)
 
 
+@pytest.mark.parametrize("held", [0.0, 0.25])
+def test_no_test_accuracy_is_shown_while_samples_are_held_out(held, capsys):
+    cfl.run(
+        toy.config("tasks=1", "rounds=2", "eval_every=1", f"validation={held}"), stream=toy.stream(1), progress=True
+    )
+    rounds = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  round")]
+    assert len(rounds) == 2 and all((", accuracy " in line) == (not held) for line in rounds)
+
+
 def test_progress_of_a_run_from_python(capsys):
     config = toy.config("rounds=2")
     cfl.run(config, stream=toy.stream(), progress=True)
