@@ -60,7 +60,7 @@ class CallbackSet:
 
         row: of the round in progress, None if the last round is recorded. Raises CallbackError.
         """
-        rows, found = self._with(row), dict[str, Any]()
+        rows, found = self._public(self._with(row)), dict[str, Any]()
         for name, member in self._members.items():
             if getattr(type(member), hook) is not getattr(Callback, hook):
                 made = _guarded(name, hook, rows, getattr(member, hook), View(rows, predictor, self._stream))
@@ -73,9 +73,7 @@ class CallbackSet:
 
         Raises CallbackError.
         """
-        rows, found = self._with(row), dict[Stop, str]()
-        if self._private:
-            rows = [_read_only({key: own for key, own in row.items() if key not in UNPROTECTED}) for row in rows]
+        rows, found = self._public(self._with(row)), dict[Stop, str]()
         for name, member in self._members.items():
             answer = _guarded(name, "stop", rows, member.stop, rows)
             if answer is not None:
@@ -83,6 +81,12 @@ class CallbackSet:
                     raise _wrong(name, "stop", rows, answer, "'phase', 'run' or None")
                 found.setdefault(cast(Stop, answer), name)
         return next(((found[kind], kind) for kind in ("run", "phase") if kind in found), None)
+
+    def _public(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """The rows without figures that nothing protects, if the run is private and a callback may stop it."""
+        if not self._private or not any(map(_decides, self._members.values())):
+            return rows
+        return [_read_only({key: own for key, own in row.items() if key not in UNPROTECTED}) for row in rows]
 
     def keep(self, row: Mapping[str, Any]) -> None:
         """Add the row of a round, as it is recorded."""

@@ -112,8 +112,9 @@ class Callback:
     def stop(self, rows: Sequence[Row]) -> Stop | None:
         """Decide after a round what to skip; a class without this method cannot change a run.
 
-        rows: of the current task so far, with the metrics of callbacks; `loss` and `local` are left out with
-        differential privacy, because nothing protects them. The result must depend on the rows alone.
+        rows: of the current task so far, with the metrics of callbacks. With differential privacy, what nothing
+        protects, such as `loss`, is left out, in the rows of the other methods, too. The result must depend on the rows
+        alone.
         "phase" skips the remaining rounds of the phase; the task's other phases follow, since methods prepare the next
         task in them. "run" skips the later tasks, too. None skips nothing.
         """
@@ -161,7 +162,7 @@ class EarlyStopping(Callback):
             )
 
     def on_task(self, view: View) -> None:
-        if all(self._value(row) is None for row in view.rows):
+        if any(row["clients"] for row in view.rows) and all(self._value(row) is None for row in view.rows):
             raise ConfigError(f"EarlyStopping watches '{self.metric}', which no round of task {view.task} has recorded")
 
     def stop(self, rows: Sequence[Row]) -> Stop | None:

@@ -347,3 +347,25 @@ def test_callbacks_that_cannot_work_are_refused_before_the_first_round(make, opt
 def test_a_metric_that_is_never_recorded_is_named():
     with pytest.raises(CallbackError, match="failed in on_task .*watches 'A.b', which no round of task 0"):
         run(EarlyStopping("A.b", mode="max"))
+
+
+def test_a_task_whose_clients_all_drop_out_has_nothing_to_watch():
+    """With drop_rate=0.97 all four clients of each round leave."""
+    config = toy.config("tasks=2", "rounds=1", "drop_rate=0.97", method="fedavg")
+    result = cfl.run(config, stream=toy.stream(2), callbacks=[EarlyStopping("loss")])
+    assert len(result.metrics["by_task"]) == 2
+
+
+def test_with_privacy_no_callback_beside_a_deciding_one_sees_the_loss():
+    seen = []
+
+    class Watching(cfl.Callback):
+        def on_round(self, view):
+            seen.append(set(view.row))
+
+        def stop(self, rows):
+            seen.append(set(rows[-1]))
+
+    private = ["dp.level=client", "dp.noise_multiplier=1", "agg.weights=uniform", "dp.amplify=false"]
+    cfl.run(toy.config("tasks=1", "rounds=2", *private), stream=toy.stream(1), callbacks=[Watching()])
+    assert len(seen) >= 4 and not any(names & {"loss", "local", "clipped", "excluded", "aborted"} for names in seen)
