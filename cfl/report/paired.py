@@ -8,7 +8,7 @@ from rich.table import Table
 
 from cfl.core.metrics import NONE, percent
 from cfl.experiments.compare import Group
-from cfl.report.tables import SCORES, Metrics
+from cfl.report.tables import SCORES, Metrics, filled
 
 MEASURES = ("acc", "fgt")
 TITLE = "paired differences, percentage points"
@@ -112,13 +112,7 @@ def _paired(gaps: np.ndarray) -> dict[str, float]:
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
     """A row per pair ("fot less fedavg"): mean differences in percentage points, with 95 % interval and p."""
-    shown = Table(title=TITLE, title_justify="left")
-    titles, lines = texts(rows)
-    for number, title in enumerate(titles):
-        shown.add_column(title, justify="right" if number else "left")
-    for line in lines:
-        shown.add_row(*line)
-    return shown
+    return filled(*texts(rows), TITLE)
 
 
 def texts(rows: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:

@@ -139,8 +139,12 @@ def cells(
 
 def compared(summaries: Mapping[str, Mapping[str, Any]], title: str) -> Table:
     """The table of `compared_texts` for the terminal."""
+    return filled(*compared_texts(summaries), title)
+
+
+def filled(titles: Sequence[str], rows: Sequence[Sequence[str]], title: str) -> Table:
+    """A table for the terminal of names in the first column and numbers in the others."""
     table = Table(title=title, title_justify="left")
-    titles, rows = compared_texts(summaries)
     for number, text in enumerate(titles):
         table.add_column(text, justify="right" if number else "left")
     for row in rows:
