@@ -7,6 +7,7 @@ ranks: directions that the three rank rules take of one spectrum; FOT with each 
 dp: FOT's appendix H for epsilon 5 and delta 1e-5: what its noise gives, and what noise leaves of a sketch.
 sizes: bytes of FOT's models, sketches and bases, beside its Table 5 and the arithmetic of its Table 13.
 bias: outputs of the first task after training on the second, with biases projected and free.
+precision: FedAvg and FOT with products in float32 and in bfloat16, and what FOT's guarantee is worth in either.
 gpm: one direction too few in the first task, as in GPM's code.
 overlap: how much a client's basis of GPM covers of other clients' inputs.
 encoding: RGO's feature encoding, with RGO and by itself.
@@ -29,14 +30,15 @@ from pathlib import Path
 
 import torch
 from fidelity_baselines import encoding, gpm, overlap
-from fidelity_fot import bias, coverage, dp, ranks, sizes
+from fidelity_fot import bias, coverage, dp, precision, ranks, sizes
 from fidelity_local import alias, projection, scale
 from fidelity_tables import Table, markdown
 from host import about
 
 FOLDER = Path("benchmarks/results/fidelity")
 PARTS: dict[str, Callable[[], list[Table]]] = {
-    part.__name__: part for part in (coverage, ranks, dp, sizes, bias, gpm, overlap, encoding, scale, alias, projection)
+    part.__name__: part
+    for part in (coverage, ranks, dp, sizes, bias, precision, gpm, overlap, encoding, scale, alias, projection)
 }
 
 

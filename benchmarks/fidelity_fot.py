@@ -187,20 +187,33 @@ def bias(seeds: Sequence[int] = SEEDS, *shorter: str) -> list[Table]:
     rows = []
     for choice in ("augment", "free", "freeze"):
         results = [run("permuted-digits", "fot", seed, f"strategy.bias={choice}", *shorter) for seed in seeds]
-        moved = fmean(first_task_moved(choice, seed) for seed in seeds)
+        moved = fmean(first_task_moved(seed, f"strategy.bias={choice}") for seed in seeds)
         rows.append([f"`{choice}`", moved, *measured(results, "acc", "fgt")])
     columns = {"`strategy.bias`": "", "change of the logits": ".1e", "ACC": "%.1f", "FGT": "%.1f"}
     return [Table("Biases under FOT", columns, rows)]
 
 
-def first_task_moved(choice: str, seed: int) -> float:
+def precision(seeds: Sequence[int] = SEEDS, *shorter: str) -> list[Table]:
+    rows = []
+    for name in ("float32", "bf16"):
+        found: list[Any] = [f"`{name}`"]
+        for method in ("fedavg", "fot"):
+            results = [run("permuted-digits", method, seed, f"precision={name}", *shorter) for seed in seeds]
+            found += measured(results, "acc", "fgt")
+        own = ["strategy.bias=freeze", f"precision={name}"]
+        rows.append([*found, fmean(first_task_moved(seed, *own) for seed in seeds)])
+    columns = {"`precision`": "", "FedAvg, ACC": "%.1f", "FGT": "%.1f", "FOT, ACC": "%.1f", "FOT, FGT": "%.1f"}
+    return [Table("Products in bfloat16", {**columns, "change of the logits": ".1e"}, rows)]
+
+
+def first_task_moved(seed: int, *overrides: str) -> float:
     """Change of task 1's logits while task 2 is trained, over their norm; the basis holds all inputs of task 1."""
     draws, tasks = rng.generator(rng.key(seed, "tiny stream")), []
     for _ in range(2):
         x, y = torch.randn(20, 64, generator=draws), torch.arange(20) % 4
         tasks.append((x, y, x, y))
     tiny = ["tasks=2", "partition.clients=1", "cohort=1", "model.hidden=[96,96]"]
-    whole = ["strategy.threshold=1.0", "strategy.sketch=gram", f"strategy.bias={choice}"]
+    whole = ["strategy.threshold=1.0", "strategy.sketch=gram", *overrides]
     after: dict[int, tree.Tree] = {}  # with one client, its model after the last round of a task is the global one
     result = cfl.run(
         cfl.resolve("permuted-digits", method="fot", seed=seed, overrides=[*tiny, *whole]),

@@ -55,11 +55,11 @@ MODELS: dict[str, dict[str, Any]] = {  # as in the presets, and FOT's network fo
     },
 }
 ALL: dict[str, dict[str, Any]] = {
-    "defaults": {},
-    "defaults, s = d": {"s_mult": 1.0, "s_mult_conv": 1.0},
-    "defaults, sketch=gram": {"sketch": "gram"},
+    "s = 5 d": {"sketch": "gaussian"},
+    "s = d": {"sketch": "gaussian", "s_mult": 1.0, "s_mult_conv": 1.0},
+    "sketch=gram": {"sketch": "gram"},
 }
-AUTHORS = {"criterion": "norm_ratio", "min_rank": 1, "bias": "free"}
+AUTHORS = {"sketch": "gaussian", "criterion": "norm_ratio", "min_rank": 1, "bias": "free"}
 OPTIONS = {
     "mlp": {**ALL, "preset": {**AUTHORS, "s_mult": 1.0, "distribution": "uniform"}},
     "alexnet_cl": {**ALL, "preset": {**AUTHORS, "s_mult_conv": 1.0}},

@@ -1,18 +1,21 @@
 """Time a round of each workload: client steps a second, GFLOP/s, the share of the machine's peak, and alternatives.
 
-    python benchmarks/throughput.py [--workload NAME ...] [--against plain,pfl,flower] [--engine auto] [--json FILE]
+    python benchmarks/throughput.py [--workload NAME ...] [--against plain,pfl,jax] [--precision bf16] [--json FILE]
 
 A round is local training of all clients and the average: no evaluation, no set-up. Inputs are random floats, so nothing
-is downloaded. Ours and the alternatives take turns, and medians of their seconds are compared. Alternatives:
+is downloaded. Ours and the alternatives take turns, and medians of their seconds are compared. --precision is that of
+our engines; the peak and the alternatives are in float32, but for plain-bf16. Alternatives:
 
 - plain: the papers' codes: a module, DataLoader and torch.optim.SGD for one client after another, with one thread;
+- plain-bf16: the same with forward pass and loss under torch.autocast in bfloat16: what bf16 has to beat;
 - hand: the same steps as the `loop` engine makes, to the sample, written by hand: what an engine costs beside them;
 - products: the matrix products of the round alone, a process a core (MLPs only): what no engine can undercut;
 - pool+vmapped: our engine of that name, beside `--engine flower`;
-- pfl: pfl-research with one process, and ("pfl-2") with two; flower: its simulation, one core a client.
+- pfl: pfl-research with one process, and with two ("pfl-2", also alone); flower: its simulation, one core a client;
+- jax: plain JAX on the CPU, jit, vmap and scan at their fastest, all cores (FedJAX is no longer maintained).
 
-The last two need packages (benchmarks/requirements-throughput.txt), which may have an environment of their own. All but
-the products must move the weights as far as ours does, or the comparison stops: the work must be the same.
+The last two lines need packages (benchmarks/requirements-throughput.txt), which may have environments of their own. All
+but the products must move the weights as far as ours does, or the comparison stops: the work must be the same.
 """
 
 import argparse
@@ -44,10 +47,9 @@ from cfl.assembly import resolve as configuration
 from cfl.core import machine, rng
 from cfl.runtime.builder import build_session
 
-AGAINST = {name: (name,) for name in ("plain", "hand", "products", "pool+vmapped", "flower")} | {
-    "pfl": ("pfl", "pfl-2")
-}
-PACKAGES = {"pfl": "pfl", "pfl-2": "pfl", "flower": "flwr"}
+ALONE = ("plain", "plain-bf16", "hand", "products", "pool+vmapped", "pfl-2", "flower", "jax")
+AGAINST = {name: (name,) for name in ALONE} | {"pfl": ("pfl", "pfl-2")}
+PACKAGES = {"pfl": "pfl", "pfl-2": "pfl", "flower": "flwr", "jax": "jax"}
 SAME = 0.1  # batches are drawn differently, so the weights move a little differently
 
 Rounds = Callable[[int], float]
@@ -57,18 +59,28 @@ Rounds = Callable[[int], float]
 class Ours:
     """The first round of a run, through the engine."""
 
-    def __init__(self, work: Workload, engine: str, device: str, block: int | None = None) -> None:
+    def __init__(
+        self,
+        work: Workload,
+        engine: str,
+        device: str,
+        block: int | None = None,
+        precision: str = "float32",
+        compile: bool | None = None,
+    ) -> None:
         config = configuration.load(
             {
                 "benchmark": NAME,
                 "engine": engine,
                 "block": block,
+                "compile": compile,
                 "device": device,
                 "rounds": 1,
                 "cohort": work.clients,
                 "partition": {"name": "iid", "clients": work.clients},
                 "local": {"batch_size": work.batch, "lr": work.lr},
                 "model": {"name": NAME, "norm_stats": "batch"},
+                "precision": precision,
             }
         )
         machine.keep_memory()  # as cfl-run does
@@ -83,14 +95,14 @@ class Ours:
     @property
     def choice(self) -> dict[str, Any]:
         """What computes the round; "auto" has chosen by the end of the first one."""
-        return self.session.config.model_dump(include={"engine", "block", "threads", "workers"})
+        return self.session.config.model_dump(include={"engine", "block", "compile", "threads", "workers"})
 
 
 class Plain:
     """A client after another, as the papers' codes do it: weights loaded, trained, kept, averaged at the end."""
 
-    def __init__(self, work: Workload, device: str) -> None:
-        self.work, self.device, self.module = work, device, work.module().to(device)
+    def __init__(self, work: Workload, device: str, bf16: bool = False) -> None:
+        self.work, self.device, self.bf16, self.module = work, device, bf16, work.module().to(device)
         self.start = {name: leaf.clone() for name, leaf in self.module.state_dict().items()}
         self.data = TensorDataset(*work.data())
 
@@ -98,7 +110,7 @@ class Plain:
         work, uploads = self.work, []
         for first in range(0, len(self.data), work.samples):
             self.module.load_state_dict(self.start)
-            epoch(self.module, Subset(self.data, range(first, first + work.samples)), work, self.device)
+            epoch(self.module, Subset(self.data, range(first, first + work.samples)), work, self.device, self.bf16)
             uploads.append({name: leaf.clone() for name, leaf in self.module.state_dict().items()})
         weight = work.samples / len(self.data)
         mean = {name: sum(weight * upload[name] for upload in uploads) for name in self.start}
@@ -177,16 +189,18 @@ def measure(
     pythons: Mapping[str, str] | None = None,
     burst: float = 0.5,
     block: int | None = None,
+    precision: str = "float32",
+    compile: bool | None = None,
 ) -> dict[str, Any]:
     """A row of the table. best: the machine's peak in GFLOP/s; pythons: interpreter of a package, if not this one.
 
-    burst: least seconds of a sample, so that short rounds are timed several at once.
-    Raises RuntimeError where an alternative does other work than ours.
+    burst: least seconds of a sample, so that short rounds are timed several at once;
+    precision: of our engines. Raises RuntimeError where an alternative does other work than ours.
     """
     notes: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(known(work))
-        ours = Ours(work, engine, device, block)
+        ours = Ours(work, engine, device, block, precision, compile)
         stack.callback(ours.session.close)
         distance = size(ours.round())
         contenders: dict[str, Rounds] = {"ours": timed(ours.round, device)}
@@ -198,6 +212,9 @@ def measure(
                 contenders[name] = bound = Products(work)
                 stack.callback(bound.close)
                 continue
+            if name == "jax" and device != "cpu":
+                notes[name] = "CPU only"
+                continue
             if name in PACKAGES:
                 python = (pythons or {}).get(PACKAGES[name], sys.executable)
                 if not installed(PACKAGES[name], python):
@@ -206,14 +223,17 @@ def measure(
                 peer = beside(name, work, device, python)
                 stack.callback(peer.close)
                 contenders[name] = lambda rounds, peer=peer: peer.ask(str(rounds))["seconds"]
-                other, notes[name] = peer.first["moved"], f"version {peer.first['version']}"
+                setting = f", {peer.first['setting']}" if "setting" in peer.first else ""
+                other, notes[name] = peer.first["moved"], f"version {peer.first['version']}{setting}"
             else:
                 own: Ours | Plain | Hand
                 if name == "pool+vmapped":
-                    own = Ours(work, name, device, block)
+                    own = Ours(work, name, device, block, precision)
                     stack.callback(own.session.close)
+                elif name == "hand":
+                    own = Hand(work, ours)
                 else:
-                    own = Plain(work, device) if name == "plain" else Hand(work, ours)
+                    own = Plain(work, device, bf16=name == "plain-bf16")
                 contenders[name], other = timed(own.round, device), size(own.round())
             if not abs(other - distance) <= SAME * distance:
                 raise RuntimeError(f"{work.name}: {name} moves the weights by {other}, ours by {distance}")
@@ -230,6 +250,7 @@ def measure(
     ratios = {ratio(name): median[name] / median["ours"] if name in median else None for name in against}
     return {
         "workload": work.name,
+        "precision": precision,
         **choice,
         "steps_per_second": work.steps / median["ours"],
         "gflops": gflops,
@@ -254,17 +275,19 @@ def installed(package: str, python: str) -> bool:
 
 def beside(name: str, work: Workload, device: str, python: str) -> Peer:
     """The process of an alternative that has a package of its own; it has done a first round."""
-    if name == "flower":
-        return Peer(python, "throughput_flower.py", [work.dump()])
+    if name in ("flower", "jax"):
+        return Peer(python, f"throughput_{name}.py", [work.dump()])
     return Peer(python, "throughput_pfl.py", [work.dump(), device, "2" if name == "pfl-2" else "1"])
 
 
 def table(rows: Sequence[Mapping[str, Any]], against: Sequence[str]) -> Iterator[str]:
     """Lines of the table; ratios are the alternative's seconds over ours."""
     titles = ["workload", "engine", "steps/s", "GFLOP/s", "of peak", "ms/round", *(f"{name}/ours" for name in against)]
-    yield f"{titles[0]:<16}{titles[1]:>22}" + "".join(f"{title:>12}" for title in titles[2:])
+    widths = [max(12, len(title) + 2) for title in titles[2:]]
+    yield f"{titles[0]:<16}{titles[1]:>22}" + "".join(f"{title:>{n}}" for title, n in zip(titles[2:], widths))
     for row in rows:
         extra = [f"{short}{row[name]}" for short, name in (("x", "workers"), ("/", "block")) if row.get(name)]
+        extra += [" bf16"] if row["precision"] == "bf16" else []
         found = [row[ratio(name)] for name in against]
         cells = [
             f"{row['steps_per_second']:.0f}",
@@ -273,7 +296,8 @@ def table(rows: Sequence[Mapping[str, Any]], against: Sequence[str]) -> Iterator
             f"{1000 * statistics.median(row['seconds']['ours']):.1f}",
             *("-" if ratio is None else f"{ratio:.2f}" for ratio in found),
         ]
-        yield f"{row['workload']:<16}{row['engine'] + ''.join(extra):>22}" + "".join(f"{cell:>12}" for cell in cells)
+        line = "".join(f"{cell:>{n}}" for cell, n in zip(cells, widths, strict=True))
+        yield f"{row['workload']:<16}{row['engine'] + ''.join(extra):>22}{line}"
         for name, note in row["notes"].items():
             yield f"  {name}: {note}"
         if row.get("ratio_vs_hand"):
@@ -285,17 +309,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="NAME")
     parser.add_argument("--against", default="plain", help=f"alternatives, of {', '.join(AGAINST)}, joined by commas")
     parser.add_argument("--engine", default="auto", help="engine of ours, as in the configuration")
+    parser.add_argument("--precision", choices=["float32", "bf16"], default="float32", help="of our engines")
     parser.add_argument("--block", type=int, help="clients in a block of ours (default: timed)")
+    parser.add_argument("--compile", action="store_true", default=None, help="compile the steps of our blocks")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--runs", type=int, default=5, help="alternating runs")
     parser.add_argument("--python-pfl", default=sys.executable, help="interpreter that has pfl")
     parser.add_argument("--python-flower", default=sys.executable, help="interpreter that has flwr")
+    parser.add_argument("--python-jax", default=sys.executable, help="interpreter that has jax")
     parser.add_argument("--json", type=Path, help="where to store the figures")
     options = parser.parse_args(arguments)
     asked = [name for name in options.against.split(",") if name]
     if unknown := set(asked) - set(AGAINST):
         parser.error(f"--against knows {', '.join(AGAINST)}, not {', '.join(sorted(unknown))}")
-    against = [each for name in asked for each in AGAINST[name]]
+    against = list(dict.fromkeys(each for name in asked for each in AGAINST[name]))
     torch.set_num_threads(1)
     found: dict[str, Any] = {
         "gpu": None if options.device == "cpu" else torch.cuda.get_device_name(options.device),
@@ -313,7 +340,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             best=best["gflops"],
             device=options.device,
             block=options.block,
-            pythons={"pfl": options.python_pfl, "flwr": options.python_flower},
+            precision=options.precision,
+            compile=options.compile,
+            pythons={"pfl": options.python_pfl, "flwr": options.python_flower, "jax": options.python_jax},
         )
         found["workloads"].append({**row, "peak": best})
         print("\n".join(list(table([row], against))[bool(found["workloads"][1:]) :]), flush=True)

@@ -1,5 +1,6 @@
 """The workloads of throughput.py, and the plain local training that the papers' codes do."""
 
+import contextlib
 import json
 import math
 import sys
@@ -92,13 +93,21 @@ WORKLOADS = {
 }
 
 
-def epoch(module: nn.Module, samples: Dataset, work: Workload, device: torch.device | str = "cpu") -> None:
-    """One local epoch as the papers' codes make it: a DataLoader that shuffles, torch.optim.SGD, cross-entropy."""
+def epoch(
+    module: nn.Module, samples: Dataset, work: Workload, device: torch.device | str = "cpu", bf16: bool = False
+) -> None:
+    """One local epoch as the papers' codes make it: a DataLoader that shuffles, torch.optim.SGD, cross-entropy.
+
+    bf16: forward pass and loss under autocast, where weights and optimiser stay in float32; it needs no scaled loss,
+    for bfloat16 has float32's range.
+    """
     module.train()
     optimizer = torch.optim.SGD(module.parameters(), lr=work.lr)
     for x, y in DataLoader(samples, batch_size=work.batch, shuffle=True):
         optimizer.zero_grad()
-        F.cross_entropy(module(x.to(device)), y.to(device)).backward()
+        with torch.autocast(torch.device(device).type, torch.bfloat16) if bf16 else contextlib.nullcontext():
+            loss = F.cross_entropy(module(x.to(device)), y.to(device))
+        loss.backward()
         optimizer.step()
 
 

@@ -410,10 +410,14 @@ def test_figures_of_the_speed_page_are_the_stored_ones():
     text = page.read_text()
     assert f"take {files['products'][0]['ratio_vs_products']:.2f} of the time" in text
     assert f"takes {1 / files['hand'][0]['ratio_vs_hand'] - 1:.1%} longer".replace("%", " %") in text.replace("\n", " ")
+
+
+def test_figures_of_sketches_on_the_page_of_details_are_the_stored_ones():
+    page = ROOT / "docs/speed-details.md"
     sketches = json.loads((ROOT / "benchmarks/results/gpse/gpse.json").read_text())
     ratios = {f"{row['ratio']:.2f}" for row in sketches["client"]}
     assert all(ratio in ratios for *_, ratio in rows(page, after="A client's sketches"))
-    drawn, text = sorted(row["ratio"] for row in sketches["layers"]), " ".join(text.split())
+    drawn, text = sorted(row["ratio"] for row in sketches["layers"]), " ".join(page.read_text().split())
     assert f"is {drawn[0]:.1f} to {drawn[-1]:.0f} times as fast as drawing G" in text
     assert f"({sum(ratio < 5 for ratio in drawn)} of {len(drawn)} layers)" in text
     first, second, _, last = (f"{median(row['mebibytes']):.0f}" for row in sketches["memory"])
@@ -421,7 +425,7 @@ def test_figures_of_the_speed_page_are_the_stored_ones():
 
 
 def test_figures_of_flower_on_the_speed_page_are_the_stored_ones():
-    page, results = ROOT / "docs/speed.md", ROOT / "benchmarks/results"
+    page, results = ROOT / "docs/speed-details.md", ROOT / "benchmarks/results"
     found = json.loads((results / "throughput/flower.json").read_text())
     (row,) = found["workloads"]
     ratios = [f"{row[f'ratio_vs_{name}']:.2f}" for name in ("flower", "pool_vmapped")]
@@ -442,13 +446,16 @@ def test_the_growth_on_the_speed_page_is_the_stored_one():
     expected = [
         [f"{row['clients']:,}", f"{median(row['seconds']):.3f}", f"{row['peak_bytes'] / 1e6:.0f}"] for row in stored
     ]
-    assert rows(ROOT / "docs/speed.md", after="## How it grows") == expected
+    assert rows(ROOT / "docs/speed-details.md", after="## How it grows") == expected
     assert all(row["cohort"] == 64 for row in stored)
     assert {f"{row['imported_bytes'] / 1e6:.0f}" for row in stored} == {"250"}
 
 
 def test_figures_of_the_checkpoints_are_the_stored_ones():
-    found, page = json.loads((ROOT / "benchmarks/results/checkpoints/checkpoints.json").read_text()), "docs/speed.md"
+    found, page = (
+        json.loads((ROOT / "benchmarks/results/checkpoints/checkpoints.json").read_text()),
+        "docs/speed-details.md",
+    )
     assert f"{found['command']}\n" in (ROOT / page).read_text(encoding="utf-8")
     expected = []
     for row in found["rows"]:

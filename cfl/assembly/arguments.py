@@ -35,7 +35,7 @@ def configured(
         plugins.benchmarks.get(stream)  # `load` accepts benchmarks that are not registered
         changed["benchmark"] = stream
     if isinstance(model, str) and model != config.model.name:
-        changed["model"] = {"name": model, "norm_stats": config.model.norm_stats}
+        changed["model"] = config.model.model_dump(mode="json", exclude={"options"}) | {"name": model}
     if isinstance(strategy, str) and strategy != config.method:
         if "+" in strategy or (strategy in plugins.local.names() and strategy not in plugins.strategies.names()):
             raise ConfigError(

@@ -8,7 +8,7 @@ from torch import nn
 from cfl import models
 from cfl.config.schema import RunConfig
 from cfl.core import rng
-from cfl.models import Model
+from cfl.models import Model, adapters
 
 
 def build(config: RunConfig, input_shape: Sequence[int], outputs: int) -> nn.Module:
@@ -25,7 +25,10 @@ def handle(
     scenario: str,
     device: torch.device | str,
 ) -> Model:
-    """Return the handle on a network. heads, scenario: of the stream."""
+    """Return the handle on a network, with the configured adapters. heads, scenario: of the stream."""
+    if (own := config.model).adapter == "lora":
+        options = adapters.Lora(own.adapter_rank, own.adapter_alpha, own.adapter_targets)
+        network = adapters.adapted(network, input_shape, options, seed=config.seed, device=device, dtype=torch.float32)
     return Model(
         network,
         input_shape,
@@ -36,4 +39,5 @@ def handle(
         seed=config.seed,
         device=device,
         dtype=torch.float32,
+        precision=config.precision,
     )

@@ -73,6 +73,16 @@ class ModelConfig(Section):
     norm_stats: Literal["per_task", "batch", "running"] = Field(
         "per_task", description="statistics that normalisation layers use at test time"
     )
+    adapter: Literal["none", "lora"] = Field(
+        "none", description="what trains: all parameters, or with lora only the head and adapters of low rank"
+    )
+    adapter_rank: Positive = Field(8, description="rank r of an adapter")
+    adapter_alpha: float | None = Field(
+        None, gt=0, description="an adapter's output counts alpha / r times; null: once"
+    )
+    adapter_targets: Annotated[tuple[str, ...], Tuple] = Field(
+        (), description="layers with an adapter, by name or part of a name; empty: all but the head"
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="arguments of the model's builder")
 
 
@@ -182,8 +192,15 @@ class RunConfig(Section):
     block: Positive | None = Field(
         None, description="clients trained, or sent to a process, at once; null: measured, or a 16th of the cohort"
     )
+    compile: bool | None = Field(
+        None, description="compile the local steps of whole vectorised blocks; null: no, or as engine=auto measures"
+    )
     workers: int | None = Field(
         None, ge=1, le=1024, description="processes of a pool or a simulation; null: one per core"
+    )
+    precision: Literal["float32", "bf16"] = Field(
+        "float32",
+        description="products in local steps and predictions: float32, or bfloat16 with all weights in float32",
     )
     device: str = Field("cpu", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
     partition: PartitionConfig = PartitionConfig()

@@ -213,6 +213,10 @@ def _frozen(value: Any, _: Any, task: int, model: Model) -> str:
     return f"the {unknown('parameter', str(min(wrong, key=str)), model.params)}" if wrong else ""
 
 
+def _paused(value: Any, member: LocalRegularizer, info: RoundInfo) -> str:
+    return _frozen(value, member, info.task, info.model)
+
+
 def _lines(value: Any, *_: Any) -> str:
     if not isinstance(value, list | tuple):
         return kind(value)
@@ -269,6 +273,7 @@ PROMISES = {
     "notes": Promise("a list of texts", _lines),
     "heads": Promise("a tuple of tasks", _tasks),
     "frozen": Promise("a frozenset of names of parameters", _frozen),
+    "paused": Promise("a frozenset of names of parameters", _paused),
     "broadcast": Promise("a dictionary from names to trees, with the round's parameters in 'params'", _broadcast),
     "init_shared": Promise(_STATE, _tree),
     "provide": Promise(_STATE, _tree),

@@ -6,7 +6,7 @@ To write a strategy, subclass `Strategy` as a frozen dataclass and override the 
 The hooks of `Strategy` stand in the order in which a run calls them:
 
     at the start of the run    plan, sees, init_server, notes
-    server, before a round     heads, frozen, broadcast
+    server, before a round     heads, frozen, paused, broadcast
     client, in a round         loss, finish, work
     server, after a round      absorb
     in an evaluation           serve, infer_task
@@ -93,6 +93,13 @@ class Strategy(LocalRegularizer):
         """
         heads = frozenset(name for other in range(model.tasks) for name in model.head(other))
         return heads - frozenset(model.head(task))
+
+    def paused(self, info: RoundInfo) -> frozenset[str]:
+        """Return the names of the parameters that no client trains in this round, beside those of `frozen`.
+
+        Called before every round. They are broadcast, since other rounds change them. info.frozen: without them.
+        """
+        return frozenset()
 
     def broadcast(self, server: Server, info: RoundInfo) -> TreesByOwner:
         """Return the trees that all clients receive as `ctx.shared`, "params" among them.

@@ -16,16 +16,23 @@ from cfl.core.functorch import transforming
 from cfl.core.tree import Tree
 
 
+def _never(grads: Tree, params: Tree) -> bool:
+    return False
+
+
 class Optimizer(NamedTuple):
     """init(params) -> state; update(grads, state, params, lr, step) writes to params and state; step counts from 0.
 
     Updates are elementwise, so leaves may have an extra first dimension for the clients of a block.
     momentum: heavy-ball factor, 0 without momentum.
+    fuses(grads, params): whether the update is one kernel that is the same at every step, so that it can be part of a
+    trace; lr may then be a tensor () float64.
     """
 
     init: Callable[[Tree], Tree]
-    update: Callable[[Tree, Tree, Tree, float, int], None]
+    update: Callable[[Tree, Tree, Tree, float | Tensor, int], None]
     momentum: float = 0.0
+    fuses: Callable[[Tree, Tree], bool] = _never
 
 
 def sgd(momentum: float = 0.0, weight_decay: float = 0.0) -> Optimizer:
@@ -34,25 +41,27 @@ def sgd(momentum: float = 0.0, weight_decay: float = 0.0) -> Optimizer:
     def init(params: Tree) -> Tree:
         return tree.map(torch.zeros_like, params) if momentum else {}
 
-    def update(grads: Tree, state: Tree, params: Tree, lr: float, step: int) -> None:
-        leaves = [params[name] for name in grads]
+    def fuses(grads: Tree, params: Tree) -> bool:
+        # One pass over memory. With momentum, the fused kernel rounds the last elements of a leaf differently, and
+        # `torch.func` does not support it.
+        return not momentum and not transforming() and all(_fusible(params[name], grads[name]) for name in grads)
+
+    def update(grads: Tree, state: Tree, params: Tree, lr: float | Tensor, step: int) -> None:
         torch_sgd(
-            leaves,
+            [params[name] for name in grads],
             list(grads.values()),
             [state[name] if momentum else None for name in grads],
-            # One pass over memory. With momentum, the fused kernel rounds the last elements of a leaf differently, and
-            # `torch.func` does not support it.
-            fused=not momentum and not transforming() and all(map(_fusible, leaves, grads.values())),
+            fused=fuses(grads, params),
             foreach=False,
             weight_decay=weight_decay,
             momentum=momentum,
-            lr=lr,
+            lr=lr,  # type: ignore[arg-type]  # torch takes tensors, too
             dampening=0.0,
             nesterov=False,
             maximize=False,
         )
 
-    return Optimizer(init, update, momentum)
+    return Optimizer(init, update, momentum, fuses)
 
 
 def adam(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0) -> Optimizer:
@@ -62,7 +71,7 @@ def adam(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_dec
         first = {f"mean/{name}": torch.zeros_like(param) for name, param in params.items()}
         return first | {f"square/{name}": torch.zeros_like(param) for name, param in params.items()}
 
-    def update(grads: Tree, state: Tree, params: Tree, lr: float, step: int) -> None:
+    def update(grads: Tree, state: Tree, params: Tree, lr: float | Tensor, step: int) -> None:
         torch_adam(
             [params[name] for name in grads],
             list(grads.values()),

@@ -13,13 +13,24 @@ CHUNKS = 16  # default number of chunks of a cohort in a pool; fixed, because re
 
 
 def build(
-    name: str, *, block: int | None, cohort: int, workers: int, known: Iterable[object], **options: Any
+    name: str,
+    *,
+    block: int | None,
+    cohort: int,
+    workers: int,
+    known: Iterable[object],
+    compile: bool = False,
+    **options: Any,
 ) -> Engine:
-    """Return the engine `name`, for "flower" that of its nodes. block: clients in a block; options: of `LoopEngine`."""
+    """Return the engine `name`, for "flower" that of its nodes.
+
+    block: clients in a block; compile: see `VmappedEngine`; options: of `LoopEngine`.
+    """
     if name == "flower":
         block = block or -(-cohort // CHUNKS)
         name = "vmapped" if block > 1 else "loop"
-    inner = VmappedEngine(**options, block=block or cohort) if "vmapped" in name else LoopEngine(**options)
+    vmapped = "vmapped" in name
+    inner = VmappedEngine(**options, block=block or cohort, compile=compile) if vmapped else LoopEngine(**options)
     return PoolEngine(inner, workers, block or -(-cohort // CHUNKS), known) if "pool" in name else inner
 
 

@@ -12,8 +12,9 @@ import torch
 
 from cfl.aggregation.plain import UploadSum
 from cfl.contract import Client, RoundInputs, Share
-from cfl.core import UpdateError, machine
+from cfl.core import ConfigError, UpdateError, machine
 from cfl.engines.base import Engine
+from cfl.engines.compiled import obstacle
 from cfl.engines.pool import forks
 
 STEPS, CLIENTS = 4, 32  # a trial has at most so many steps of a client, and clients
@@ -22,6 +23,7 @@ SECONDS = 0.4  # target time of a round, which limits the clients of a trial; it
 HOPELESS = 1.5  # a trial stops at a timed round that takes longer than this times the best time so far
 BETTER = 0.95  # a later, more involved choice must take less than this fraction of the best time so far
 CLOSE, AGAIN = 1.3, 2  # choices within CLOSE times the best time are timed AGAIN more times
+LONG = 200.0  # seconds: shorter runs do not try compiled steps, whose compiler takes some seconds a trial
 MEMORY = 0.8  # fraction of the free memory that a block may take
 # Errors of one engine that another engine may avoid: memory is short (the first three), or vmap does not support a hook
 # or the model, and code that meets its tensors raises any of the others.
@@ -31,11 +33,15 @@ FAILURES = (
 
 
 class Choice(NamedTuple):
-    """An engine, the clients trained or handed to a worker at a time (block), and threads inside an operation."""
+    """An engine, the clients trained or handed to a worker at a time (block), and threads inside an operation.
+
+    compile: whether the steps of blocks are compiled; None: not decided, which means no.
+    """
 
     engine: str
     block: int | None
     threads: int
+    compile: bool | None = None
 
 
 def undecided(engine: str, block: int | None) -> bool:
@@ -49,14 +55,17 @@ def choose(
     workers: int,
     threads: int,
     device: torch.device,
-    build: Callable[[str, int | None], Engine],
+    build: Callable[[str, int | None, bool], Engine],
     inputs: RoundInputs,
     batch_size: int,
+    compile: bool | None = None,
+    rounds: int = 1,
 ) -> Choice:
     """Return the fastest choice for `engine`, timed on the first steps of a round whose results are discarded.
 
-    build: makes the engine of a name and a block; inputs: of the round.
-    engine, block, workers, threads, batch_size: as configured; a given block is kept.
+    build: makes the engine of a name and a block, with compiled steps or without; inputs: of the round.
+    engine, block, workers, threads, batch_size, compile: as configured; a given block is kept.
+    rounds: number of such rounds in the run, which decides whether compiled steps pay.
     With engine=auto, choices that fail are left out. With a named engine, an error of its smallest block is raised.
     """
     short = [_shortened(client, batch_size) for client in inputs.clients[:CLIENTS]]
@@ -73,7 +82,10 @@ def choose(
     for choice in others:
         if trials.seconds[choice] < BETTER * trials.seconds[chosen]:
             chosen = choice
-    return chosen
+    if compile is None and engine == "auto":
+        steps, trial = (sum(one.steps(batch_size) for one in each) for each in (inputs.clients, trials.inputs.clients))
+        compile = trials.pays(chosen, rounds * steps / trial) or None
+    return chosen._replace(compile=compile)
 
 
 def _engines(workers: int, threads: int, device: torch.device) -> list[tuple[str, int]]:
@@ -104,7 +116,7 @@ def _shortened(client: Client, batch_size: int) -> Client:
 class _Trials:
     """Timings of choices. seconds: the best time of each choice so far."""
 
-    build: Callable[[str, int | None], Engine]
+    build: Callable[[str, int | None, bool], Engine]
     device: torch.device
     workers: int
     inputs: RoundInputs
@@ -138,12 +150,24 @@ class _Trials:
             self.seconds[choice] = min(self.seconds[choice], self.measure(choice, self.inputs)[0])
         return close
 
+    def pays(self, choice: Choice, rounds: float) -> bool:
+        """Whether compiled steps save more than it takes to compile them. rounds: of trials, as long as the run."""
+        rest = rounds * self.seconds.get(choice, 0.0)
+        if "vmapped" not in choice.engine or rest < LONG or obstacle(self.device):
+            return False
+        began = time.perf_counter()
+        try:
+            seconds, _ = self.measure(choice._replace(compile=True), self.inputs)
+        except (ConfigError, *FAILURES):
+            return False
+        return rest - rounds * seconds > time.perf_counter() - began
+
     def measure(self, choice: Choice, inputs: RoundInputs, limit: float = math.inf) -> tuple[float, int]:
         """Return the median seconds of a round once it is warm, and the bytes by which a process grew.
 
         limit: seconds; the first timed round that takes longer is the last.
         """
-        engine, times = self.build(choice.engine, choice.block), list[float]()
+        engine, times = self.build(choice.engine, choice.block, bool(choice.compile)), list[float]()
         with contextlib.closing(engine), machine.threads(choice.threads):
             before = machine.peak_bytes(self.device)
             for number in range(-WARM, MOST):

@@ -47,9 +47,9 @@ class Inference:
         for task in tasks.unique().tolist():
             rows, head = tasks == task, last if model.growing else task
             if together:  # the samples of one task alone would have other statistics, and a single sample none
-                found = model.logits(self.served[task], x, head)[rows]
+                found = model.predict(self.served[task], x, head)[rows]
             else:
-                found = model.logits(self.served[task], x[rows], head)
+                found = model.predict(self.served[task], x[rows], head)
             if model.growing:
                 classes = model.classes_of(task)
                 found[:, : classes.start] = found[:, classes.stop :] = -torch.inf
@@ -105,7 +105,7 @@ def accuracies(
                 sizes = {own: len(labels) for own, (_, labels) in pieces.items()}
                 logits = None if inference is None else inference(model, x, sizes)
                 if logits is None:
-                    logits = model.logits(served[task], x, head[task])
+                    logits = model.predict(served[task], x, head[task])
                 found = torch.stack([logits.argmax(dim=1) == y, ~logits.amax(dim=1).isfinite()])
                 for own, mine in zip(pieces, found.split([*sizes.values()], dim=1), strict=True):
                     counts[own].append(mine.sum(dim=1))

@@ -22,6 +22,8 @@ from cfl.engines.examine import NotFinite, Watched
 from cfl.engines.step import LocalStep, StepInputs
 from cfl.models import Model
 
+NOWHERE = torch.empty(0, 2, dtype=torch.int64)  # the places of an empty memory
+
 
 class Trained(NamedTuple):
     """A client after local training. params: trained leaves and buffers; loss: mean () over the last local epoch."""
@@ -168,7 +170,7 @@ class LoopEngine(Engine):
         seen = self.composed.step_state(state)
         memories = self.memories(info, state, client)
         self.model.module.train()
-        with rng.fork(rng.key(info.key, "local", client.id), client.device):
+        with self.model.lowered(), rng.fork(rng.key(info.key, "local", client.id), client.device):
             for epoch in range(self.epochs):
                 losses = []
                 for batch in client.gathered(*self.plan(info, client, epoch)):
@@ -248,7 +250,7 @@ def _writes(shared: TreesByOwner, states: Mapping[int, Tree]) -> dict[str, int]:
 
 def recorded(state: Tree, client: Client) -> Tensor:
     """Return the places (m, 2) of the samples in a client's memory, see `MEMORY`."""
-    return own_state(state, STRATEGY).get(MEMORY, torch.empty(0, 2, dtype=torch.int64)).to(client.device)
+    return state.get(f"{STRATEGY}/{MEMORY}", NOWHERE).to(client.device)
 
 
 def recalled(client: Client, places: Tensor, most: int, key: int) -> Iterator[Batch]:

@@ -15,8 +15,10 @@ from torch import Tensor, fx
 
 from cfl.contract import Ctx
 from cfl.core import Tree
+from cfl.engines.compiled import compiled
 
 AFTER, MOST = 8, 64  # a trace is recorded when its shapes come for the eighth time; number of traces kept
+_DRAWN = torch.Tag.nondeterministic_seeded  # of operations that draw random numbers
 _FROZEN = frozenset(("step", "key"))  # fields of a context that change from step to step; a trace would freeze them
 
 Trees = Mapping[str, Tree]
@@ -32,10 +34,18 @@ class Traces:
         self._fixed: dict[Hashable, tuple[str, ...]] = {}  # by shapes: whether a trace is of one task, of one rate
 
     def __call__(
-        self, work: Work, inputs: Trees, task: int, alike: bool, lr: float = 0.0, kind: type[Ctx] = Ctx
+        self,
+        work: Work,
+        inputs: Trees,
+        task: int,
+        alike: bool,
+        lr: float = 0.0,
+        kind: type[Ctx] = Ctx,
+        compile: bool = False,
     ) -> Trees:
-        """Return work(inputs, kind), by a trace if possible. alike: the model runs the same operations for every task.
+        """Return work(inputs, kind), by a trace if possible.
 
+        alike: the model runs the same operations for every task; compile: always by a compiled trace if possible.
         work: its operations depend on nothing but the shapes of its inputs, the task, the learning rate, and the
         contexts that it creates with the class `kind`.
         """
@@ -48,9 +58,9 @@ class Traces:
         place = shapes, *(given[name] for name in fixed)
         if place not in self._known:
             self._times[place] += 1
-            if self._times[place] < AFTER or len(self._known) == MOST:
+            if not compile and (self._times[place] < AFTER or len(self._known) >= MOST):
                 return work(inputs, kind)
-            trace, read = record(work, inputs)
+            trace, read = record(work, inputs, compile)
             self._fixed[shapes] = tuple(name for name in given if name in read or name in fixed)
             place = shapes, *(given[name] for name in self._fixed[shapes])
             self._known[place] = None if read & _FROZEN else trace
@@ -58,8 +68,11 @@ class Traces:
         return work(inputs, kind) if known is None else known(inputs)
 
 
-def record(work: Work, inputs: Trees) -> tuple[Callable[[Trees], Trees] | None, set[str]]:
-    """Return a trace of the work, or None if it cannot be traced, and the fields of contexts that the work reads."""
+def record(work: Work, inputs: Trees, compile: bool = False) -> tuple[Callable[[Trees], Trees] | None, set[str]]:
+    """Return a trace of the work, or None if it cannot be traced, and the fields of contexts that the work reads.
+
+    compile: compile the trace, unless it draws random numbers: those of compiled code would differ.
+    """
     from torch.fx.experimental.proxy_tensor import make_fx  # slow to import, and most runs do not need it
 
     read: set[str] = set()
@@ -88,10 +101,12 @@ def record(work: Work, inputs: Trees) -> tuple[Callable[[Trees], Trees] | None, 
     except Exception:  # the step runs untraced, and raises its own error if it has one
         return None, read
     _tidy(graph)
+    draws = any(_DRAWN in getattr(node.target, "tags", ()) for node in graph.graph.nodes)
+    run = compiled(graph, leaves) if compile and not draws and not read & _FROZEN else graph
 
     def repeat(inputs: Trees) -> Trees:
         with torch.no_grad():
-            results = iter(graph(*_leaves(inputs)))
+            results = iter(run(*_leaves(inputs)))
         return {owner: {name: next(results) for name in tree} for owner, tree in names.items()}
 
     return repeat, read
@@ -104,7 +119,8 @@ def _tidy(graph: fx.GraphModule) -> None:
     for node in graph.graph.nodes:
         given: Any = node.args[0] if node.args else None
         how = [*node.args[1:]]
-        if node.target in views and node.meta["val"].shape == given.meta["val"].shape:
+        known = "val" in getattr(given, "meta", {})  # not of a constant, such as a frozen parameter
+        if node.target in views and known and node.meta["val"].shape == given.meta["val"].shape:
             same = given
         elif node.target == aten.mul.Scalar and how == [1]:
             same = given
@@ -115,8 +131,7 @@ def _tidy(graph: fx.GraphModule) -> None:
         node.replace_all_uses_with(same)
         graph.graph.erase_node(node)
     # Random draws stay even if unused: the draws after them depend on the generator's state.
-    drawn = torch.Tag.nondeterministic_seeded
-    graph.graph.eliminate_dead_code(lambda node: node.is_impure() or drawn in getattr(node.target, "tags", ()))
+    graph.graph.eliminate_dead_code(lambda node: node.is_impure() or _DRAWN in getattr(node.target, "tags", ()))
     graph.recompile()
 
 

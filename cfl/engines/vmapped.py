@@ -8,23 +8,20 @@ differ from those of the `loop` engine, their distribution does not.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from itertools import repeat, zip_longest
+from functools import cached_property
+from itertools import repeat
 from operator import itemgetter
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils.rnn import pad_sequence
 
 from cfl.contract import Batch, Client, Ctx, RoundInfo, RoundInputs, TreesByOwner
 from cfl.core import Tree, rng, tree
+from cfl.engines.block import ALL, Block, Group
 from cfl.engines.loop import LoopEngine, Trained, named, recorded
 from cfl.engines.step import Local, LocalStep, StepInputs
 from cfl.engines.traced import Traces, Trees
-
-_ALL = slice(None)
 
 
 class _NeedsKeys(Exception):
@@ -39,106 +36,15 @@ class _OfBlock(Ctx):
         raise _NeedsKeys
 
 
-class Group(NamedTuple):
-    """Clients of a block that take a step together.
-
-    at: positions in the block; places: the same as an index; drawn: samples that each client draws from its memory.
-    """
-
-    at: list[int]
-    places: slice | Tensor
-    drawn: list[Batch]
-
-
-@dataclass
-class Block:
-    """Clients that train together, those with the most steps first.
-
-    local: stacked weights; state: stacked states, as far as the hooks of a step may see them; plans: for each client
-    and step, the positions of the batch in the client's data and the parts of the key of random augmentation;
-    memories: for each client, the samples that it draws from its memory at each step.
-    """
-
-    clients: list[Client]
-    local: Local
-    state: Tree
-    plans: list[list[tuple[Tensor, tuple[int, int]]]]
-    memories: list[Iterator[Batch]]
-
-    def __post_init__(self) -> None:
-        self.ids = torch.tensor([client.id for client in self.clients])
-        self.sizes = [[len(part) for part, _ in plan] for plan in self.plans]
-        self.steps = [len(plan) for plan in self.plans]
-        self._memory: tuple[list[Batch], Tree] = [], {}
-        self._samples = self.clients[0].shares[self.clients[0].task].samples
-        self._plain = not self._samples.augment and all(client.now == (client.task,) for client in self.clients)
-        if self._plain:
-            self._rows, self._mask = self._all_rows()
-
-    def weights(self, places: slice | Tensor) -> Local:
-        """Return the weights of some clients, as views if `places` is a slice."""
-        return self.local if places is _ALL else Local(*(tree.map(itemgetter(places), part) for part in self.local))
-
-    def inputs(self, group: Group, index: int) -> dict[str, Tree]:
-        """Return the inputs of a group's step `index` that differ between clients: leaves (clients, ...)."""
-        return {
-            "batch": self._batch(group.at, index),
-            "memory": self._recalled(group.drawn),
-            "state": tree.map(itemgetter(group.places), self.state),
-            "client": {"id": self.ids[group.places]},
-        }
-
-    def write(self, places: slice | Tensor, weights: Local) -> None:
-        """Write weights of some clients back. With a slice, all but the buffers are views and written already."""
-        copies = isinstance(places, Tensor)
-        pairs = zip(self.local, weights, strict=True) if copies else [(self.local.buffers, weights.buffers)]
-        for whole, part in pairs:
-            for name, leaf in part.items():
-                whole[name][places] = leaf
-
-    def _all_rows(self) -> tuple[Tensor, Tensor]:
-        """Return the sample rows and the masks of all batches: both (clients, steps, batch), padded with 0.
-
-        One gather a step then serves all clients.
-        """
-        sizes = torch.tensor([*zip_longest(*self.sizes, fillvalue=0)]).T.contiguous()
-        mask = torch.arange(max(1, int(sizes.max()))) < sizes[:, :, None]
-        held = [
-            client.shares[client.task].rows[torch.cat([part for part, _ in plan])]
-            for client, plan in zip(self.clients, self.plans, strict=True)
-        ]
-        rows = torch.zeros(mask.shape, dtype=torch.int64, device=held[0].device)
-        mask = mask.to(rows.device)
-        rows[mask] = torch.cat(held)
-        return rows, mask.to(torch.float32)
-
-    def _batch(self, at: list[int], index: int) -> Tree:
-        """Return the batches of step `index` of some clients, padded to the longest: leaves (clients, batch, ...)."""
-        if not self._plain:
-            mine = ((self.clients[i], *self.plans[i][index]) for i in at)
-            return _stacked([client.batch(part, rng.key(*change)) for client, part, change in mine])
-        width = max(1, *(self.sizes[i][index] for i in at))
-        which = slice(len(at)) if at[-1] + 1 == len(at) else at
-        rows, mask = self._rows[which, index, :width], self._mask[which, index, :width].contiguous()
-        flat = rows.flatten()
-        x, y = self._samples.gather(flat)
-        ids = self._samples.index[flat]
-        return {"x": x.unflatten(0, rows.shape), "y": y.view(rows.shape), "mask": mask, "ids": ids.view(rows.shape)}
-
-    def _recalled(self, drawn: list[Batch]) -> Tree:
-        """Stack draws from memories, padded to the longest. Keeps the last stack: most draws repeat at every step."""
-        before, stacked = self._memory
-        if len(before) != len(drawn) or any(a is not b for a, b in zip(before, drawn, strict=True)):
-            stacked = _stacked(drawn)
-            self._memory = drawn, stacked
-        return stacked
-
-
 @dataclass(frozen=True)
 class VmappedEngine(LoopEngine):
-    """Blocks of up to `block` clients. Clients of a block have states of equal shapes, as far as a step sees them."""
+    """Blocks of up to `block` clients. Clients of a block have states of equal shapes, as far as a step sees them.
+
+    compile: compile the steps of whole blocks with whole batches, see `compiled`.
+    """
 
     block: int = 16
+    compile: bool = False
     traces: Traces = field(default_factory=Traces, compare=False)
 
     def trained(self, step: LocalStep, inputs: RoundInputs) -> Iterator[Trained]:
@@ -168,15 +74,17 @@ class VmappedEngine(LoopEngine):
         info, block, device = inputs.info, self._block(step, inputs, clients), clients[0].device
         dtype = next((leaf.dtype for leaf in block.local.params.values()), torch.float32)
         losses = torch.zeros(len(clients), block.steps[0], device=device, dtype=dtype)
+        rate = torch.tensor(info.lr, dtype=torch.float64)
         self.model.module.train()
-        with rng.fork(rng.key(info.key, "local", *block.ids.tolist()), device):
+        with self.model.lowered(), rng.fork(rng.key(info.key, "local", *block.ids.tolist()), device):
             for index in range(block.steps[0]):
                 for group in self._groups(block, index):
                     local = block.weights(group.places)
                     own = {"params": local.params, "buffers": local.buffers, **block.inputs(group, index)}
                     own["noise"] = self._noise(info, [clients[i].id for i in group.at], local.params, index)
-                    found = self._gradients(step, info, inputs.shared, own, index)
-                    step.optimizer.update(found["grads"], local.optimizer, local.params, info.lr, index)
+                    found = self._gradients(step, info, inputs.shared, own, index, rate)
+                    if found["grads"]:
+                        step.optimizer.update(found["grads"], local.optimizer, local.params, info.lr, index)
                     block.write(group.places, local._replace(buffers=found["buffers"]))
                     losses[group.places, index] = found["losses"][""].to(losses)
         losses = _last(losses, torch.tensor(block.steps, device=device), self.epochs)
@@ -232,15 +140,17 @@ class VmappedEngine(LoopEngine):
         return [Group(at, _places(at, live, len(block.clients)), [drawn[i] for i in at]) for at in groups]
 
     def _gradients(
-        self, step: LocalStep, info: RoundInfo, shared: TreesByOwner, own: dict[str, Tree], index: int
+        self, step: LocalStep, info: RoundInfo, shared: TreesByOwner, own: dict[str, Tree], index: int, lr: Tensor
     ) -> Trees:
-        """Compute the gradients, the buffers after step `index`, and the losses (clients,) of a group, without updates.
+        """Compute the gradients, the buffers after step `index`, and the losses (clients,) of a group.
 
-        own: what differs between clients: "params", "buffers", "batch", "memory", "state", "client" and "noise".
+        Gradients that one kernel can apply are applied to the weights and left out; the others are not applied.
+        own: what differs between clients: "params", "buffers", "batch", "memory", "state", "client" and "noise";
+        lr: the learning rate () float64.
         """
 
         def gradients(inputs: Trees, kind: type[Ctx]) -> Trees:
-            sent = {owner.removeprefix("shared/"): leaves for owner, leaves in inputs.items() if owner not in own}
+            sent = {owner.removeprefix("shared/"): inputs[owner] for owner in inputs if owner.startswith("shared/")}
 
             def gradient(
                 params: Tree, buffers: Tree, batch: Tree, memory: Tree, state: Tree, client: Tree, noise: Tree
@@ -249,11 +159,16 @@ class VmappedEngine(LoopEngine):
                 return step.gradient(params, buffers, kind(*step.context(given, buffers)), noise)
 
             grads, buffers, losses = torch.func.vmap(gradient, randomness="different")(*(inputs[name] for name in own))
+            if step.optimizer.fuses(grads, inputs["params"]):
+                step.optimizer.update(grads, {}, inputs["params"], inputs["lr"][""], index)
+                grads = {}
             return {"grads": grads, "buffers": buffers, "losses": {"": losses}}
 
-        inputs = own | {f"shared/{owner}": leaves for owner, leaves in shared.items()}
+        inputs = own | {f"shared/{owner}": leaves for owner, leaves in shared.items()} | {"lr": {"": lr}}
         alike = not self.model.multi_head and not self.model.buffers_per_task
-        return self.traces(gradients, inputs, info.task, alike, info.lr, _OfBlock)
+        # Which steps are compiled depends on nothing but their shapes, so that a resumed run compiles the same ones.
+        whole = self.compile and own["batch"]["y"].shape == (self.block, self.batch_size)
+        return self.traces(gradients, inputs, info.task, alike, info.lr, _OfBlock, compile=whole)
 
     @cached_property
     def _batch_statistics(self) -> bool:
@@ -263,7 +178,7 @@ class VmappedEngine(LoopEngine):
 def _places(at: list[int], live: int, clients: int) -> slice | Tensor:
     """Return positions in a block as an index: a slice, which gives views, if they are all clients that still train."""
     if len(at) == live:
-        return _ALL if live == clients else slice(live)
+        return ALL if live == clients else slice(live)
     return torch.tensor(at)
 
 
@@ -272,11 +187,3 @@ def _last(losses: Tensor, steps: Tensor, epochs: int) -> Tensor:
     index, first = torch.arange(losses.shape[1], device=losses.device), steps - steps // epochs
     chosen = (first[:, None] <= index) & (index < steps[:, None])
     return losses.where(chosen, 0).sum(1) / (steps - first)
-
-
-def _stacked(batches: Sequence[Batch]) -> Tree:
-    """Stack batches by field, padded to the longest, without the fields that are None."""
-    fields = [name for name, leaf in batches[0]._asdict().items() if leaf is not None]
-    alike = len({len(batch.y) for batch in batches}) == 1
-    stack = torch.stack if alike else partial(pad_sequence, batch_first=True)
-    return {name: stack([getattr(batch, name) for batch in batches]) for name in fields}

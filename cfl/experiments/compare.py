@@ -26,7 +26,7 @@ from cfl.runtime import checkpoint, fingerprint
 from cfl.runtime.run_folder import MADE_OF, read_json
 from cfl.runtime.table import spent, stoppers
 
-HOW = ("engine", "block", "workers", "threads", "device", "checkpoint_every", "flower")
+HOW = ("engine", "block", "compile", "workers", "threads", "device", "checkpoint_every", "flower")
 """Options of how a run is computed. They change results by rounding, and by draws in the network, see `digest`."""
 OWN = ("benchmark", "method", "seed")
 """Options that tell runs apart; commands take them as arguments, not by `--set`."""

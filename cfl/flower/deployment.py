@@ -18,7 +18,7 @@ from cfl.flower.members import Members
 from cfl.flower.messages import described
 from cfl.flower.parties import RemoteParties
 from cfl.flower.results import NodeResult, Outlines
-from cfl.flower.trees import Broadcast
+from cfl.flower.trees import Broadcast, with_fixed
 from cfl.runtime.population import Population
 from cfl.runtime.rounds import Rounds
 from cfl.streams import Stream
@@ -107,7 +107,7 @@ class DeploymentEngine(OuterEngine):
             }
             for node, ids in homes.items()
         }
-        answers = self.members.ask("train", requests, Broadcast(inputs.shared))
+        answers = self.members.ask("train", requests, Broadcast(with_fixed(inputs)))
         results = {}
         for node, answer in answers.items():
             try:

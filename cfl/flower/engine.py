@@ -14,7 +14,7 @@ from cfl.engines.loop import LoopEngine
 from cfl.engines.vmapped import VmappedEngine
 from cfl.flower.link import Answer, Link
 from cfl.flower.messages import described
-from cfl.flower.trees import Broadcast
+from cfl.flower.trees import Broadcast, with_fixed
 from cfl.runtime.fingerprint import Fingerprint
 
 
@@ -46,7 +46,7 @@ class SimulationEngine(OuterEngine):
             node: {**known, "blocks": [{client.id: inputs.states[client.id] for client in block} for block in share]}
             for node, share in shares.items()
         }
-        answers = self.link.ask("train", requests, Broadcast(inputs.shared))
+        answers = self.link.ask("train", requests, Broadcast(with_fixed(inputs)))
         results: dict[int, Any] = {}
         for place, (node, answer) in enumerate(answers.items()):
             results.update(zip(range(place, len(blocks), len(nodes)), _results(node, answer, inputs), strict=True))

@@ -14,7 +14,7 @@ from cfl.contract import RoundInfo
 from cfl.core import ConfigError
 from cfl.core.errors import FEW_NAMES, few
 from cfl.engines import Engine, parts
-from cfl.flower import client_states, link, wire
+from cfl.flower import client_states, wire
 from cfl.flower.client_states import ClientStates
 from cfl.flower.messages import rebuilt
 from cfl.flower.node import Node
@@ -64,7 +64,7 @@ class HomeNode(Node):
         is the id of the run.
         """
         info, states_of_run = self._round(request), self.states(request["run"])
-        shared = self.trees.shared(request[link.SHARED], records.array_records[link.TREES])
+        shared = self._shared(request, records)
         versions = {id: (int(version), int(task)) for id, (version, task) in self._own(request["clients"]).items()}
         stored = {id: states_of_run.load(id, version) for id, (version, _) in versions.items() if version}
         inputs = self.rounds.of_clients(list(versions), info, shared, stored, {id: versions[id][1] for id in stored})

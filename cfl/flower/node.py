@@ -10,14 +10,14 @@ from flwr.clientapp import ClientApp
 
 from cfl.assembly import methods
 from cfl.config.schema import RunConfig
-from cfl.contract import RoundInputs
-from cfl.core import machine
+from cfl.contract import RoundInputs, TreesByOwner
+from cfl.core import machine, tree
 from cfl.core.version import __version__
 from cfl.engines import Engine, parts
 from cfl.flower import link, wire
 from cfl.flower.forward import app_of
 from cfl.flower.messages import rebuilt
-from cfl.flower.trees import Missing, TreeFolder
+from cfl.flower.trees import FIXED, Missing, TreeFolder
 from cfl.runtime.builder import HERE, Place, build_session
 from cfl.runtime.fingerprint import Fingerprint
 from cfl.runtime.rounds import Rounds
@@ -38,7 +38,7 @@ class Node:
     def train(self, request: Any, records: RecordDict, context: Context) -> Any:
         """Compute blocks of clients. Returns a result of `parts.compute` for each block. Raises Missing."""
         info = rebuilt(request["info"], self.rounds.model, self.rounds.public)
-        shared = self.trees.shared(request[link.SHARED], records.array_records[link.TREES])
+        shared = self._shared(request, records)
         sees = self.rounds.sees(info.task)
         found = []
         for states in request["blocks"]:
@@ -46,6 +46,14 @@ class Node:
             inputs = RoundInputs(info, shared, clients, states)
             found.append(parts.compute(self.engine, inputs, request["observed"]))
         return found
+
+    def _shared(self, request: Any, records: RecordDict) -> TreesByOwner:
+        """Return the broadcast of a request. The frozen parameters that came with it become those of the model."""
+        shared = self.trees.shared(request[link.SHARED], records.array_records[link.TREES])
+        model, fixed = self.rounds.model, shared.pop(FIXED, {})
+        if not tree.equal(model.fixed, fixed):
+            model.params = {**model.params, **fixed}
+        return shared
 
 
 def built(

@@ -7,11 +7,13 @@ from pathlib import Path
 
 from flwr.app import Array, ArrayRecord
 
-from cfl.contract import TreesByOwner
+from cfl.contract import RoundInputs, TreesByOwner
 from cfl.flower import wire
 
 Names = Mapping[str, tuple[str, list[str]]]
 """By owner: the hash of its tree, and the names of the leaves in their order, which safetensors does not keep."""
+
+FIXED = "fixed"  # the frozen parameters, beside the trees of the broadcast
 
 
 class Missing(Exception):
@@ -34,6 +36,12 @@ class Broadcast:
     def record(self, but: Set[str]) -> ArrayRecord:
         """Return the trees for a node, without those that it has. but: their hashes."""
         return ArrayRecord({name: array for name, array in self._arrays.items() if name not in but})
+
+
+def with_fixed(inputs: RoundInputs) -> TreesByOwner:
+    """The broadcast of a round and the frozen parameters, which a node gets once, since they never change."""
+    fixed = inputs.info.model.fixed
+    return {**inputs.shared, FIXED: fixed} if fixed else inputs.shared
 
 
 class TreeFolder:

@@ -20,6 +20,7 @@ from cfl.models.vit import vit_small
 
 __all__ = ["Layer", "Model", "build", "filled"]
 
+_OF_EVERY_MODEL = ("name", "norm_stats", "adapter", "adapter_rank", "adapter_alpha", "adapter_targets")
 _FOT = "FOT (Bakman et al., ICLR 2024)"
 plugins.models.register("mlp", source=f"{_FOT}, Permuted MNIST")(mlp)
 plugins.models.register("alexnet_cl", source=f"{_FOT}, Split CIFAR-100")(alexnet_cl)
@@ -36,7 +37,7 @@ def filled(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     known = dict(list(signature(plugins.models.get(name)).parameters.items())[2:])
     for option in options:
         if option not in known:
-            raise unknown("option", f"model.{option}", [f"model.{k}" for k in ("name", "norm_stats", *known)])
+            raise unknown("option", f"model.{option}", [f"model.{k}" for k in (*_OF_EVERY_MODEL, *known)])
     defaults = {name: known[name].default for name in known if known[name].default is not Parameter.empty}
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
     return plain | dict(options)

@@ -13,9 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from cfl.core import ConfigError, Tree, rng
-from cfl.models.layers import drop_running_stats, full_name, layers_of, norm_parameters
-from cfl.models.tracing import own_copy, trace
+from cfl.core import ConfigError, Tree, rng, tree
+from cfl.core.errors import MOST_NAMES, few
+from cfl.models import adapters
+from cfl.models import precision as precisions
+from cfl.models.layers import drop_running_stats, full_name, layers_of, leaf_slots, norm_parameters
+from cfl.models.precision import Precision
+from cfl.models.tracing import check_outputs, frozen_names, own_copy, trace
 
 NormStats = Literal["per_task", "batch", "running"]
 NO_CLASS = -1e9  # logit of a class that a narrower head does not have: its softmax is 0, its logarithm is finite
@@ -28,8 +32,9 @@ class Model:
     classes: outputs of each task's head; multi_head: one head per task, made from the module's last Linear layer;
     growing: the heads are parts of one head, which has those of all tasks so far (class-incremental streams);
     norm_stats: running statistics of batch normalisation "per_task", "running" (shared), or none ("batch").
-    dtype: of the samples; None: that of the module's parameters.
-    Attributes: params: the tree; frozen: names in it of the parameters with requires_grad=False, which no task trains;
+    dtype: of the samples; None: that of the module's parameters; precision: of products within `lowered`.
+    Attributes: params: the tree; frozen: names in it of the parameters with requires_grad=False, which no task trains,
+    and which every method below takes from here where its `params` lack them: clients hold them, no broadcast has them;
     layers: the projectable layers that train, in the order of their first call; stem: path of the first layer called;
     norms: affine parameters of normalisation layers, name to the number of projected modules called before the layer;
     classifier: path of the last Linear layer, None for a module that does not end in one.
@@ -48,8 +53,11 @@ class Model:
         seed: int = 0,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
+        precision: Precision = "float32",
     ) -> None:
-        self.module = own_copy(module, device)
+        self.module, self.precision, self._lowered = own_copy(module, device), precision, False
+        if precision != "float32":
+            precisions.prepare(self.module)
         self.tasks, self.multi_head, self.growing, self.seed = len(classes), multi_head, growing, seed
         self.sizes, self.input_shape = tuple(classes), tuple(input_shape)
         if norm_stats == "batch":
@@ -61,7 +69,7 @@ class Model:
         if paths and isinstance(last := called[paths[-1]], nn.Linear):
             self.classifier = paths[-1]
             self._head_names = [full_name(paths[-1], name) for name, _ in last.named_parameters()]
-        self._check_outputs(outputs, classes)
+        check_outputs(self.module, self.classifier, outputs, classes, multi_head)
         self._parameter_names = [name for name, _ in self.module.named_parameters()]
         self._buffer_names = [name for name, _ in self.module.named_buffers()]
         if growing and norm_stats == "per_task" and self._buffer_names:
@@ -71,20 +79,30 @@ class Model:
             )
         self._names_per_task = set(self._head_names if multi_head else ())
         self._names_per_task.update(self._buffer_names if norm_stats == "per_task" else ())
-        self._slots = _leaf_slots(self.module)
+        self._slots = leaf_slots(self.module)
         self.stem = paths[0] if paths else None
         self.layers = layers_of(self.module, paths[:-1] if multi_head else paths)
         self.norms = norm_parameters(called, self.layers)
         self.params = self._initial(classes, seed)
-        self.frozen = self._frozen()
+        fixed = frozen_names(self.module)
+        self.frozen = frozenset(self.tree_name(name, task) for name in fixed for task in range(self.tasks))
 
     def __repr__(self) -> str:
         return f"Model({type(self.module).__name__}, input_shape={self.input_shape}, classes={self.sizes})"
 
     def notes(self) -> list[str]:
-        """Lines on the parameters that no task trains, shown at the start of a run."""
+        """Lines on the parameters that no task trains and on the precision, shown at the start of a run."""
         names = dict.fromkeys(name.partition("@")[0] for name in self.params if name in self.frozen)
-        return [f"frozen by requires_grad=False: {', '.join(names)}"] if names else []
+        found = [f"frozen by requires_grad=False: {few([*names], MOST_NAMES)}"] if names else []
+        held = f"{tree.nbytes(self.fixed):,} bytes of frozen parameters are on every client, and no round sends them"
+        found += [held] if names else []
+        found += adapters.notes(self.module)
+        return found + precisions.notes(self.precision, next(iter(self.params.values())).device)
+
+    @property
+    def fixed(self) -> Tree:
+        """The frozen parameters: every client has them from the start."""
+        return {name: leaf for name, leaf in self.params.items() if name in self.frozen}
 
     def is_parameter(self, name: str) -> bool:
         """True for the name in the tree of a parameter, False for that of a buffer."""
@@ -95,12 +113,10 @@ class Model:
         return f"{name}@{task}" if name in self._names_per_task else name
 
     def trainable(self, task: int, heads: Sequence[int] = ()) -> tuple[str, ...]:
-        """Names in the tree of the parameters that a task may train: body, own head, heads of the tasks in `heads`.
-
-        Those of `frozen` are among them.
-        """
+        """Names in the tree of the parameters that a task may train: body, own head, heads of the tasks in `heads`."""
         own = [self.tree_name(name, task) for name in self._parameter_names]
-        return tuple(dict.fromkeys([*own, *(name for head in (task, *heads) for name in self.head(head))]))
+        every = dict.fromkeys([*own, *(name for head in (task, *heads) for name in self.head(head))])
+        return tuple(name for name in every if name not in self.frozen)
 
     def buffers(self, task: int) -> tuple[str, ...]:
         """Names in the tree of the buffers (running statistics) that a task uses."""
@@ -135,11 +151,16 @@ class Model:
 
     def bind(self, params: Mapping[str, Tensor], task: int) -> Tree:
         """Select the leaves of one task, under the module's own names; the parts of a growing head are joined."""
+        params = self._whole(params)
         leaves = {name: params[self.tree_name(name, task)] for name in (*self._parameter_names, *self._buffer_names)}
         if self.growing and task:
             for name in self._head_names:
                 leaves[name] = torch.cat([params[self.tree_name(name, part)] for part in self._parts(task)])
         return leaves
+
+    def _whole(self, params: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """`params`, with the frozen parameters that they lack."""
+        return {**self.fixed, **params} if self.frozen else params
 
     def _parts(self, task: int) -> tuple[int, ...]:
         """Tasks whose heads are joined in that of a task."""
@@ -152,6 +173,11 @@ class Model:
         """
         return self._call(self.bind(params, task), x)
 
+    def predict(self, params: Mapping[str, Tensor], x: Tensor, task: int) -> Tensor:
+        """What `logits` returns, within `lowered`."""
+        with self.lowered():
+            return self.logits(params, x, task)
+
     def outputs(self, params: Mapping[str, Tensor], x: Tensor, task: int, heads: Sequence[int]) -> Tensor:
         """Outputs of several heads in one pass: (batch, heads, classes of the widest), see `cfl.contract.Forward`.
 
@@ -159,6 +185,7 @@ class Model:
         """
         if not self.multi_head:
             return self.logits(params, x, task)[:, None]
+        params = self._whole(params)
         leaves, sizes = self.bind(params, task), [len(params[self.new_head(head)[0]]) for head in heads]
         for name in self._head_names:
             leaves[name] = torch.cat([params[self.tree_name(name, head)] for head in heads])
@@ -173,7 +200,8 @@ class Model:
         """
         if self.growing:
             return self.logits(params, x, task)
-        heads = [head for head in range(self.tasks) if all(name in params for name in self.head(head))]
+        known = self._whole(params)
+        heads = [head for head in range(self.tasks) if all(name in known for name in self.head(head))]
         every = self.outputs(params, x, task, heads)
         if every.shape[1] == 1:
             return every[:, 0]
@@ -196,7 +224,7 @@ class Model:
             yield seen
             return
         layer = self.module.get_submodule(self.classifier)
-        hook = layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(1)))
+        hook = layer.register_forward_pre_hook(lambda own, args: seen.append(args[0].flatten(1).to(own.weight.dtype)))
         try:
             yield seen
         finally:
@@ -213,6 +241,15 @@ class Model:
             yield
         finally:
             self.module.train(was_training)
+
+    @contextlib.contextmanager
+    def lowered(self) -> Iterator[None]:
+        """Compute products and convolutions in `precision`: local steps and predictions do, all else is float32."""
+        before, self._lowered = self._lowered, self.precision != "float32"
+        try:
+            yield
+        finally:
+            self._lowered = before
 
     @contextlib.contextmanager
     def without_dropout(self) -> Iterator[None]:
@@ -235,44 +272,13 @@ class Model:
         try:
             for holder, key, leaf in slots:
                 holder[key] = leaf
-            return self.module(x)
+            if not self._lowered:
+                return self.module(x)
+            with precisions.lowered(x.device):
+                return self.module(x).to(slots[0][2].dtype)
         finally:
             for (holder, key, _), leaf in zip(slots, own, strict=True):
                 holder[key] = leaf
-
-    def _check_outputs(self, outputs: int, classes: Sequence[int]) -> None:
-        if not self.multi_head:
-            if outputs != classes[0]:
-                raise ConfigError(f"the model has {outputs} outputs, but the stream has {classes[0]} classes")
-            return
-        if self.classifier is None:
-            raise ConfigError(
-                "the stream has a head for each task, but the model's last layer is not nn.Linear: end the model in a "
-                "Linear layer, or use a single-head stream"
-            )
-        head = self.module.get_submodule(self.classifier)
-        own = {id(leaf) for leaf in head.parameters()}
-        shared = [name for name, leaf in self.module.named_parameters(remove_duplicate=False) if id(leaf) in own]
-        if len(shared) > len(own):
-            raise ConfigError(
-                f"the stream has a head for each task, but the model's last Linear layer, '{self.classifier}', shares "
-                f"parameters with another layer ({', '.join(shared)}); give it its own"
-            )
-        if outputs != head.out_features:
-            raise ConfigError(
-                f"the stream has a head for each task, in place of the model's last Linear layer, '{self.classifier}', "
-                f"but the model returns {outputs} outputs where this layer has {head.out_features}; end the model in it"
-            )
-
-    def _frozen(self) -> frozenset[str]:
-        """Names in the tree of the parameters with requires_grad=False. Raises ConfigError if there are no others."""
-        fixed = [name for name, leaf in self.module.named_parameters() if not leaf.requires_grad]
-        if fixed and len(fixed) == len(self._parameter_names):
-            raise ConfigError(
-                "all parameters of the model have requires_grad=False, so nothing trains; "
-                "call requires_grad_(True) on the layers that should"
-            )
-        return frozenset(self.tree_name(name, task) for name in fixed for task in range(self.tasks))
 
     def _initial(self, classes: Sequence[int], seed: int) -> Tree:
         params: Tree = {}
@@ -288,13 +294,3 @@ class Model:
                 for name, leaf in head.named_parameters():
                     params[f"{full_name(str(self.classifier), name)}@{task}"] = leaf.detach().to(template.weight)
         return params
-
-
-def _leaf_slots(module: nn.Module) -> dict[str, list[tuple[dict, str]]]:
-    """Dictionaries and keys under which a module keeps each parameter and buffer; a shared one has several."""
-    found: dict[int, list[tuple[dict, str]]] = {}
-    for submodule in module.modules():
-        for holder in (submodule._parameters, submodule._buffers):
-            for key, leaf in holder.items():
-                found.setdefault(id(leaf), []).append((holder, key))
-    return {name: found[id(leaf)] for name, leaf in (*module.named_parameters(), *module.named_buffers())}

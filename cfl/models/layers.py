@@ -118,6 +118,16 @@ def drop_running_stats(module: nn.Module) -> None:
             layer.running_mean = layer.running_var = layer.num_batches_tracked = None
 
 
+def leaf_slots(module: nn.Module) -> dict[str, list[tuple[dict, str]]]:
+    """Dictionaries and keys under which a module keeps each parameter and buffer; a shared one has several."""
+    found: dict[int, list[tuple[dict, str]]] = {}
+    for submodule in module.modules():
+        for holder in (submodule._parameters, submodule._buffers):
+            for key, leaf in holder.items():
+                found.setdefault(id(leaf), []).append((holder, key))
+    return {name: found[id(leaf)] for name, leaf in (*module.named_parameters(), *module.named_buffers())}
+
+
 def _groups(module: nn.Linear | nn.Conv2d, path: str) -> list[Layer]:
     groups = module.groups if isinstance(module, nn.Conv2d) else 1
     outputs, size = module.weight.shape[0], math.prod(module.weight.shape[1:])

@@ -61,6 +61,45 @@ def trace(
     return called, outputs.shape[1]
 
 
+def check_outputs(
+    module: nn.Module, classifier: str | None, outputs: int, classes: Sequence[int], multi_head: bool
+) -> None:
+    """Raise ConfigError for a module whose outputs, or last Linear layer `classifier`, do not fit a stream's heads."""
+    if not multi_head:
+        if outputs != classes[0]:
+            raise ConfigError(f"the model has {outputs} outputs, but the stream has {classes[0]} classes")
+        return
+    if classifier is None:
+        raise ConfigError(
+            "the stream has a head for each task, but the model's last layer is not nn.Linear: end the model in a "
+            "Linear layer, or use a single-head stream"
+        )
+    head = module.get_submodule(classifier)
+    own = {id(leaf) for leaf in head.parameters()}
+    shared = [name for name, leaf in module.named_parameters(remove_duplicate=False) if id(leaf) in own]
+    if len(shared) > len(own):
+        raise ConfigError(
+            f"the stream has a head for each task, but the model's last Linear layer, '{classifier}', shares "
+            f"parameters with another layer ({', '.join(shared)}); give it its own"
+        )
+    if outputs != head.out_features:
+        raise ConfigError(
+            f"the stream has a head for each task, in place of the model's last Linear layer, '{classifier}', "
+            f"but the model returns {outputs} outputs where this layer has {head.out_features}; end the model in it"
+        )
+
+
+def frozen_names(module: nn.Module) -> list[str]:
+    """Names of the parameters with requires_grad=False. Raises ConfigError if there are no others."""
+    fixed = [name for name, leaf in module.named_parameters() if not leaf.requires_grad]
+    if fixed and len(fixed) == len([*module.parameters()]):
+        raise ConfigError(
+            "all parameters of the model have requires_grad=False, so nothing trains; "
+            "call requires_grad_(True) on the layers that should"
+        )
+    return fixed
+
+
 def _logits(module: nn.Module, x: Tensor) -> Tensor:
     """The outputs of a module for a batch, or a ConfigError if they are no logits that can be trained."""
     running: list[tuple[str, nn.Module, Any]] = []  # the modules whose forward has not returned

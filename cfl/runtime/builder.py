@@ -109,7 +109,7 @@ def build_session(
     fingerprint = Fingerprint(
         config, composed, module, stream, public is not None, own is not None, place.states, start
     )
-    engine = _engine(config, stream, rounds, protection, config.engine, config.block)
+    engine = _engine(config, stream, rounds, protection, config.engine, config.block, bool(config.compile))
     make = place.engine or (None if config.engine in engines.ENGINES else plugins.engines.get(config.engine))
     if make is not None:
         checkpoints = folder.checkpoints if folder else None
@@ -161,13 +161,20 @@ def _checked_public(
 
 
 def _engine(
-    config: RunConfig, stream: Stream, rounds: Rounds, protection: UploadProtection, name: str, block: int | None
+    config: RunConfig,
+    stream: Stream,
+    rounds: Rounds,
+    protection: UploadProtection,
+    name: str,
+    block: int | None,
+    compile: bool,
 ) -> Engine:
     return engines.build(
         name,
         block=block,
         cohort=rounds.usual_cohort,
         workers=config.workers or machine.cores(),
+        compile=compile,
         known=[rounds.model, rounds.public or (), *(task.train for task in stream.tasks)],
         model=rounds.model,
         strategy=rounds.strategy,
@@ -184,12 +191,12 @@ def _engine(
 
 
 def _with_measured_engine(
-    config: RunConfig, rounds: Rounds, state: RunState, make: Callable[[str, int | None], Engine]
+    config: RunConfig, rounds: Rounds, state: RunState, make: Callable[[str, int | None, bool], Engine]
 ) -> RunConfig:
     """The configuration with the measured engine, block and threads if it leaves them open."""
     if not undecided(config.engine, config.block):
         return config
-    training = (position for position, (_, phase, _) in enumerate(rounds.schedule) if phase.train)
+    training = [position for position, (_, phase, _) in enumerate(rounds.schedule) if phase.train]
     inputs = (rounds.inputs(position, state) for position in training)
     first = next((each for each in inputs if each.clients), None)
     if first is None:  # no client ever trains, so that nothing can be measured
@@ -203,5 +210,7 @@ def _with_measured_engine(
         make,
         first,
         config.local.batch_size,
+        config.compile,
+        len(training),
     )
     return config.model_copy(update=choice._asdict())

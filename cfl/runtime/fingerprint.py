@@ -104,7 +104,11 @@ def decisive(options: Options) -> dict[str, Any]:
 
     Options that earlier versions lack count where they are set, so that a newer version continues an older run.
     """
-    later = {name for name, value in {"start": None, "validation": 0.0}.items() if options.get(name, value) == value}
+    new = {"start": None, "validation": 0.0, "precision": "float32", "compile": None}
+    later = {name for name, value in new.items() if options.get(name, value) == value}
+    model = options.get("model", {})
+    if model.get("adapter", "none") == "none":
+        options = {**options, "model": {name: own for name, own in model.items() if not name.startswith("adapter")}}
     return {name: value for name, value in options.items() if name not in {"workers", "flower", *later}}
 
 

@@ -119,7 +119,7 @@ class Rounds:
         sees, heads = self.sees(task), tuple(self.strategy.heads(task, self.tasks))
         owners, expected = self.population.owners(sees), self.population.expected(phase, sees)
         cohort = self.population.cohort(phase, sees, key)
-        return RoundInfo(
+        info = RoundInfo(
             task=task,
             tasks=self.tasks,
             phase=phase,
@@ -141,6 +141,7 @@ class Rounds:
             privacy=scope.privacy(phase, expected < len(owners), self.config),
             pixels=self.population.stream.tasks[task].train.pool.pixels,
         )
+        return replace(info, frozen=info.frozen | self.strategy.paused(info))
 
     def survived(self, info: RoundInfo, ids: tuple[int, ...], noise: float) -> RoundInfo:
         """Describe a round after aggregation. ids: clients in the sums; noise: standard deviation of noise in them."""

@@ -21,6 +21,7 @@ from cfl.core import CflError, ConfigError, DataError, machine
 from cfl.core.errors import reason
 from cfl.core.typed import typed
 from cfl.engines.choose import Choice, undecided
+from cfl.engines.compiled import obstacle
 from cfl.engines.evaluate import Observer
 from cfl.runtime.builder import HERE, Place, build_session
 from cfl.runtime.callbacks import Callback
@@ -28,7 +29,7 @@ from cfl.runtime.fingerprint import decisive
 from cfl.runtime.result import Result
 from cfl.runtime.run_folder import RunFolder
 from cfl.runtime.session import Session
-from cfl.runtime.sinks import Sink, usual_sink
+from cfl.runtime.sinks import NullSink, Sink, usual_sink
 from cfl.streams import Stream
 
 
@@ -98,6 +99,7 @@ def carry_out(
 ) -> Result:
     """Run a configuration with these objects, as `run` does. place: where the clients are."""
     with contextlib.ExitStack() as at_end:
+        settings = _compiling(settings, sink or NullSink())
         folder = RunFolder(output, resume=resume) if output is not None else None
         if folder is not None:
             at_end.callback(folder.close)
@@ -129,11 +131,20 @@ def _finished(session: Session, resume: bool, interrupted: Callable[[], bool], o
         raise
 
 
+def _compiling(config: RunConfig, sink: Sink) -> RunConfig:
+    """The configuration without `compile` where that is impossible; the run's config.yaml then says so, too."""
+    if not config.compile or not (why := obstacle(machine.device(config.device))):
+        return config
+    sink.warn(f"compile=true: {why}; the steps are traced instead, as with compile=false")
+    return config.model_copy(update={"compile": False})
+
+
 def _settled(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
-    """The configuration with the engine, block and threads that were measured when the run began."""
+    """The configuration with the engine, block, threads and `compile` that were measured when the run began."""
     chosen = {name: before.get(name) for name in Choice._fields}
     named = (config.engine, config.threads) == (chosen["engine"], chosen["threads"])
     wanted = (config.engine == "auto" or named) and config.block in (None, chosen["block"])
+    wanted = wanted and config.compile in (None, chosen["compile"])
     same = decisive(before) == decisive({**resolve.dump(config), **chosen})
     return config.model_copy(update=chosen) if wanted and same else config
 

@@ -17,7 +17,7 @@ from cfl.contract.composed import STRATEGY
 from cfl.core import ConfigError, DataError, Tree, tree
 from cfl.core.metrics import percent
 from cfl.core.typed import typed
-from cfl.models import Model
+from cfl.models import Model, adapters
 from cfl.runtime import checkpoint, export, table
 from cfl.runtime.run_folder import MODEL, plain, read_json
 from cfl.runtime.serving import Predictor
@@ -115,6 +115,7 @@ class SavedRun:
 
         .safetensors: the parameters under the names of the network, for `load_state_dict`; .onnx: the network in
         evaluation mode, which needs the extra `cfl[onnx]`, with a free batch size.
+        Adapters are added to the weights, under the names of the network without adapters.
         task: whose head and buffers the file gets; needed if each task has its own. The default is the last task.
         Raises ConfigError for another suffix, a missing task, or a folder that cannot be written.
         """
@@ -123,7 +124,7 @@ class SavedRun:
         task = self.latest if task is None else task
         leaves = self.model.bind(self.strategy.serve(self.server, task), task)
         about = {name: self.about[name] for name in ("input_shape", "classes", "scenario")}
-        return export.write(Path(path), self.model.module, leaves, {**about, "task": task})
+        return export.write(Path(path), *adapters.merged(self.model.module, leaves), {**about, "task": task})
 
     @cached_property
     def _predictor(self) -> Predictor:

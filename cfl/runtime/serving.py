@@ -46,11 +46,11 @@ class Predictor:
 
     def _batch(self, x: Tensor, task: int | None, last: int) -> Tensor:
         if task is not None:
-            found = self.model.logits(self.strategy.serve(self.server, task), x, last if self.model.growing else task)
+            found = self.model.predict(self.strategy.serve(self.server, task), x, last if self.model.growing else task)
             return self.model.among(found, task) if self.model.growing else found
         tasks = self._infer(last)(x)
         if tasks is None:
-            return self.model.logits(self.strategy.serve(self.server, last), x, last)
+            return self.model.predict(self.strategy.serve(self.server, last), x, last)
         return Inference(self._served(range(last + 1)), self._infer(last)).outputs(self.model, x, tasks)
 
     def _infer(self, last: int) -> Callable[[Tensor], Tensor | None]:

@@ -266,7 +266,7 @@ class Session:
         return {"client_bytes": sum(stored) / len(stored), "client_bytes_max": max(stored)}
 
     def _stored(self, state: tree.Tree) -> int:
-        """Bytes of a client's trees, of the samples in its memory, and of the public inputs."""
+        """Bytes of a client's trees, the samples in its memory, the public inputs, and the frozen parameters."""
         public = self.rounds.public
         inputs = len(public) * public.pool.images[0].nbytes if public else 0  # public samples have no labels
-        return inputs + self.rounds.stored_bytes(state)
+        return inputs + tree.nbytes(self.model.fixed) + self.rounds.stored_bytes(state)

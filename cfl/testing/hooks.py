@@ -15,7 +15,8 @@ from cfl.contract.checked import fault, with_hooks
 from cfl.core import Tree
 from cfl.core.errors import few
 
-Uploads = dict[tuple[str, int, str], dict[str, Any]]  # (hook, task, phase) to name to shape and type
+# (hook, task, phase, names of what trains in the round, or does not) to name to shape and type
+Uploads = dict[tuple[str, int, str, frozenset[str]], dict[str, Any]]
 CLIENT_HOOKS = ("init_client", "augment", "penalty", "around", "adjust", "finish", "send")
 REGULARIZER_HOOKS = (*CLIENT_HOOKS, "init_shared", "provide", "server_step")
 SERVER_HOOKS = (
@@ -25,6 +26,7 @@ SERVER_HOOKS = (
     "sees",
     "heads",
     "frozen",
+    "paused",
     "broadcast",
     "loss",
     "work",
@@ -96,11 +98,14 @@ def watched(method: LocalRegularizer, faults: Faults) -> Any:
 
 
 def _check_upload(hook: str, given: Mapping[str, Any], upload: Tree, uploads: Uploads, faults: Faults) -> None:
-    """Compare names, shapes and types of an upload with those of the first upload of the task and phase."""
+    """Compare names, shapes and types of an upload with those of the first upload of the task and phase.
+
+    Rounds that train other parameters than the rounds before, see `Strategy.paused`, have first uploads of their own.
+    """
     place = given["info"] if hook == "work" else given["ctx"]
-    phase = place.phase.name if hook == "work" else ""
+    phase, kind = (place.phase.name, place.frozen) if hook == "work" else ("", frozenset(given["params"]))
     found = {name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in upload.items()}
-    first = uploads.setdefault((hook, place.task, phase), found)
+    first = uploads.setdefault((hook, place.task, phase, kind), found)
     if changed := sorted(name for name in {*found, *first} if found.get(name) != first.get(name)):
         text = f"names, shapes or types of its upload differ between calls ({', '.join(changed)})"
         faults.add(hook, f"{text}; the server sums the uploads of a phase, so all must be alike")

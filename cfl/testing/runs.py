@@ -22,7 +22,8 @@ from cfl.runtime.sinks import NullSink
 from cfl.streams import Stream
 from cfl.testing.hooks import Faults, HookFailed, unlike
 
-TOLERANCE = 1e-5  # float32 error between single clients and blocks, with and without padding
+# Error between single clients and blocks, with and without padding; in bf16, that of rounding a factor of a product.
+TOLERANCE = {"float32": 1e-5, "bf16": 2.0**-8}
 
 
 def session(config: RunConfig, stream: Stream, method: LocalRegularizer, module: nn.Module | None = None) -> Session:
@@ -119,7 +120,7 @@ def check_engines(config: RunConfig, stream: Stream, method: LocalRegularizer, p
             continue
         filled = ((name, leaf) for name, leaf in expected.items() if leaf.numel())
         worst, name = max((float((leaf - found[name]).abs().max()), name) for name, leaf in filled)
-        if worst > TOLERANCE:
+        if worst > TOLERANCE[config.precision]:
             text = f"engine '{engine}' gives '{name}' that differs by {worst:.1e} from '{config.engine}'; "
             faults.add("run", f"{text}{ADVICE.get(engine, 'keep no state outside client states and trees')}")
 

@@ -65,8 +65,9 @@ class _Steps:
         zero = torch.zeros_like(batch.mask[0])  # batched under vmap, so the leaves that a step writes to are batched
         local = step.start(tree.map(lambda leaf: leaf + zero.to(leaf), self.shared["params"]))
         batches, seen = [batch] * WARM_UP + [last], composed.step_state(state) if seen is None else seen
-        for index, each in enumerate(batches):
-            local, _ = step(local, StepInputs(self.shared, each, memory, state=seen, lr=lr, step=index, key=key))
+        with model.lowered():
+            for index, each in enumerate(batches):
+                local, _ = step(local, StepInputs(self.shared, each, memory, state=seen, lr=lr, step=index, key=key))
         ctx = step.context(StepInputs(self.shared, state=state, lr=lr, step=len(batches), key=key))
         uploads, after = composed.finish({**local.params, **local.buffers}, ctx, len(batches))
         return {"params": local.params, "optimizer": local.optimizer, **uploads, "state": after}
@@ -74,7 +75,7 @@ class _Steps:
     def hidden(self, hooks: Hooks) -> str:
         for batch, memory, state in self.clients:
             both = (self.step(hooks, batch, memory, state, batch, seen=seen) for seen in (None, state))
-            if far := _far(*both):
+            if far := self._far(*both):
                 text = f"a hook of a step reads a state that steps do not see, which changes {far}"
                 return f"{text}; see `steps_see_state` and `ctx.memory`"
         return ""
@@ -82,7 +83,7 @@ class _Steps:
     def padding(self, hooks: Hooks) -> str:
         for batch, memory, state in self.clients:
             whole, padded = (self.step(hooks, batch, memory, state, last) for last in (batch, _padded(batch)))
-            if far := _far(whole, padded):
+            if far := self._far(whole, padded):
                 return f"padding in a batch changes {far}; multiply by ctx.batch.mask, and divide by its sum"
         return ""
 
@@ -97,7 +98,7 @@ class _Steps:
         """Compare single clients with the same clients under vmap. members: clients with states of equal shapes."""
         alone = [self.step(hooks, *member, last=member[0]) for member in members]
         redrawn = [self.step(hooks, *member, last=member[0], key=1) for member in members]
-        if any(map(_far, alone, redrawn)):
+        if any(map(self._far, alone, redrawn)):
             return ""  # engines train clients whose hooks read ctx.key one at a time
         batches, memories, states = zip(*members, strict=True)
         parts = [_stacked(batches), _stacked(memories), tree.stack(states)]
@@ -112,8 +113,17 @@ class _Steps:
             return f"cannot run under vmap for many clients ({first}); use torch.where for branches, and no .item()"
         for number, expected in enumerate(alone):
             found = {name: {key: leaf[number] for key, leaf in leaves.items()} for name, leaves in together.items()}
-            if far := _far(expected, found):
+            if far := self._far(expected, found):
                 return f"under vmap with other clients, {far} of a client differs from that of its step alone"
+        return ""
+
+    def _far(self, a: Result, b: Result) -> str:
+        """The first leaf that differs between two results, such as "params/1.weight"; empty if all are close."""
+        tolerance = TOLERANCE[self.session.config.precision]
+        for part, leaves in a.items():
+            for name, leaf in leaves.items():
+                if not torch.allclose(leaf.float(), b[part][name].float(), atol=tolerance, rtol=tolerance):
+                    return f"'{part}/{name}'"
         return ""
 
     def culprit(self, fails: Callable[[Hooks], str]) -> str:
@@ -141,12 +151,3 @@ def _padded(batch: Batch) -> Batch:
     y, ids = torch.cat([batch.y, torch.zeros_like(batch.y)]), torch.cat([batch.ids, -torch.ones_like(batch.ids)])
     task = None if batch.task is None else torch.cat([batch.task, batch.task])
     return Batch(x, y, torch.cat([batch.mask, torch.zeros_like(batch.mask)]), ids, task)
-
-
-def _far(a: Result, b: Result) -> str:
-    """The first leaf that differs between two results, such as "params/1.weight"; empty if all are close."""
-    for part, leaves in a.items():
-        for name, leaf in leaves.items():
-            if not torch.allclose(leaf.float(), b[part][name].float(), atol=TOLERANCE, rtol=TOLERANCE):
-                return f"'{part}/{name}'"
-    return ""

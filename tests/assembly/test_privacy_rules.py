@@ -431,7 +431,9 @@ SINGLE = {  # (can be protected at dp.level=example, why)
     "glfc": (False, "stored samples, and weights by the classes of the whole batch"),
     "gpm": (False, "bases of raw inputs stay in the client's state and cut its later updates"),
     "joint": (False, "its loss weighs each sample by the number of those of its task in the batch"),
+    "lorm": (False, "sends Gram matrices of raw inputs, whose inverses would magnify noise"),
     "lwf": (True, "a mean of single losses; the teacher is an earlier global model"),
+    "olora": (True, "a term of the weights"),
     "rgo": (False, "curvature from raw samples stays in the client's state and shapes its later updates"),
     "single_task": (True, "a mean of single losses, by task"),
     "target": (True, "a mean of single losses; the server makes its samples from protected models"),
@@ -473,8 +475,8 @@ def test_single_samples_are_protected_where_the_table_says_so(name):
     reason = refused(name, [*EXAMPLE, *further])
     if safe:
         assert reason is None
-    elif name == "fedprotip":  # which is refused at any level
-        assert "second moments of features" in reason
+    elif name in ("fedprotip", "lorm"):  # which are refused at any level
+        assert {"fedprotip": "second moments of features", "lorm": "noise in Gram matrices"}[name] in reason
     else:
         assert f"'{name}' uses samples beyond the gradients that dp.level=example bounds" in reason
 
@@ -483,7 +485,7 @@ def test_single_samples_are_protected_where_the_table_says_so(name):
 def test_clients_and_sums_are_protected_but_for_those_that_need_more_than_a_sum(name):
     client, summed = refused(name, CLIENT), refused(name, ["secagg=full"])
     stacks = {"fedet", "fedcil"}
-    assert (client is not None) == (name in stacks | {"feddf", "fedproj", "fednova", "fedprotip"})
+    assert (client is not None) == (name in stacks | {"feddf", "fedproj", "fednova", "fedprotip", "lorm"})
     assert (summed is not None) == (name in stacks)
 
 

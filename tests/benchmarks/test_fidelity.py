@@ -168,8 +168,15 @@ def test_the_arithmetic_gives_the_printed_costs(fot, name):
 
 
 def test_biases_move_outputs_unless_they_are_projected(fot):
-    free, augment, freeze = (fot.first_task_moved(choice, 0) for choice in ("free", "augment", "freeze"))
+    free, augment, freeze = (
+        fot.first_task_moved(0, f"strategy.bias={choice}") for choice in ("free", "augment", "freeze")
+    )
     assert free > 1e-3 and max(augment, freeze) < 1e-5  # float32 has 1e-7
+
+
+def test_the_guarantee_holds_for_float32_weights_whatever_the_products(fot):
+    moved = fot.first_task_moved(0, "strategy.bias=freeze", "precision=bf16")
+    assert 0 < moved < 1e-5  # rounding of weights to bfloat16 would move outputs by 1e-3
 
 
 def test_first_task_ranks_of_gpm(baselines):

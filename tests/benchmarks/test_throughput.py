@@ -5,8 +5,10 @@ import os
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -103,6 +105,29 @@ def test_the_hand_written_loop_takes_the_engines_own_batches(tp, scripts, model)
         assert torch.allclose(leaf, expected[name], rtol=0, atol=1e-4 * scale)
 
 
+def test_plain_bf16_rounds_what_plain_computes(tp, work):
+    """bfloat16 keeps 8 bits, so each of the few roundings of an update is 2^-8 = 0.4 % of it; weights are float32."""
+    plain, rounded = tp.Plain(work, "cpu").round(), tp.Plain(work, "cpu", bf16=True).round()
+    error = tp.size({name: rounded[name] - leaf for name, leaf in plain.items()})
+    assert 1e-4 * tp.size(plain) < error < 0.05 * tp.size(plain)
+    assert all(leaf.dtype == torch.float32 for leaf in rounded.values())
+
+
+def test_the_precision_reaches_the_configuration(tp, work, monkeypatch):
+    seen = []
+
+    def load(options):
+        seen.append(options)
+        raise InterruptedError  # before a run is built
+
+    monkeypatch.setattr(tp.configuration, "load", load)
+    for precision in ("float32", "bf16"):
+        with pytest.raises(InterruptedError):
+            tp.Ours(work, "loop", "cpu", precision=precision)
+    first, second = seen
+    assert first["precision"] == "float32" and second == {**first, "precision": "bf16"}
+
+
 def test_other_work_is_refused(tp, work, monkeypatch):
     monkeypatch.setattr(tp.Plain, "round", lambda self: {"w": torch.ones(1)})
     with pytest.raises(RuntimeError, match="tiny: plain moves the weights by 1.0"):
@@ -116,7 +141,7 @@ def test_figures_follow_from_the_seconds(tp, work):
     row = tp.measure(work, "loop", ["plain", "hand"], runs=3, best=2.0, burst=0.0)
     median = {name: statistics.median(seconds) for name, seconds in row["seconds"].items()}
     assert {name: len(seconds) for name, seconds in row["seconds"].items()} == {"ours": 3, "plain": 3, "hand": 3}
-    assert row["workload"] == "tiny" and row["engine"] == "loop"
+    assert (row["workload"], row["precision"], row["engine"]) == ("tiny", "float32", "loop")
     assert row["steps_per_second"] == pytest.approx(3 / median["ours"])  # a batch a client
     assert row["gflops"] == pytest.approx(60 * 800 / median["ours"] / 1e9)
     assert row["share_of_peak"] == pytest.approx(row["gflops"] / 2.0)
@@ -124,6 +149,33 @@ def test_figures_follow_from_the_seconds(tp, work):
     own = f"{median['ours'] / median['hand'] - 1:+.1%}"
     title, line, cost = tp.table([row], ["plain", "hand"])
     assert "plain/ours" in title and f"{row['ratio_vs_plain']:.2f}" in line and own in cost
+
+
+def test_bf16_has_a_ratio_of_its_own(tp, work):
+    row = tp.measure(work, "loop", ["plain", "plain-bf16"], runs=1, best=1.0, burst=0.0)
+    (ours,), (rounded,) = row["seconds"]["ours"], row["seconds"]["plain-bf16"]
+    assert row["ratio_vs_plain_bf16"] == pytest.approx(rounded / ours)
+    _, line = tp.table([{**row, "precision": "bf16"}], ["plain", "plain-bf16"])
+    assert "loop bf16" in line
+
+
+def test_names_of_alternatives(tp, monkeypatch):
+    """pfl stands for both of its ways, each of which is timed once."""
+    seen = []
+    monkeypatch.setattr(tp, "peak", lambda device: {"gflops": 1.0, "processes": 1, "threads": 1, "size": 1})
+    monkeypatch.setattr(tp, "table", lambda rows, against: [])
+
+    def measure(work, engine, against, **options):
+        seen.append((against, options["precision"], options["pythons"]["jax"]))
+        return {}
+
+    monkeypatch.setattr(tp, "measure", measure)
+    names = ["plain", "plain-bf16", "pfl-2", "flower", "jax"]
+    one = ["--workload", "resnet-round", "--against"]
+    tp.main([*one, ",".join(names), "--precision", "bf16", "--python-jax", "other"])
+    tp.main([*one, "pfl,pfl-2"])
+    assert seen == [(names, "bf16", "other"), (["pfl", "pfl-2"], "float32", sys.executable)]
+    assert [tp.ratio(name) for name in ("pfl-2", "jax")] == ["ratio_vs_pfl_2", "ratio_vs_jax"]
 
 
 def test_runs_alternate(tp, work, monkeypatch):
@@ -148,7 +200,7 @@ def test_installed_looks_without_importing(tp):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["pfl", "pfl-2", "flower"])
+@pytest.mark.parametrize("name", ["pfl", "pfl-2", "flower", "jax"])
 def test_the_other_simulators_make_the_same_step(tp, work, name):
     package = tp.PACKAGES[name]
     python = os.environ.get(f"CFL_PYTHON_{package.upper()}")
@@ -160,6 +212,61 @@ def test_the_other_simulators_make_the_same_step(tp, work, name):
         assert peer.ask("2")["seconds"] > 0
     finally:
         peer.close()
+
+
+# -- throughput_jax.py
+
+
+@pytest.fixture
+def other(script):
+    pytest.importorskip("jax", reason="jax is not installed here; benchmarks/requirements-throughput.txt has it")
+    return script("throughput_jax")
+
+
+def close(found, expected, atol):
+    assert found.keys() == expected.keys()
+    for name, leaf in expected.items():
+        np.testing.assert_allclose(np.asarray(found[name]), np.asarray(leaf), rtol=0, atol=atol, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["permuted-digits", "pmnist-round", "cifar100-round", "resnet-round"])
+def test_jax_has_torchs_networks(other, scripts, name):
+    """Logits, and the weights after one step of rate 1, which is the gradient. That in float64: a ReLU of torch's
+    ResNet that rounds to the other side of zero changes gradients in float32 by 1 %."""
+    work = replace(scripts["_work"].WORKLOADS[name], clients=1, samples=4, lr=1.0)
+    module, (x, y) = work.module(), work.data()
+    found = other.forward(work)(other.converted(dict(module.named_parameters())), x.numpy())
+    np.testing.assert_allclose(np.asarray(found), module(x).detach().numpy(), rtol=0, atol=1e-5)
+    module, x = module.double(), x.double()
+    leaves = dict(module.named_parameters())
+    torch.nn.functional.cross_entropy(module(x), y).backward()
+    with other.jax.enable_x64(True):
+        start = other.converted(leaves)
+        after = other.converted({name: leaf - leaf.grad for name, leaf in leaves.items()})
+        close(other.jax.jit(other.sgd(work))(start, x.numpy(), y.numpy()), after, 1e-10)
+
+
+@pytest.mark.parametrize("model", ["mlp", "resnet18"])
+def test_a_round_in_jax_is_that_of_torch(other, scripts, model):
+    """Three clients in blocks of two, 20 samples in batches of 8, in given orders: both leave a smaller rest."""
+    net = {"width": 4, "norm": True, "stem_stride": 1}, (3, 20, 20)
+    options, shape = net if model == "resnet18" else ({"hidden": [16]}, (8,))
+    work = workload(scripts, batch=8, shape=shape, model=model, options=options, lr=0.01)
+    (x, y), start = work.data(), work.module().state_dict()
+    x, y = x.reshape(3, 20, *shape), y.reshape(3, 20)
+    orders = np.random.default_rng(1).permuted(np.tile(np.arange(20), (3, 1)), axis=1)
+    total = {name: torch.zeros_like(leaf) for name, leaf in start.items()}
+    for own, labels, order in zip(x, y, torch.from_numpy(orders), strict=True):
+        module = work.module()
+        optimizer = torch.optim.SGD(module.parameters(), lr=work.lr)
+        for batch in order.split(8):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(module(own[batch]), labels[batch]).backward()
+            optimizer.step()
+        for name, leaf in module.state_dict().items():
+            total[name] += leaf
+    found = other.trained(work, 2)(other.converted(start), x.numpy(), y.numpy(), orders)
+    close(found, other.converted(total), 1e-5)
 
 
 def test_the_command_stores_what_it_prints(tp, work, monkeypatch, tmp_path, capsys):

@@ -25,23 +25,25 @@ class Trials:
     rounds: (name, block) of the engine and the clients of every round; bytes: growth that each engine reports.
     """
 
-    def __init__(self, monkeypatch, seconds, bytes=0):
-        self.now, self.rounds, self.engines = 0.0, [], []
+    def __init__(self, monkeypatch, seconds, bytes=0, compiling=0.0):
+        self.now, self.rounds, self.engines, self.compiling = 0.0, [], [], compiling
         self.seconds, self.bytes = seconds, bytes
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(machine, "peak_bytes", lambda device: 0)
         monkeypatch.setattr(machine, "synchronize", lambda device: None)
 
-    def build(self, name, block):
-        self.engines.append(Trial(self, name, block))
+    def build(self, name, block, compile=False):
+        self.engines.append(Trial(self, name, block, compile))
         return self.engines[-1]
 
-    def choose(self, engine, block=None, workers=1, threads=1, clients=20, device=CPU, batch_size=2, shares=None):
+    def choose(
+        self, engine, block=None, workers=1, threads=1, clients=20, device=CPU, batch_size=2, shares=None, **more
+    ):
         info = info_of(model_of(), range(clients))
         shares = shares or {0: Share(samples_of(9), torch.arange(9))}
         members = [Client(id, shares, 0, (0,)) for id in range(clients)]
         found = choose(
-            engine, block, workers, threads, device, self.build, RoundInputs(info, {}, members, {}), batch_size
+            engine, block, workers, threads, device, self.build, RoundInputs(info, {}, members, {}), batch_size, **more
         )
         assert all(trial.closed for trial in self.engines)
         return found
@@ -50,12 +52,14 @@ class Trials:
 class Trial:
     gathers = {}
 
-    def __init__(self, trials, name, block):
+    def __init__(self, trials, name, block, compile):
         self.trials, self.place, self.grown, self.closed = trials, (name, block), trials.bytes, False
+        self.faster, self.compiling = (0.5, trials.compiling) if compile else (1.0, 0.0)
 
     def collect(self, total, inputs, observe):
         self.trials.rounds.append((self.place, inputs.clients))
-        self.trials.now += self.trials.seconds(*self.place, len(inputs.clients))
+        self.trials.now += self.faster * self.trials.seconds(*self.place, len(inputs.clients)) + self.compiling
+        self.compiling = 0.0  # the first round compiles
 
     def close(self):
         self.closed = True
@@ -184,3 +188,34 @@ def test_a_measurement_changes_nothing_and_is_written_down(options, tmp_path, mo
     plain = cfl.run(own, stream=toy.stream(1))
     assert all(torch.equal(leaf, plain.params[name]) for name, leaf in found.params.items())
     assert found.metrics["bytes_up"] == plain.metrics["bytes_up"]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "compiling", "compile", "tried", "found"),
+    [
+        # A trial has 4 of the 5 steps of a round and takes 0.1 s, compiled 0.05 s; so 4,000 rounds take 500 s, or 250.
+        (4000, 200.0, None, True, True),
+        (4000, 300.0, None, True, False),
+        (1000, 1.0, None, False, False),  # 125 s are not long enough for a try
+        (4000, 1.0, False, False, False),
+        (10, 300.0, True, False, True),  # as configured
+    ],
+)
+def test_compiled_steps_are_chosen_where_they_pay(monkeypatch, rounds, compiling, compile, tried, found):
+    monkeypatch.setattr(module, "obstacle", lambda device: "")
+    trials = Trials(monkeypatch, lambda name, block, clients: 1.0 if name == "loop" else 0.1, compiling=compiling)
+    monkeypatch.setattr(module, "SECONDS", math.inf)  # keeps all clients
+    choice = trials.choose("auto", block=4, rounds=rounds, compile=compile)
+    assert choice[:3] == ("vmapped", 4, 1) and bool(choice.compile) == found
+    assert any(trial.faster < 1 for trial in trials.engines) == tried
+
+
+def test_compiled_steps_are_not_tried_without_a_compiler_or_with_another_engine(monkeypatch):
+    monkeypatch.setattr(module, "obstacle", lambda device: "no compiler")
+    trials = Trials(monkeypatch, lambda name, block, clients: 1.0 if name == "loop" else 0.1)
+    assert trials.choose("auto", block=4, rounds=10**6, compile=None) == Choice("vmapped", 4, 1)
+    monkeypatch.setattr(module, "obstacle", lambda device: "")
+    trials = Trials(monkeypatch, lambda name, block, clients: 0.1 if name == "loop" else 1.0)
+    assert trials.choose("auto", block=4, rounds=10**6, compile=None) == Choice("loop", 4, 1)
+    assert trials.choose("vmapped", rounds=10**6, compile=None).compile is None  # a named engine stays as it is
+    assert all(trial.faster == 1 for trial in trials.engines)

@@ -18,7 +18,7 @@ import torch
 
 import cfl
 from cfl.assembly import methods
-from cfl.core import ConfigError, UpdateError
+from cfl.core import ConfigError, UpdateError, machine
 from cfl.engines import pool
 from cfl.engines.shared_memory import Arena
 from cfl.runtime import checkpoint
@@ -298,7 +298,7 @@ def test_no_checkpoint_is_being_written_while_workers_are_forked(monkeypatch, tm
     alive, fork, save = [], os.fork, checkpoint.save
 
     def forking():
-        alive.append([thread.name for thread in threading.enumerate() if thread is not threading.main_thread()])
+        alive.append([thread.name for thread in threading.enumerate() if thread.name == machine.WRITER])
         return fork()
 
     monkeypatch.setattr(os, "fork", forking)

@@ -94,7 +94,15 @@ def test_names_and_folders_of_runs_are_unique():
 def test_the_hash_depends_on_options_that_decide_the_result():
     """Without draws inside the network, no engine does."""
     plain = cfl.resolve("permuted-digits")
-    how = {"engine": "pool", "block": 2, "workers": 3, "threads": 2, "device": "auto", "checkpoint_every": 7}
+    how = {
+        "engine": "pool",
+        "block": 2,
+        "compile": True,
+        "workers": 3,
+        "threads": 2,
+        "device": "auto",
+        "checkpoint_every": 7,
+    }
     how["flower"] = "{deadline: 7.0}"
     assert set(how) == set(HOW)
     for each in [f"{name}={value}" for name, value in how.items()] + ["engine=vmapped", "engine=auto"]:

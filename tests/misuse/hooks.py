@@ -17,7 +17,20 @@ from tests import toy
 
 ONE = torch.ones(())
 STRATEGY = (
-    *("plan", "sees", "init_server", "notes", "heads", "frozen", "broadcast", "loss", "work", "absorb", "serve"),
+    *(
+        "plan",
+        "sees",
+        "init_server",
+        "notes",
+        "heads",
+        "frozen",
+        "paused",
+        "broadcast",
+        "loss",
+        "work",
+        "absorb",
+        "serve",
+    ),
     *("report", "begin_task"),
 )
 BOTH = ("init_client", "augment", "around", "penalty", "adjust", "finish")
@@ -294,6 +307,9 @@ CASES = {
     "hooks: heads beyond the tasks": row("heads", (7,), "the task 7, where tasks are 0 to 1"),
     "hooks: frozen names nothing": row(
         "frozen", frozenset({"1.wieght"}), r".*'1\.wieght'; did you mean '1\.weight'\?.*"
+    ),
+    "hooks: paused names nothing": row(
+        "paused", frozenset({"1.wieght"}), r".*'1\.wieght'; did you mean '1\.weight'\?.*"
     ),
     "hooks: notes of numbers": row("notes", [1], r"a list with an int \(1\)"),
     "hooks: plan without phases": (

@@ -369,6 +369,9 @@ def test_a_choice_is_taken_again_whatever_a_new_measurement_says(
     for other in ({"engine": "loop", "block": None}, {"seed": 99}):
         assert runner._settled(open_block, {**stored, **other}) == open_block
     assert runner._settled(auto.model_copy(update={"block": 2}), stored).block == 2
+    compiled = {**stored, "compile": True}
+    assert runner._settled(auto, compiled).compile and runner._settled(open_block, compiled).compile
+    assert runner._settled(auto.model_copy(update={"compile": False}), compiled).engine == "auto"
     assert runner._settled(auto, {}) == auto and runner._settled(auto, {"engine": "loop"}) == auto
     with pytest.raises(CheckpointError, match="another configuration"):
         loop = toy.config(*OPTIONS, "engine=loop")

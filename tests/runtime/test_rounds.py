@@ -48,12 +48,13 @@ def test_frozen_parameters_do_not_move_under_any_engine(options):
     assert moved == ALL - set(FIRST)
 
 
-def test_they_are_not_uploaded_and_still_broadcast():
+def test_they_travel_in_no_round():
     # 8 * 6 + 6 = 54 of the network's 54 + 42 + 12 + 14 = 122 numbers are frozen
     session, _, up = ran()
     assert set(up) == {122 - 54}
     assert set(ran(fixed=())[2]) == {122}
-    assert set(session.prepare(0).shared["params"]) == ALL
+    assert set(session.prepare(0).shared["params"]) == ALL - set(FIRST)
+    assert session.finish().metrics["client_bytes"] == 54 * 4  # each client holds them
 
 
 @pytest.mark.parametrize("method", plugins.strategies.names())

@@ -108,6 +108,11 @@ def initial_critic(model: Model, key: int) -> Tree:
     return {name: leaf.detach().to(last.weight) for name, leaf in critic.named_parameters()}
 
 
+def device_of(model: Model) -> torch.device:
+    """Where the model's weights are."""
+    return next(iter(model.params.values())).device
+
+
 def choose(classes: Tensor, count: int, source: torch.Generator) -> Tensor:
     """Draw `count` of the classes (k,) uniformly, with replacement: (count,)."""
     return classes[torch.randint(len(classes), (count,), generator=source).to(classes.device)]
@@ -119,7 +124,7 @@ def training(model: Model, key: int) -> Iterator[None]:
     was_training = model.module.training
     model.module.train()
     try:
-        with rng.fork(key, next(iter(model.params.values())).device):
+        with rng.fork(key, device_of(model)):
             yield
     finally:
         model.module.train(was_training)
@@ -139,6 +144,16 @@ class ACGAN:
     latent: int
     task: int
     pixels: Pixels | None
+
+    @property
+    def initial(self) -> Tree:
+        """The generator's first weights, under its own names."""
+        return tree.clone(dict(self.network.named_parameters()))
+
+    @property
+    def known(self) -> Tensor:
+        """All classes of the stream so far: (k,)."""
+        return torch.arange(self.model.classes_of(self.task).stop, device=device_of(self.model))
 
     def latents(self, classes: Tensor, source: torch.Generator) -> Tensor:
         """z (batch, latent): normal draws, with the one-hot class in the first entries (section 2.1)."""

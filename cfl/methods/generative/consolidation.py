@@ -1,4 +1,4 @@
-"""FedCIL's model consolidation: batches that the generators of the clients draw (Qi et al., ICLR 2023)."""
+"""FedCIL's server: the mean of the uploads, and batches that the clients' generators draw (Qi et al., ICLR 2023)."""
 
 from collections.abc import Sequence
 
@@ -11,6 +11,14 @@ from cfl.methods.generative.acgan import ACGAN, Labelled, choose
 
 Owned = tuple[Tree, Tensor]
 """A client's generator, under its own names, and the classes (k,) that it has seen, of those that are asked for."""
+
+
+def averaged(stacked: Tensor, weights: Tensor) -> Tensor:
+    """Weighted mean of a leaf (clients, ...), by weights (clients,); of counters, that of the lowest id."""
+    if not stacked.is_floating_point():
+        return stacked[0]
+    shares = (weights / weights.sum()).to(stacked)
+    return torch.stack([share * own for share, own in zip(shares, stacked, strict=True)]).sum(dim=0)
 
 
 def groups_of(uploads: Tree, first: int) -> list[list[Owned]]:

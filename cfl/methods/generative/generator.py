@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from cfl.contract import Pixels
 from cfl.core import Tree, rng
 
+COLUMNS = 8
+"""Most images of a class that a strategy shows."""
+
 
 class ImageGenerator(nn.Module):
     """Maps latent vectors (n, latent) to images (n, channels, height, width).
@@ -82,6 +85,16 @@ def generate(params: Tree, z: Tensor, width: int, shape: Sequence[int], pixels: 
 def stored(x: Tensor, pixels: Pixels | None) -> Tensor:
     """Round generated images to 8 bits; leave other samples as they are."""
     return x if pixels is None else (x * 255).round().to(torch.uint8)
+
+
+def by_class(images: Tensor, classes: Tensor) -> Tensor:
+    """The first images of each class, in ascending order: (classes, `COLUMNS` or fewer, *image).
+
+    images: (n, *image); classes: (n,) int64. Every class has as many as the rarest one.
+    """
+    rows = [(classes == one).nonzero()[:COLUMNS, 0] for one in classes.unique()]
+    columns = min(map(len, rows))
+    return torch.stack([images[chosen[:columns]] for chosen in rows])
 
 
 def inputs(x: Tensor, mean: Tensor | None, std: Tensor | None) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from cfl.contract import Batch, Ctx, Phase, RoundInfo, Server, Strategy, TreesByOwner
 from cfl.contract.losses import soft_cross_entropy
 from cfl.core import Tree, option, plugins, rng
-from cfl.methods.generative.generator import inputs
+from cfl.methods.generative.generator import by_class, inputs
 from cfl.methods.generative.inversion import Inversion
 from cfl.models import Model
 
@@ -109,8 +109,5 @@ class TARGET(Inversion, Strategy):
         """The first eight synthetic images of each class: (classes, 8, channels, height, width)."""
         if "labels" not in server or server["synthetic"]["x"].dtype != torch.uint8:
             return None
-        own, y = server["labels"]["own"], server["labels"]["y"]
-        classes = torch.stack([own, y]).unique(dim=1).T.tolist()
-        rows = [((own == task) & (y == label)).nonzero()[:8, 0] for task, label in classes]
-        columns = min(map(len, rows))
-        return torch.stack([server["synthetic"]["x"][chosen[:columns]] for chosen in rows])
+        both = torch.stack([server["labels"]["own"], server["labels"]["y"]])
+        return by_class(server["synthetic"]["x"], both.unique(dim=1, return_inverse=True)[1])

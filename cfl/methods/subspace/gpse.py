@@ -17,6 +17,7 @@ from cfl.core import ConfigError, Tree, option, rng
 from cfl.methods.subspace import basis as bases
 from cfl.methods.subspace import private_sketch as private
 from cfl.methods.subspace.input_sums import add_inputs
+from cfl.methods.subspace.layer_inputs import slides
 from cfl.methods.subspace.sketch import Direct, Energies, Gram, unpack
 from cfl.models import Layer
 
@@ -110,7 +111,12 @@ class GPSE:
         self, params: Tree, client: Client, known: Mapping[str, Tensor], layers: Sequence[Layer], info: RoundInfo
     ) -> Tree:
         """|X|^2 and |X*|^2 (2,) in float64 of each layer's inputs: they measure what the bases `known` cover."""
-        sums = {layer.name: Energies(known[layer.name]) for layer in layers}
+        sums: dict[str, Energies] = {}
+        for layer in layers:
+            basis = known[layer.name]
+            images = slides(layer) and len(basis) == layer.size  # whose Gram matrix takes less time than residuals
+            dtype = self.products(basis.dtype, info.task)
+            sums[layer.name] = Gram(basis, None, 0, dtype) if images else Energies(basis)
         add_inputs(sums, layers, params, client, info, max_patches=self.max_patches)
         return {f"energy/{name}": inputs.energies for name, inputs in sums.items()}
 

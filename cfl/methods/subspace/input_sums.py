@@ -32,13 +32,14 @@ def layer_grams(
     *,
     known: Mapping[str, Tensor] | None = None,
     augment: bool = False,
+    layers: Sequence[Layer] | None = None,
 ) -> dict[str, Gram]:
     """Return the sum X X^T of each layer's inputs, by layer name, over `samples` of the client's samples (0: all).
 
     known: layer name to the basis O (d, k) of the residual; without it, the empty basis; augment: append the constant 1
-    of a bias to the inputs.
+    of a bias to the inputs; layers: None for all that can be projected.
     """
-    layers, sums = info.model.layers, {}
+    layers, sums = info.model.layers if layers is None else layers, {}
     for layer in layers:
         empty = bases.empty(width(layer, augment), client.device)
         sums[layer.name] = Gram((known or {}).get(layer.name, empty), None, key=0)

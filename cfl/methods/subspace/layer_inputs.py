@@ -16,7 +16,7 @@ from cfl.core import Tree, rng
 from cfl.models import Layer, Model
 from cfl.models.layers import margins
 
-BLOCK = 4096  # pixels whose products are summed in float32
+FREQUENCIES = 32  # whose products are computed at a time: those of 256 channels take 8 MB
 
 
 @contextmanager
@@ -105,8 +105,8 @@ class Patches:
 
     The sum of products of two pixels of a patch depends on their distance only, except for pixels near the edges of the
     image, which not all positions of the kernel cover. So the image is multiplied by itself, shifted by each distance
-    (15 products for a 3 x 3 kernel instead of 81, computed as a convolution's gradient), and edges are subtracted.
-    dtype: precision of the products of up to BLOCK pixels; their sum is float64.
+    (15 products for a 3 x 3 kernel instead of 81, from a Fourier transform of the image), and edges are subtracted.
+    dtype: precision of the products of a batch; their sum is float64.
     """
 
     def __init__(self, layer: Layer, size: Sequence[int], dtype: torch.dtype) -> None:
@@ -121,37 +121,36 @@ class Patches:
         (tall, wide), (height, width) = self.kernel, size
         self.rows = [_strips(i, tall, height, top, bottom, back=0) for i in range(tall)]
         self.columns = [_strips(j, wide, width, left, right, back=wide - 1) for j in range(wide)]
-        pairs = {pair for i in self.rows for j in self.columns for pair in itertools.product(i, j)}
-        self._sums = {pair: torch.zeros(()) for pair in pairs}
+        pairs = (pair for i in self.rows for j in self.columns for pair in itertools.product(i, j))
+        self._whole, self._pairs = (self.rows[0][0], self.columns[0][0]), list(dict.fromkeys(pairs))
+        self._sums: dict[tuple[Strip, Strip], Tensor] = {}
 
     def add(self, x: Tensor) -> None:
         """Add a batch of the module's input (batch, all channels, height, width)."""
         x = F.pad(x, self.extra, mode=self.conv.padding_mode) if self.extra else x
-        x = x[:, self.own].to(self.dtype)
-        tall, wide = self.kernel
-        around = F.pad(x, (wide - 1, wide - 1, 0, tall - 1))
-        for (rows, columns), total in self._sums.items():
-            pixels = x[:, :, rows.start : rows.stop, columns.start : columns.stop]
-            left, right = (by + wide - 1 for by in (columns.first, columns.last))
-            partners = around[:, :, rows.start : rows.stop + rows.last, columns.start + left : columns.stop + right]
-            images = max(1, BLOCK // pixels[0, 0].numel())
-            for one, other in zip(pixels.split(images), partners.split(images), strict=True):
-                total = _lagged(one, other).double().add_(total)
-            self._sums[rows, columns] = total
+        flat = x[:, self.own].reshape(len(x) * self.channels, -1).to(self.dtype)
+        x = flat.T.contiguous().view(*x.shape[2:], len(x), self.channels)  # (height, width, batch, channels)
+        for pair in self._pairs:
+            found = _correlated(x, *self.kernel) if pair == self._whole else _lagged(x, *pair)
+            self._sums[pair] = self._sums[pair].add_(found) if pair in self._sums else found.double()
 
     def gram(self) -> Tensor:
         """X X^T (d, d), float64."""
         tall, wide = self.kernel
-        gram = next(iter(self._sums.values())).new_zeros(self.channels, tall, wide, self.channels, tall, wide)
+        gram = self._sums[self._whole].new_empty(2 * (tall, wide) + 2 * (self.channels,))
         for i, j in itertools.product(range(tall), range(wide)):
             for rows, columns in itertools.product(self.rows[i], self.columns[j]):
                 down = min(rows.last, tall - 1 - i) + 1
                 left, right = max(columns.first, -j), min(columns.last, wide - 1 - j) + 1
-                part = self._sums[rows, columns][..., :down, left - columns.first : right - columns.first]
-                gram[:, i, j, :, i : i + down, j + left : j + right].add_(part, alpha=rows.sign * columns.sign)
+                part = self._sums[rows, columns][:down, left - columns.first : right - columns.first]
+                into = gram[i, j, i : i + down, j + left : j + right]
+                if (rows, columns) == self._whole:  # the first
+                    into.copy_(part)
+                else:
+                    into.add_(part, alpha=rows.sign * columns.sign)
         for i in range(tall):  # mirror the other half
-            gram[:, i + 1 :, :, :, i] = gram[:, i, :, :, i + 1 :].permute(2, 3, 4, 0, 1)
-        return gram.view(2 * (self.channels * tall * wide,))
+            gram[i + 1 :, :, i] = gram[i, :, i + 1 :].permute(1, 2, 0, 4, 3)
+        return gram.permute(4, 0, 1, 5, 2, 3).reshape(2 * (self.channels * tall * wide,))
 
 
 def _strips(offset: int, kernel: int, size: int, before: int, after: int, *, back: int) -> list[Strip]:
@@ -168,12 +167,60 @@ def _strips(offset: int, kernel: int, size: int, before: int, after: int, *, bac
     ]
 
 
-def _lagged(x: Tensor, around: Tensor) -> Tensor:
-    """Sum of x[p] around[p + lag]^T over images and pixels p of x: (channels, channels, lags down, lags across)."""
-    flat = next((axis for axis in (2, 3) if around.shape[axis] == 1), 0)
-    x, around = x.transpose(0, flat), around.transpose(0, flat)  # one image of many one-row images takes half the time
-    lags = [there - here + 1 for there, here in zip(around.shape[2:], x.shape[2:], strict=True)]
-    weight = x.new_empty(x.shape[1], x.shape[1], *lags)
-    plain = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False])  # stride 1, no padding, no groups
-    with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):  # TF32 keeps three digits only
-        return torch.ops.aten.convolution_backward(x, around, weight, None, *plain)[1]
+def _correlated(x: Tensor, tall: int, wide: int) -> Tensor:
+    """Sum of x[p] x[p + lag]^T over images and pixels p: (lags down, lags across, channels, channels).
+
+    x: (height, width, images, channels). Lags are 0 to tall - 1 down and 1 - wide to wide - 1 across. The Fourier
+    transform of a correlation is a product of transforms (Wiener-Khinchin): one for each frequency P = conj(F) F^T,
+    instead of one for each lag. A sum over the frequencies of P exp(i f lag) turns it back.
+    """
+    channels = x.shape[3]
+    high, half = x.shape[0] + tall - 1, (x.shape[1] + wide + 1) // 2  # with room for all lags, so that none wraps
+    period = 2 * half - 1  # odd, so that each frequency across but 0 has a conjugate one, which `half` leaves out
+    down, across = _waves(high, 0, tall, high), _waves(half, 1 - wide, wide, period)
+    across[1:] *= 2
+    back = torch.einsum("fi,gj->ijfg", down, across).reshape(-1, high * half) / (high * period)
+    even, odd = x.new_zeros(2, len(back), channels**2)
+    parts = (*_transformed(x, high, half), back.real.T.to(x), back.imag.T.to(x))
+    for real, imag, cos, sin in zip(*(part.split(FREQUENCIES) for part in parts), strict=True):
+        even.addmm_(cos.T, torch.baddbmm(real.mT @ real, imag.mT, imag).flatten(1))  # Re P
+        odd.addmm_(sin.T, (real.mT @ imag).flatten(1))  # Im P is this less its transpose
+    even, odd = (each.view(tall, -1, channels, channels) for each in (even, odd))
+    return even - odd + odd.mT
+
+
+def _transformed(x: Tensor, high: int, half: int) -> Tensor:
+    """Fourier transform of x (height, width, ...) with zeros around: real and imaginary part (2, high * half, ...).
+
+    By products with matrices of two real numbers for a complex one: an FFT of small images takes longer, and so does
+    moving its frequencies to the front.
+    """
+    height, width = x.shape[:2]
+    down, across = _waves(high, 0, height, high).conj(), _waves(half, 0, width, 2 * half - 1).conj()
+    rows = torch.cat([across.real, across.imag]).to(x) @ x.flatten(2)
+    both = torch.stack([torch.stack([down.real, -down.imag], -1), torch.stack([down.imag, down.real], -1)])
+    found = both.view(2 * high, 2 * height).to(x) @ rows.view(2 * height, -1)
+    return found.view(2, high * half, *x.shape[2:])
+
+
+def _waves(count: int, start: int, stop: int, period: int) -> Tensor:
+    """exp(2 pi i f p / period) of frequencies f below `count` at pixels p from `start` to `stop`, complex."""
+    angle = torch.outer(torch.arange(count), torch.arange(start, stop)).double() * (2 * math.pi / period)
+    return torch.polar(torch.ones_like(angle), angle)
+
+
+def _lagged(x: Tensor, rows: Strip, columns: Strip) -> Tensor:
+    """Sum of x[p] x[p + lag]^T over images and the pixels p of strips: (lags down, lags across, channels, channels).
+
+    x: (height, width, images, channels). Partners outside of the image are zero.
+    """
+    lags = list(itertools.product(*(range(strip.first, strip.last + 1) for strip in (rows, columns))))
+    sums = x.new_empty(len(lags), x.shape[3], x.shape[3])
+    for lag, total in zip(lags, sums, strict=True):
+        own, partners = [], []
+        for strip, by, size in zip((rows, columns), lag, x.shape, strict=False):
+            start, stop = max(strip.start, -by), min(strip.stop, size - by)
+            own.append(slice(start, max(start, stop)))
+            partners.append(slice(start + by, max(start, stop) + by))
+        torch.mm(x[tuple(own)].flatten(0, 2).T, x[tuple(partners)].flatten(0, 2), out=total)
+    return sums.view(rows.last - rows.first + 1, -1, *sums.shape[1:])

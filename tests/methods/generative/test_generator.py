@@ -56,3 +56,10 @@ def test_images_are_rounded_to_8_bits_and_normalised_as_the_streams_are():
     assert kept.tolist() == [0, 128, 178, 255]  # 127.5 goes to the even neighbour, 178.5 in float32 is 178.49999
     assert generator.inputs(kept, *pixels).tolist() == pytest.approx([(v / 255 - 0.25) / 0.5 for v in kept.tolist()])
     assert generator.stored(x, None) is x and generator.inputs(x, None, None) is x
+
+
+def test_images_are_shown_by_class():
+    classes = torch.tensor([3, 0, 3, 0, 3, 0, 0] + [3] * 20)
+    shown = generator.by_class(torch.arange(27)[:, None], classes)
+    assert shown.tolist() == [[[1], [3], [5], [6]], [[0], [2], [4], [7]]]  # four of each, as class 0 has no more
+    assert generator.by_class(torch.arange(20), torch.zeros(20)).tolist() == [[*range(8)]]

@@ -158,11 +158,23 @@ def test_residual_spectrum_is_the_spectrum_of_the_projected_sketch(gram):
     assert remaining == pytest.approx(float(rest.square().sum() / a.square().sum()), rel=1e-12)
 
 
+@pytest.mark.parametrize("size", [1, 127, 128, 129, 300])  # up to three blocks
+def test_the_cholesky_factor_is_that_of_lapack(size):
+    x = _random(size, 2 * size)
+    gram = x @ x.T
+    before, factor = gram.clone(), bases.cholesky(gram, 0.5)
+    assert torch.equal(gram, before)
+    torch.testing.assert_close(factor, torch.linalg.cholesky(gram + 0.5 * torch.eye(size)), rtol=0, atol=1e-10)
+    lowest = float(torch.linalg.eigvalsh(gram)[0])
+    assert bases.cholesky(gram, -1.01 * lowest) is None  # an eigenvalue is negative
+
+
 def test_residual_share_at_its_ends():
     basis = _orthonormal(9, 3)
     assert bases.residual_spectrum(torch.zeros(9, 4), basis).share == 0.0
     assert bases.residual_spectrum(_random(9, 4), bases.empty(9)).share == 1.0
-    assert bases.residual_spectrum(basis @ _random(3, 4), basis).share < 1e-28
+    # Removing the basis from the Gram matrix rounds each of its 9 x 9 entries by up to eps times its norm.
+    assert bases.residual_spectrum(basis @ _random(3, 4), basis).share < 9 * 2.3e-16
 
 
 # --- residual_spectrum of what has noise on it -----------------------------------------------------------------------

@@ -195,6 +195,22 @@ def test_coverage_is_measured_on_the_new_basis():
         assert report["subspace_use"][layer.name] == basis.shape[1] / basis.shape[0]
 
 
+def test_energies_of_overlapping_patches_come_from_their_gram_matrix():
+    conv = nn.Conv2d(2, 3, 3, padding=1)
+    model, x = handle(Net(conv, nn.Flatten(), nn.Linear(48, 3)).double(), (2, 4, 4)), draws(5, 2, 4, 4)
+    strategy, phase = (
+        FOT(sketch="gram", threshold=0.6, bias="free"),
+        replace(GPSE_PHASE, name="coverage", diagnostic=True),
+    )
+    server, _ = one_gpse(strategy, model, x)
+    _, sums = gpse(strategy, model, server, clients_of(x, [torch.arange(5)]), info_of(model, phase=phase))
+    patches, basis = model.layers[0].inputs(x).flatten(0, 1).T, server["basis"]["0"]
+    residual = patches - basis @ (basis.T @ patches)
+    expected = [float(part.square().sum()) for part in (patches, residual)]
+    assert 0 < expected[1] < 0.4 * expected[0]
+    assert sums["energy/0"].tolist() == pytest.approx(expected, rel=1e-6)  # float32 sums up to 4,096 products
+
+
 @pytest.mark.parametrize("criterion", ["energy", "norm_ratio"])
 def test_the_estimated_coverage_is_exact_of_a_gram_matrix_and_too_high_of_a_narrow_sketch(criterion):
     model, x = handle(mlp(12, 10, 3), (12,)), draws(40, 12)

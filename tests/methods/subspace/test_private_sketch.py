@@ -311,14 +311,15 @@ def _scaled(info):
 
 
 def _bases(*overrides, strategy):
-    config = toy.config("cohort=4", "agg.weights=uniform", "tasks=2", *overrides)
+    config = toy.config("seed=1", "cohort=4", "agg.weights=uniform", "tasks=2", *overrides)
     record = toy.recording(strategy)(**config.strategy)
     cfl.run(config, stream=toy.stream(2), strategy=record)
     return record.rounds[-1][-1]["basis"]
 
 
 # A Gram matrix meets its bound. A Gaussian sketch exceeds it in half of the draws, by a fraction of about
-# 1 / sqrt(2 s d), and is then clipped: the weights of clients differ by a few percent.
+# 1 / sqrt(2 s d), and is then clipped: the weights of clients differ by a few percent. With seed 1 no
+# layer's rank is so near the next one that this changes it.
 @pytest.mark.parametrize(("sketch", "apart"), [("gram", 1e-4), ("gaussian", 0.05)])
 @pytest.mark.parametrize("secagg", ["none", "sum"])
 def test_a_run_with_next_to_no_noise_finds_the_basis_of_one_without(secagg, sketch, apart):

@@ -131,6 +131,18 @@ def test_a_sketch_in_float32_has_the_law_of_one_in_float64(products):
             assert int((bases.spectrum(sums.release())[1] > 0).sum()) == 20
 
 
+def test_draws_in_float32_are_standard_normal_and_independent():
+    # 3 x 50,001 draws in three blocks, the last with an odd number; rows of G are the sketch of unit vectors
+    draws = _fed(Direct(bases.empty(3).float(), 50_001, 5, by_sample=False), torch.eye(3)[:, None, :]).release()
+    assert scipy.stats.kstest(draws.flatten().numpy(), "norm").pvalue > 0.01
+    half = 2**15  # draws i and i + half come from the same pair of uniform numbers
+    first, second = draws.flatten()[:half], draws.flatten()[half : 2 * half]
+    for one, two in ((first, second), (first**2 - 1, second**2 - 1)):  # means of products: 0, variances 1 and 4
+        assert abs((one * two).mean()) < 4.5 * one.std() * two.std() / math.sqrt(half)
+    assert len(draws.flatten().unique()) > 0.99 * draws.numel()  # float32 has about 2^24 numbers to draw from
+    assert draws.isfinite().all() and draws.abs().max() < 5.8
+
+
 def test_vectors_are_kept_until_they_are_twice_as_many_as_dimensions():
     inputs, basis = _random(19, 1, 10), _orthonormal(10, 2)
     few, many = (_fed(Gram(basis, None, 0), inputs, batch=4) for _ in range(2))

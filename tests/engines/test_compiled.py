@@ -1,0 +1,126 @@
+"""Compiled steps: equal to traces up to rounding, and to the byte after a kill; what is not compiled, and why."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch._inductor import config as settings
+
+import cfl
+from cfl.core import ConfigError
+from cfl.engines import compiled as module
+from cfl.engines import traced
+from tests import toy
+from tests.runtime.test_resume import Killed, Stop, finished
+
+OPTIONS = ("tasks=2", "cohort=3", "engine=vmapped", "block=3", "local.batch_size=4", "local.lr=0.1")
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """The graphs that are compiled."""
+    graphs, compiled = [], traced.compiled
+
+    def noted(graph, leaves):
+        graphs.append(graph)
+        return compiled(graph, leaves)
+
+    monkeypatch.setattr(traced, "compiled", noted)
+    return graphs
+
+
+def weights(*overrides, method="fedavg", model=None):
+    config = toy.config(*OPTIONS, *overrides, method=method)
+    return cfl.run(config, stream=toy.stream(tasks=2, multi_head=False), model=model).params
+
+
+def largest(one, other):
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("fedavg", ("local.weight_decay=0.1",)),  # the update is compiled with the gradient
+        ("scaffold+fedprox", ("local.momentum=0.9",)),  # momentum's update is not
+        ("fedavg+fedsol", ("local.optimizer=adam", "local.lr=0.01")),
+        ("fedavg", ("model.adapter=lora", "model.adapter_rank=2")),  # frozen parameters are constants
+    ],
+)
+def test_compiled_steps_equal_traces_up_to_rounding(method, more, compilations):
+    plain = weights(*more, method=method)
+    assert not compilations
+    found = weights("compile=true", *more, method=method)
+    assert compilations and largest(found, plain) < 1e-5
+    start = toy.config(*OPTIONS, *more, "rounds=1", "local.lr=1e-9", method=method)
+    moved = cfl.run(start, stream=toy.stream(tasks=2, multi_head=False)).params
+    assert largest(plain, moved) > 0.01  # there was something to learn
+
+
+def test_an_update_by_hand():
+    """w = 2, gradient 3, decay 0.5: w - 0.1 (3 + 0.5 * 2) = 1.6; a compiled trace writes it in place."""
+    weight, grad, lr = torch.tensor([2.0]), torch.tensor([3.0]), torch.tensor(0.1, dtype=torch.float64)
+
+    def work(inputs, kind):
+        (param,), (slope,), (rate,) = (tuple(inputs[name].values()) for name in ("params", "grads", "lr"))
+        torch._fused_sgd_(
+            [param], [slope], [], weight_decay=0.5, momentum=0.0, lr=rate, dampening=0.0, nesterov=False,
+            maximize=False, is_first_step=False,
+        )  # fmt: skip
+        return {"": {"twice": 2 * slope}}
+
+    inputs = {"params": {"w": weight}, "grads": {"w": grad}, "lr": {"": lr}}
+    result = traced.Traces()(work, inputs, task=0, alike=True, compile=True)
+    assert weight.item() == pytest.approx(1.6) and result[""]["twice"].item() == 6.0
+
+
+def test_only_whole_blocks_with_whole_batches_are_compiled(compilations):
+    """Of 3 clients with 6 samples each, the first batch has 4 samples and the second one 2."""
+    weights("compile=true", "local.epochs=2")
+    inputs = [node.meta["val"] for graph in compilations for node in graph.graph.nodes if node.op == "placeholder"]
+    assert len(compilations) == 1 and {leaf.shape for leaf in inputs if leaf.dim() == 3} >= {(3, 4, 8)}
+
+
+def test_steps_that_draw_are_traced(compilations):
+    found = weights("compile=true", "model.dropout=[0.2,0.2]")
+    assert not compilations
+    plain = weights("model.dropout=[0.2,0.2]")
+    assert all(torch.equal(found[name], leaf) for name, leaf in plain.items())
+
+
+@pytest.mark.parametrize(("engine", "rounds"), [("vmapped", 1), ("vmapped", 5), ("pool+vmapped", 5)])
+def test_a_killed_run_ends_with_the_bytes_of_the_whole_one(engine, rounds, tmp_path: Path):
+    config = toy.config(*OPTIONS, "rounds=4", f"engine={engine}", "workers=1", "compile=true", method="fedavg+fedprox")
+    whole = cfl.run(config, stream=toy.stream(), output=tmp_path / "whole")
+    with pytest.raises(Killed):
+        cfl.run(config, stream=toy.stream(), output=tmp_path / "killed", sink=Stop(rounds))
+    resumed = cfl.run(config, stream=toy.stream(), output=tmp_path / "killed", resume=True)
+    assert finished(tmp_path / "killed") == finished(tmp_path / "whole")
+    assert all(torch.equal(leaf, whole.params[name]) for name, leaf in resumed.params.items())
+
+
+def test_without_a_compiler_the_run_says_so_once_and_traces(tmp_path: Path):
+    with settings.patch({"cpp.cxx": ("no-such-compiler",)}):
+        with pytest.warns(UserWarning, match=r"compile=true: no C\+\+ compiler") as said:
+            found = cfl.run(toy.config(*OPTIONS, "compile=true"), stream=toy.stream(), output=tmp_path / "run")
+        assert len([each for each in said if "compile=true" in str(each.message)]) == 1
+        cfl.run(toy.config(*OPTIONS, "compile=true"), stream=toy.stream(), output=tmp_path / "run", resume=True)
+    plain = cfl.run(toy.config(*OPTIONS), stream=toy.stream(), output=tmp_path / "plain")
+    assert all(torch.equal(leaf, found.params[name]) for name, leaf in plain.params.items())
+    assert finished(tmp_path / "run")[:2] == finished(tmp_path / "plain")[:2]
+    assert "compile: false\n" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+def test_obstacles():
+    assert "cuda" in module.obstacle(torch.device("cuda")) and not module.obstacle(torch.device("cpu"))
+
+
+def test_a_compiler_that_fails_ends_the_run_with_the_option_at_fault(monkeypatch):
+    import torch._inductor.compile_fx as compiler
+
+    def fails(*_):
+        raise RuntimeError("no space left")
+
+    monkeypatch.setattr(compiler, "compile_fx_inner", fails)
+    with pytest.raises(ConfigError, match="no space left; leave compile=true out"):
+        weights("compile=true")

@@ -1,0 +1,144 @@
+"""LoRM: merged layers by hand and against least squares, which factor trains when, and FedAvg as the limit."""
+
+import pytest
+import torch
+
+import cfl
+from cfl.assembly import methods
+from cfl.core import ConfigError
+from cfl.methods.strategies.lorm import LoRM, merged_update
+from cfl.methods.subspace.sketch import pack
+from cfl.runtime.builder import build_session
+from cfl.testing import check_strategy, toy_config
+from tests import toy
+
+ADAPTED = ("model.adapter=lora", "model.adapter_rank=3")
+ALL = ("partition.clients=3", "cohort=3", "tasks=1", "rounds=1", "local.lr=0.3")
+
+
+def one_round(*options, net=None):
+    """A round of 3 clients: the session, its inputs before the round, and each client's weights after training."""
+    config, local = toy.config(*ALL, *options, method="lorm"), {}
+    session = build_session(config, toy.stream(1), methods.build(config), net or toy.mlp(8, 6, 6, 2))
+    inputs = session.prepare(0)
+    session.round(0, lambda info, client, params: local.update({client: params}))
+    return session, inputs, local
+
+
+def samples(client):
+    return next(client.batches(1000)).x.double()
+
+
+# --- by hand ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_merge_by_hand():
+    # d = 1: inputs with G_1 = 1 and G_2 = 4, weights 3 and 1, broadcast 0: W = (3 * 1 + 1 * 4) / (1 + 4) = 1.4.
+    step = merged_update(torch.tensor([5.0]), torch.tensor([[1 * (0.0 - 3) + 4 * (0.0 - 1)]]))
+    assert 0 - step.item() == pytest.approx(1.4)
+
+
+def test_where_no_client_has_inputs_the_weight_stays():
+    # All inputs are along the first axis; a weight along the second one has no say, and keeps its value: a step of 0.
+    gram = torch.tensor([[2.0, 0.0], [0.0, 0.0]])
+    assert merged_update(pack(gram), torch.tensor([[4.0], [0.0]])).tolist() == [[2.0, 0.0]]
+
+
+def test_gamma_shrinks_the_off_diagonal_entries_of_both_sums():
+    grams = {}
+    for gamma in (1.0, 0.25):
+        session, inputs, _ = one_round(f"strategy.gamma={gamma}")
+        rule, model = LoRM(gamma=gamma), session.model
+        with model.evaluation():
+            params = {**inputs.shared["params"], "0.weight": inputs.shared["params"]["0.weight"] - 1.0}
+            up, _ = rule.work(params, inputs.clients[0], inputs.shared, {}, inputs.info)
+        x = samples(inputs.clients[0])
+        gram = x.T @ x
+        expected = gamma * gram + (1 - gamma) * gram.diag().diag()
+        assert torch.allclose(up["gram/0"], pack(expected), atol=1e-10)
+        assert torch.allclose(up["update/0"], expected.sum(1, keepdim=True).expand(8, 6), atol=1e-10)  # W - W_i = 1
+        grams[gamma] = up["gram/0"]
+    assert not torch.allclose(*grams.values())
+
+
+# --- limit -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adapter", [(), ADAPTED])
+def test_a_single_client_keeps_its_own_layers(adapter):
+    # W = W_1 G G^-1 = W_1 (of adapters: B alone moves in the first round), as the average of one client.
+    alone = ("partition.clients=1", "cohort=1", *adapter)
+    session, _, local = one_round(*alone)
+    after = session.state.server["params"]
+    assert all(torch.allclose(after[name], leaf, atol=1e-6) for name, leaf in local[0].items())
+    moved = {name for name, leaf in local[0].items() if not torch.equal(leaf, session.model.params[name])}
+    assert moved == ({"0.b.weight", "2.b.weight", "4.weight", "4.bias"} if adapter else {*session.model.params})
+
+
+# --- property --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adapter", [(), ADAPTED])
+def test_a_merge_is_the_least_squares_solution(adapter):
+    session, inputs, local = one_round("strategy.gamma=1.0", *adapter)
+    sent, after = inputs.shared["params"], session.state.server["params"]
+    path = "0.b" if adapter else "0"
+    name = f"{path}.weight"
+    x = [samples(client) for client in inputs.clients]
+    if adapter:  # the inputs of B are A x, with one A for all
+        x = [one @ sent["0.a.weight"].T for one in x]
+    y = [one @ local[client.id][name].T for one, client in zip(x, inputs.clients, strict=True)]
+    solution = torch.linalg.lstsq(torch.cat(x), torch.cat(y)).solution.T
+    assert torch.allclose(after[name], solution, atol=1e-6)
+    mean = torch.stack([params[name] for params in local.values()]).mean(0)
+    errors = [float((torch.cat(x) @ w.T - torch.cat(y)).square().sum()) for w in (after[name], mean)]
+    assert errors[0] < 0.99 * errors[1]
+    if not adapter:  # the second layer: its inputs are those of the client's own first layer
+        h = [(samples(c) @ local[c.id]["0.weight"].T + local[c.id]["0.bias"]).relu() for c in inputs.clients]
+        y = [one @ local[c.id]["2.weight"].T for one, c in zip(h, inputs.clients, strict=True)]
+        best = torch.linalg.lstsq(torch.cat(h), torch.cat(y), driver="gelsd").solution.T  # h may have dead units
+        found, best = ((torch.cat(h) @ w.T - torch.cat(y)).square().sum() for w in (after["2.weight"], best))
+        assert torch.allclose(found, best, rtol=1e-4)
+
+
+def test_a_round_trains_one_factor_b_first():
+    rule = toy.recording(LoRM)()
+    config = toy.config(*ADAPTED, "tasks=2", "rounds=3", "local.lr=0.3", method="lorm")
+    cfl.run(config, stream=toy.stream(2, multi_head=True), strategy=rule)
+    for info, down, server in rule.rounds:
+        moved = {n for n, leaf in down["params"].items() if not torch.equal(leaf, server["params"][n])}
+        factor = "ba"[info.round % 2]
+        assert moved == {f"1.{factor}.weight", f"3.{factor}.weight", f"5.weight@{info.task}", f"5.bias@{info.task}"}
+
+
+def test_uploads_by_hand():
+    # Round 0 trains B: for each of the two layers a Gram matrix of 3 inputs, 6 numbers, and an update 3 x 6, and the
+    # head's 14 numbers. Round 1 trains A: Gram matrices of 8 and 6 inputs, 36 and 21 numbers, and updates 8 x 3, 6 x 3.
+    sink = toy.Rows()
+    config = toy.config(*ADAPTED, "tasks=1", method="lorm")
+    cfl.run(config, stream=toy.stream(1, multi_head=True), sink=sink)
+    assert [row["bytes_up"] for row in sink.rows] == [
+        3 * 4 * (2 * (6 + 18) + 14),
+        3 * 4 * (36 + 24 + 21 + 18 + 14),
+    ]
+
+
+# --- conformance -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [(), ADAPTED])
+def test_conformance(options):
+    check_strategy(LoRM(), config=toy_config(*options))
+
+
+def test_sums_are_enough():
+    runs = [
+        cfl.run(toy.config(*ADAPTED, *own, "local.lr=0.3", method="lorm"), stream=toy.stream())
+        for own in ((), ("secagg=full",))
+    ]
+    assert torch.allclose(*(toy.flat(run.params) for run in runs), atol=1e-3)
+
+
+def test_noise_is_refused():
+    with pytest.raises(ConfigError, match=r"noise in Gram matrices would decide their inverses; set dp.level=none"):
+        toy.config("dp.noise_multiplier=1", "agg.weights=uniform", method="lorm")
