@@ -222,8 +222,14 @@ def console_sink(quiet: bool) -> Sink:
 
 def usual_sink(progress: bool | None) -> Sink:
     """Return the sink of `cfl.run`. progress: whether to show it; None: in a terminal and in a notebook."""
-    watched = sys.stdout.isatty() or "ipykernel" in sys.modules
+    watched = sys.stdout.isatty() or _in_notebook()
     return console_sink(quiet=not (watched if progress is None else progress))
+
+
+def _in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook; other packages import ipykernel in scripts as well."""
+    kernel = sys.modules.get("ipykernel.kernelapp")
+    return kernel is not None and kernel.IPKernelApp.initialized()
 
 
 def task_line(row: Mapping[str, Any]) -> str:

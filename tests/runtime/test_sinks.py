@@ -1,7 +1,6 @@
 import io
 import sys
 import time
-import types
 
 import pytest
 from rich.progress import Progress
@@ -82,7 +81,10 @@ def test_the_silent_sink_warns_nevertheless():
 def test_a_run_shows_its_progress_where_somebody_watches(monkeypatch, capsys):
     assert isinstance(usual_sink(None), NullSink)  # captured output is no terminal
     assert isinstance(usual_sink(True), PlainSink) and isinstance(usual_sink(False), NullSink)
-    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
+    from ipykernel.kernelapp import IPKernelApp
+
+    assert isinstance(usual_sink(None), NullSink)  # an import of ipykernel does not make a notebook
+    monkeypatch.setattr(IPKernelApp, "initialized", lambda: True)
     assert isinstance(usual_sink(None), PlainSink)  # a notebook, whose output is no terminal either
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     assert isinstance(usual_sink(None), RichSink) and isinstance(usual_sink(False), NullSink)
