@@ -4,12 +4,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cfl.contract.samples import Batch
+from cfl.core.functorch import transforming
 
 
 def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
     """Cross-entropy of each sample: (batch,). logits: (batch, classes)."""
-    # F.cross_entropy is slower under vmap: its `ignore_index` adds a dozen operations
-    return -logits.log_softmax(dim=1).gather(1, batch.y[:, None]).squeeze(1)
+    if transforming():  # F.cross_entropy is slower there: its `ignore_index` adds a dozen operations
+        return -logits.log_softmax(dim=1).gather(1, batch.y[:, None]).squeeze(1)
+    return F.cross_entropy(logits, batch.y, reduction="none")
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:

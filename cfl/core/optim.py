@@ -15,6 +15,8 @@ from cfl.core import tree
 from cfl.core.functorch import transforming
 from cfl.core.tree import Tree
 
+_FUSED = (torch.float32, torch.float64)
+
 
 def _never(grads: Tree, params: Tree) -> bool:
     return False
@@ -94,8 +96,8 @@ def adam(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_dec
 
 def _fusible(leaf: Tensor, grad: Tensor) -> bool:
     """Whether torch's fused kernel accepts the two tensors and gives the same bits as the loop."""
-    alike = leaf.shape == grad.shape and leaf.dtype == grad.dtype and leaf.is_contiguous() and grad.is_contiguous()
-    return alike and leaf.device.type == grad.device.type == "cpu" and leaf.dtype in (torch.float32, torch.float64)
+    alike = leaf.is_cpu and grad.is_cpu and leaf.dtype == grad.dtype and leaf.shape == grad.shape
+    return alike and leaf.dtype in _FUSED and leaf.is_contiguous() and grad.is_contiguous()
 
 
 def build(name: Literal["sgd", "adam"], momentum: float, weight_decay: float) -> Optimizer:

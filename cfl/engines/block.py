@@ -36,7 +36,8 @@ class Block:
 
     local: stacked weights; state: stacked states, as far as the hooks of a step may see them; plans: for each client
     and step, the positions of the batch in the client's data and the parts of the key of random augmentation;
-    memories: for each client, the samples that it draws from its memory at each step.
+    memories: for each client, the samples that it draws from its memory at each step; width: batches with fewer samples
+    are padded to so many, if none is augmented.
     """
 
     clients: list[Client]
@@ -44,6 +45,7 @@ class Block:
     state: Tree
     plans: list[list[tuple[Tensor, tuple[int, int]]]]
     memories: list[Iterator[Batch]]
+    width: int = 1
 
     def __post_init__(self) -> None:
         self.ids = torch.tensor([client.id for client in self.clients])
@@ -82,7 +84,7 @@ class Block:
     def _all_rows(self) -> tuple[Tensor, Tensor]:
         """Return the sample rows and the masks of all batches: both (steps, clients, batch), padded with 0."""
         sizes = torch.tensor([*zip_longest(*self.sizes, fillvalue=0)])
-        mask = torch.arange(max(1, int(sizes.max()))) < sizes[:, :, None]
+        mask = torch.arange(max(self.width, int(sizes.max()))) < sizes[:, :, None]
         held = [client.shares[client.task].rows for client in self.clients]
         positions = torch.cat([part for plan in self.plans for part, _ in plan])
         first = torch.tensor([0, *accumulate(map(len, held[:-1]))], device=positions.device)
@@ -112,7 +114,7 @@ class Block:
         begin, ahead = self._gathered
         if index >= begin + len(ahead["y"]):
             begin, ahead = self._gathered = index, self._gather(index)
-        width = max(1, *(self.sizes[i][index] for i in at))
+        width = max(self.width, *(self.sizes[i][index] for i in at))
         which = slice(len(at)) if at[-1] + 1 == len(at) else at
         return {name: ahead[name][index - begin, which, :width].contiguous() for name in ("x", "y", "mask", "ids")}
 

@@ -106,7 +106,10 @@ class VmappedEngine(LoopEngine):
             plans.append([(part, (key, number)) for parts, key in epochs for number, part in enumerate(parts)])
         state = tree.stack([self.composed.step_state(inputs.states[client.id]) for client in clients])
         memories = list(self._memories(inputs, clients))
-        return Block(clients, Local(params, buffers, step.optimizer.init(params)), state, plans, memories)
+        local = Local(params, buffers, step.optimizer.init(params))
+        # One shape for all steps of a block, so that one compilation serves them; batch statistics forbid padding.
+        width = self.batch_size if self.compile and not self._batch_statistics else 1
+        return Block(clients, local, state, plans, memories, width)
 
     def _memories(self, inputs: RoundInputs, clients: list[Client]) -> Iterator[Iterator[Batch]]:
         """Yield the draws of each client from its memory. Clients without a memory share one empty batch."""
