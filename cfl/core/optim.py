@@ -3,7 +3,7 @@
 An update touches only the names in the gradients: unused heads get neither weight decay nor momentum.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
 import torch
@@ -49,11 +49,13 @@ def sgd(momentum: float = 0.0, weight_decay: float = 0.0) -> Optimizer:
         return not momentum and not transforming() and all(_fusible(params[name], grads[name]) for name in grads)
 
     def update(grads: Tree, state: Tree, params: Tree, lr: float | Tensor, step: int) -> None:
+        fused = fuses(grads, params)
+        dense = _contiguous if fused else list
         torch_sgd(
-            [params[name] for name in grads],
-            list(grads.values()),
+            dense(params[name] for name in grads),
+            dense(grads.values()),
             [state[name] if momentum else None for name in grads],
-            fused=fuses(grads, params),
+            fused=fused,
             foreach=False,
             weight_decay=weight_decay,
             momentum=momentum,
@@ -96,8 +98,16 @@ def adam(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_dec
 
 def _fusible(leaf: Tensor, grad: Tensor) -> bool:
     """Whether torch's fused kernel accepts the two tensors and gives the same bits as the loop."""
-    alike = leaf.is_cpu and grad.is_cpu and leaf.dtype == grad.dtype and leaf.shape == grad.shape
-    return alike and leaf.dtype in _FUSED and leaf.is_contiguous() and grad.is_contiguous()
+    if not (leaf.is_cpu and grad.is_cpu and leaf.dtype == grad.dtype and leaf.dtype in _FUSED):
+        return False
+    if leaf.is_contiguous():
+        return leaf.shape == grad.shape and grad.is_contiguous()
+    return leaf.is_contiguous(memory_format=torch.channels_last) and leaf.stride() == grad.stride()
+
+
+def _contiguous(leaves: Iterable[Tensor]) -> list[Tensor]:
+    """Contiguous views of leaves that are so, or have channels last: the fused kernel pairs numbers by their place."""
+    return [leaf if leaf.is_contiguous() else leaf.permute(0, 2, 3, 1) for leaf in leaves]
 
 
 def build(name: Literal["sgd", "adam"], momentum: float, weight_decay: float) -> Optimizer:

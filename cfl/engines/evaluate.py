@@ -95,6 +95,7 @@ def accuracies(
     counts: dict[int, list[Tensor]] = {task: [] for task in served}  # correct and not finite, of each batch
     with torch.no_grad():
         for task, *others in groups.values():
+            params = model.laid_out(dict(served[task]))
             rows = {own: torch.arange(len(parts[own])) for own in (task, *others)}
             if separate and len(parts[task]) > batch_size:  # samples sorted by class would give batches of one class
                 source = rng.generator(rng.key(model.seed, "evaluation", task))
@@ -105,7 +106,7 @@ def accuracies(
                 sizes = {own: len(labels) for own, (_, labels) in pieces.items()}
                 logits = None if inference is None else inference(model, x, sizes)
                 if logits is None:
-                    logits = model.predict(served[task], x, head[task])
+                    logits = model.predict(params, x, head[task])
                 found = torch.stack([logits.argmax(dim=1) == y, ~logits.amax(dim=1).isfinite()])
                 for own, mine in zip(pieces, found.split([*sizes.values()], dim=1), strict=True):
                     counts[own].append(mine.sum(dim=1))

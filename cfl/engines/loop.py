@@ -14,7 +14,7 @@ from cfl.aggregation.plain import UploadSum
 from cfl.contract import MEMORY, Batch, Client, Gathers, RoundInfo, RoundInputs, Strategy, TreesByOwner
 from cfl.contract.composed import STRATEGY, ComposedMethod, own_state
 from cfl.contract.finite import any_of
-from cfl.core import RAW, HookError, Tree, UpdateError, rng
+from cfl.core import RAW, HookError, Tree, UpdateError, rng, tree
 from cfl.core.errors import MOST_NAMES, few
 from cfl.core.optim import Optimizer
 from cfl.engines.base import Collected, Engine, Observe, Sums
@@ -167,6 +167,8 @@ class LoopEngine(Engine):
         """Train a client for its local epochs."""
         info, shared, state = inputs.info, inputs.shared, inputs.states[client.id]
         local, index, id = step.start(shared["params"]), 0, torch.tensor(client.id)
+        if self._fast_layout:
+            local = local._replace(params=self.model.laid_out(local.params))
         seen = self.composed.step_state(state)
         memories = self.memories(info, state, client)
         self.model.module.train()
@@ -179,7 +181,14 @@ class LoopEngine(Engine):
                     local, loss = step(local, given)
                     losses.append(loss)
                     index += 1
-        return Trained(client, {**local.params, **local.buffers}, index, torch.stack(losses).mean())
+        params = tree.map(torch.Tensor.contiguous, local.params)
+        return Trained(client, {**params, **local.buffers}, index, torch.stack(losses).mean())
+
+    @property
+    def _fast_layout(self) -> bool:
+        """Whether weights may have another memory layout in local steps: hooks that see them could call `view`."""
+        acting = self.composed.acting
+        return self.noise is None and not (acting["around"] or acting["penalty"] or acting["adjust"])
 
     def plan(self, info: RoundInfo, client: Client, epoch: int) -> tuple[list[Tensor], int]:
         """Return the positions of each batch of an epoch in the client's data, and the key of random augmentation."""
