@@ -11,6 +11,7 @@ our engines; the peak and the alternatives are in float32, but for plain-bf16. A
 - hand: the same steps as the `loop` engine makes, to the sample, written by hand: what an engine costs beside them;
 - products: the matrix products of the round alone, a process a core (MLPs only): what no engine can undercut;
 - pool+vmapped: our engine of that name, beside `--engine flower`;
+- float32: our engine in float32, beside `--precision bf16`;
 - pfl: pfl-research with one process, and with two ("pfl-2", also alone); flower: its simulation, one core a client;
 - jax: plain JAX on the CPU, jit, vmap and scan at their fastest, all cores (FedJAX is no longer maintained).
 
@@ -47,7 +48,7 @@ from cfl.assembly import resolve as configuration
 from cfl.core import machine, rng
 from cfl.runtime.builder import build_session
 
-ALONE = ("plain", "plain-bf16", "hand", "products", "pool+vmapped", "pfl-2", "flower", "jax")
+ALONE = ("plain", "plain-bf16", "hand", "products", "pool+vmapped", "float32", "pfl-2", "flower", "jax")
 AGAINST = {name: (name,) for name in ALONE} | {"pfl": ("pfl", "pfl-2")}
 PACKAGES = {"pfl": "pfl", "pfl-2": "pfl", "flower": "flwr", "jax": "jax"}
 SAME = 0.1  # batches are drawn differently, so the weights move a little differently
@@ -229,6 +230,9 @@ def measure(
                 own: Ours | Plain | Hand
                 if name == "pool+vmapped":
                     own = Ours(work, name, device, block, precision)
+                    stack.callback(own.session.close)
+                elif name == "float32":
+                    own = Ours(work, engine, device, block, name, compile)
                     stack.callback(own.session.close)
                 elif name == "hand":
                     own = Hand(work, ours)

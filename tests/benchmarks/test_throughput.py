@@ -128,6 +128,14 @@ def test_the_precision_reaches_the_configuration(tp, work, monkeypatch):
     assert first["precision"] == "float32" and second == {**first, "precision": "bf16"}
 
 
+def test_bf16_beside_our_own_float32(tp, work, monkeypatch):
+    used, build = [], tp.configuration.load
+    monkeypatch.setattr(tp.configuration, "load", lambda options: used.append(options["precision"]) or build(options))
+    row = tp.measure(work, "loop", ["float32"], runs=1, best=1.0, burst=0.0, precision="bf16")
+    assert used == ["bf16", "float32"]
+    assert row["ratio_vs_float32"] == row["seconds"]["float32"][0] / row["seconds"]["ours"][0]
+
+
 def test_other_work_is_refused(tp, work, monkeypatch):
     monkeypatch.setattr(tp.Plain, "round", lambda self: {"w": torch.ones(1)})
     with pytest.raises(RuntimeError, match="tiny: plain moves the weights by 1.0"):
