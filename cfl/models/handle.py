@@ -19,7 +19,7 @@ from cfl.core.functorch import transforming
 from cfl.models import adapters
 from cfl.models import precision as precisions
 from cfl.models.layers import drop_running_stats, full_name, layers_of, leaf_slots, norm_parameters
-from cfl.models.layout import allows_channels_last, channels_last, is_channels_last
+from cfl.models.memory_format import allows_channels_last, channels_last, is_channels_last
 from cfl.models.precision import Precision
 from cfl.models.tracing import check_outputs, frozen_names, own_copy, trace
 

@@ -7,7 +7,7 @@ from torch import nn
 from cfl import models
 from cfl.core import optim, rng
 from cfl.models import Model
-from cfl.models.layout import allows_channels_last, is_channels_last
+from cfl.models.memory_format import allows_channels_last, is_channels_last
 
 SHAPE = (3, 8, 8)
 
