@@ -66,6 +66,16 @@ class PublicConfig(Section):
     samples: Positive | None = Field(None, description="number of samples, drawn by the seed; null for all")
 
 
+class TextConfig(Section):
+    """Samples of a benchmark of texts."""
+
+    tokenizer: str | None = Field(
+        None, description="file tokenizer.json; null: a WordPiece tokenizer, trained on the training texts"
+    )
+    vocabulary: int = Field(8192, ge=6, le=2**20, description="largest number of token ids of a trained tokenizer")
+    max_length: int = Field(64, ge=8, le=2**13, description="tokens of a sample; longer texts are cut off")
+
+
 class ModelConfig(Section):
     """Network; `model.<x>` for any other x is an option of the model's builder."""
 
@@ -209,6 +219,7 @@ class RunConfig(Section):
     server: ServerConfig = ServerConfig()
     agg: AggConfig = AggConfig()
     public: PublicConfig = PublicConfig()
+    text: TextConfig = TextConfig()
     strategy: dict[str, Any] = Field(default_factory=dict, description="hyper-parameters of the method")
     regularizer: dict[str, dict[str, Any]] = Field(default_factory=dict, description="options of local regularizers")
     eval_every: int = Field(

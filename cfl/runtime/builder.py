@@ -89,7 +89,8 @@ def build_session(
     label = "+".join(type(member).__name__ for member in members.values()) if custom else config.label
     stream, validation = _prepared(stream, config)
     public = _checked_public(config, stream, members, label)
-    module = network.build(config, stream.input_shape, stream.tasks[0].classes) if own is None else own
+    shape, outputs = stream.input_shape, stream.tasks[0].classes
+    module = network.build(config, shape, outputs, stream.vocabulary) if own is None else own
     device = machine.device(config.device)
     model = network.handle(config, module, stream.input_shape, stream.heads, stream.scenario, device)
     notes, start = _start(config, model)

@@ -1,0 +1,62 @@
+"""Made sentences on ten topics: a small data set of texts that needs no file.
+
+A sentence fills a template with words of its topic and with words that all topics share, so its class follows from a
+few of its words, whatever the template. Every sentence occurs once.
+"""
+
+from cfl.core import rng
+from cfl.streams.corpora import Corpus
+from cfl.streams.tokens import Texts
+
+TRAIN, TEST = 160, 40  # sentences a topic
+
+# topic -> who, what they do, to what
+_TOPICS = {
+    "cooking": ("cook baker chef waiter", "stirs bakes tastes serves", "soup bread sauce cake"),
+    "sailing": ("sailor captain pilot rower", "steers anchors rigs boards", "boat yacht ferry raft"),
+    "music": ("singer drummer pianist composer", "plays sings tunes records", "song violin piano chorus"),
+    "farming": ("farmer shepherd ploughman gardener", "plants harvests waters feeds", "wheat cow orchard sheep"),
+    "astronomy": ("astronomer stargazer physicist observer", "tracks photographs measures predicts",
+                  "comet planet galaxy eclipse"),
+    "football": ("striker goalkeeper referee coach", "kicks passes blocks scores", "ball goal penalty match"),
+    "medicine": ("doctor nurse surgeon dentist", "heals examines bandages vaccinates", "patient wound fever tooth"),
+    "law": ("judge lawyer sheriff notary", "accuses acquits defends sentences", "thief trial witness contract"),
+    "building": ("mason carpenter plumber architect", "builds plasters drills designs", "wall roof bridge tower"),
+    "finance": ("banker broker cashier accountant", "lends invests counts audits", "loan share budget coin"),
+}  # fmt: skip
+_TEMPLATES = (
+    "the {who} {does} the {what} {when}",
+    "{when} the {how} {who} {does} a {what}",
+    "nobody knows why the {who} {does} the {how} {what}",
+    "we saw how a {who} {does} the {what} with a friend {when}",
+)
+_HOW = ("old", "young", "quiet", "famous", "clever", "tired")
+_WHEN = ("today", "at night", "in the morning", "every week", "after the rain", "once again")
+
+
+def classes() -> list[str]:
+    """Names of the topics, in the order of their class numbers."""
+    return list(_TOPICS)
+
+
+def corpus() -> Corpus:
+    """The sentences, the same in every run: 160 train and 40 test sentences of each topic, with labels from 0."""
+    train, test = Texts([], None, []), Texts([], None, [])
+    for label, topic in enumerate(_TOPICS):
+        sentences = _sentences(topic, TRAIN + TEST)
+        for texts, part in ((train, sentences[:TRAIN]), (test, sentences[TRAIN:])):
+            texts.first.extend(part)
+            texts.labels.extend([label] * len(part))
+    return Corpus(train, test)
+
+
+def _sentences(topic: str, count: int) -> list[str]:
+    """That many sentences on a topic, all different."""
+    draws = rng.numpy_generator(rng.key(0, "topics", topic))
+    who, does, what = (words.split() for words in _TOPICS[topic])
+    found: dict[str, None] = {}
+    while len(found) < count:
+        words = {"who": who, "does": does, "what": what, "how": _HOW, "when": _WHEN}
+        drawn = {name: choices[draws.integers(len(choices))] for name, choices in words.items()}
+        found[_TEMPLATES[draws.integers(len(_TEMPLATES))].format(**drawn)] = None
+    return list(found)
