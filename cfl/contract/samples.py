@@ -11,7 +11,8 @@ from torch.nn import functional
 class Batch(NamedTuple):
     """A minibatch of one client.
 
-    x: (batch, ...) inputs, float32 or, of texts, (batch, 2, l) int64 token ids and their mask; y: (batch,) int64 labels in [0, classes of the task's head).
+    x: (batch, ...) inputs; of texts (batch, 2, l) int64, token ids and their mask;
+    y: (batch,) int64 labels in [0, classes of the task's head);
     mask: (batch,) 1.0 for a sample, 0.0 for padding; ids: (batch,) int64, the same for a sample on every client.
     task: (batch,) int64 task of each sample, or None if every sample belongs to the round's task.
     """

@@ -16,6 +16,6 @@ from cfl.streams.tokens import TextOptions
 from cfl.streams.validation import held_out
 
 __all__ = [
-    "Benchmark", "Deal", "TaskSamples", "TextOptions", "Pool", "Stream", "Task", "build", "deal", "from_tensors", "held_out",
-    "selected", "with_public", "with_scenario",
+    "Benchmark", "Deal", "TaskSamples", "TextOptions", "Pool", "Stream", "Task", "build", "deal", "from_tensors",
+    "held_out", "selected", "with_public", "with_scenario",
 ]  # fmt: skip

@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from cfl.core import ConfigError, DataError, unknown
 from cfl.core.plugins import benchmarks

@@ -50,7 +50,8 @@ def public(
     samples: at most that many, drawn without replacement with key(seed, "public") and kept in the data set's order;
     None: all. Grey images are repeated to three channels, colour images averaged to one channel. Images of another
     height or width are resized by bilinear interpolation with antialiasing. Normalisation is that of the stream's first
-    task. Texts are encoded by the stream's tokenizer. CINIC-10 contains the images of CIFAR-10, so neither is independent public data for the other.
+    task. CINIC-10 contains the images of CIFAR-10, so neither is independent public data for the other. Texts are
+    encoded by the stream's tokenizer.
     Raises ConfigError for an unknown name, the stream's own data set and fewer than 1 sample; DataError for a missing
     data set, and for a stream whose samples are vectors, floating-point images, or have other than 1 or 3 channels.
     """

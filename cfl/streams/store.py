@@ -27,8 +27,8 @@ class TaskSamples:
     permutation: (pixels,) int64, applied to the flattened image on gather (the shape is kept), or None;
     augment: kinds of random augmentation, of `cfl.streams.augment.KINDS`, that `gather` applies when it gets a key.
     Raises DataError if `index` and `targets` are not int64 or differ in length, for a row that the pool does not have,
-    for a permutation of other pixels, and for one of tokens; ConfigError for fields of another type, an unknown augmentation, and an
-    augmentation of samples that are not images.
+    for a permutation of other pixels, and for one of tokens; ConfigError for fields of another type, an unknown
+    augmentation, and an augmentation of samples that are not images.
     """
 
     pool: Pool
@@ -107,7 +107,8 @@ class Task:
 class Stream:
     """The ordered tasks of a benchmark.
 
-    input_shape: shape of one sample, (C, H, W), (d,), or (2, length) for tokens; multi_head: one head a task instead of one for all tasks;
+    input_shape: shape of one sample, (C, H, W), (d,), or (2, length) of tokens;
+    multi_head: one head a task instead of one for all tasks;
     growing: the heads are parts of one head, and a task's targets and `classes` count those of earlier tasks, too;
     public: unlabelled inputs that the server and all clients have (their targets are zeros without meaning), or None;
     encoder: makes samples of texts, in a stream of texts; None otherwise.

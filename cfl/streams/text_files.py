@@ -53,11 +53,12 @@ def json_lines(file: Path, columns: Columns) -> list[Row]:
 
 def delimited(file: Path, columns: Columns) -> list[Row]:
     """Rows of a table with tabs or commas. Raises DataError for a file without the columns, or one cut off."""
-    quoting = csv.QUOTE_MINIMAL if columns.quoted else csv.QUOTE_NONE
     before = csv.field_size_limit(_LONGEST)
     try:
         with file.open(newline="", encoding=columns.encoding) as lines:
-            table = csv.reader(lines, delimiter=columns.delimiter, quoting=quoting)
+            table = csv.reader(
+                lines, delimiter=columns.delimiter, quoting=csv.QUOTE_MINIMAL if columns.quoted else csv.QUOTE_NONE
+            )
             header = columns.header or next(table, [])
             rows = (dict(zip(header, row)) for row in table if row)
             return _picked(rows, columns, file, 1 if columns.header else 2)

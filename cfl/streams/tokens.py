@@ -39,8 +39,8 @@ class Texts(NamedTuple):
 
     def taken(self, rows: Sequence[int]) -> Texts:
         """The texts at some positions."""
-        first, labels = ([part[row] for row in rows] for part in (self.first, self.labels))
-        return Texts(first, None if self.second is None else [self.second[row] for row in rows], labels)
+        second = None if self.second is None else [self.second[row] for row in rows]
+        return Texts([self.first[row] for row in rows], second, [self.labels[row] for row in rows])
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ A sentence fills a template with words of its topic and with words that all topi
 few of its words, whatever the template. Every sentence occurs once.
 """
 
+from collections.abc import Sequence
+
 from cfl.core import rng
 from cfl.streams.corpora import Corpus
 from cfl.streams.tokens import Texts
@@ -41,13 +43,15 @@ def classes() -> list[str]:
 
 def corpus() -> Corpus:
     """The sentences, the same in every run: 160 train and 40 test sentences of each topic, with labels from 0."""
-    train, test = Texts([], None, []), Texts([], None, [])
-    for label, topic in enumerate(_TOPICS):
-        sentences = _sentences(topic, TRAIN + TEST)
-        for texts, part in ((train, sentences[:TRAIN]), (test, sentences[TRAIN:])):
-            texts.first.extend(part)
-            texts.labels.extend([label] * len(part))
-    return Corpus(train, test)
+    sentences = [_sentences(topic, TRAIN + TEST) for topic in _TOPICS]
+    train, test = [own[:TRAIN] for own in sentences], [own[TRAIN:] for own in sentences]
+    return Corpus(_joined(train), _joined(test))
+
+
+def _joined(topics: Sequence[Sequence[str]]) -> Texts:
+    """Sentences of all topics, with the number of the topic as the label."""
+    labelled = [(sentence, label) for label, own in enumerate(topics) for sentence in own]
+    return Texts([sentence for sentence, _ in labelled], None, [label for _, label in labelled])
 
 
 def _sentences(topic: str, count: int) -> list[str]:
@@ -55,8 +59,8 @@ def _sentences(topic: str, count: int) -> list[str]:
     draws = rng.numpy_generator(rng.key(0, "topics", topic))
     who, does, what = (words.split() for words in _TOPICS[topic])
     found: dict[str, None] = {}
+    words: dict[str, Sequence[str]] = {"who": who, "does": does, "what": what, "how": _HOW, "when": _WHEN}
     while len(found) < count:
-        words = {"who": who, "does": does, "what": what, "how": _HOW, "when": _WHEN}
-        drawn = {name: choices[draws.integers(len(choices))] for name, choices in words.items()}
-        found[_TEMPLATES[draws.integers(len(_TEMPLATES))].format(**drawn)] = None
+        drawn = {name: choices[int(draws.integers(len(choices)))] for name, choices in words.items()}
+        found[_TEMPLATES[int(draws.integers(len(_TEMPLATES)))].format(**drawn)] = None
     return list(found)
