@@ -80,6 +80,9 @@ class ModelConfig(Section):
     """Network; `model.<x>` for any other x is an option of the model's builder."""
 
     name: str = Field("mlp", description="name of the model; see `cfl-run list models`")
+    weights: str | None = Field(
+        None, description="folder of pretrained weights, which sets name and sizes of the network; null: random weights"
+    )
     norm_stats: Literal["per_task", "batch", "running"] = Field(
         "per_task", description="statistics that normalisation layers use at test time"
     )
