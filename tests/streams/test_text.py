@@ -15,7 +15,7 @@ from cfl.runtime.runner import stream_of
 from cfl.streams import TextOptions, corpora, topics, with_scenario
 from tests.streams.test_corpora import pairs_as_json, reviews, write
 
-SHORT = TextOptions(vocabulary=300, max_length=16)
+SHORT = TextOptions(vocabulary=600, max_length=24)
 WORDS = (
     "bad awful poor weak",
     "fair plain usual common",
@@ -67,8 +67,8 @@ def test_topics_are_different_sentences_with_words_of_their_own():
 
 def test_topics_are_split_by_class_with_the_texts_of_the_corpus():
     stream = streams.build("split-topics", seed=3, text=SHORT)
-    assert (len(stream), stream.scenario, stream.input_shape) == (5, "task", (2, 16))
-    assert stream.vocabulary <= 300 and [task.classes for task in stream.tasks] == [2] * 5
+    assert (len(stream), stream.scenario, stream.input_shape) == (5, "task", (2, 24))
+    assert stream.vocabulary <= 600 and [task.classes for task in stream.tasks] == [2] * 5
     train, _ = topics.corpus()
     label_of = dict(zip(train.first, train.labels))
     found = []
@@ -138,7 +138,7 @@ def test_public_texts_are_drawn_by_the_seed_and_no_private_ones(tmp_path, monkey
 
     def rows(seed):
         drawn = streams.with_public(stream, "imdb", samples=50, seed=seed, data_root=tmp_path)
-        return [int(text.split()[1]) for text in decoded(drawn, drawn.public)]
+        return [int(text.split()[-1]) for text in decoded(drawn, drawn.public)]
 
     assert len({*rows(0)}) == 50 and rows(0) == rows(0) != rows(1)
     with pytest.raises(ConfigError, match="'rotten-tomatoes' is the data set of the clients"):
