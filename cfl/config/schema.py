@@ -13,8 +13,8 @@ from pydantic import (
     model_validator,
 )
 
-from cfl.core import ConfigError, unknown
-from cfl.core.errors import wanted
+from cfl.config.faults import one_line
+from cfl.core import ConfigError
 from cfl.core.plugins import DEFAULT_METHOD
 
 Positive = Annotated[int, Field(ge=1, le=2**31)]
@@ -248,7 +248,7 @@ class RunConfig(Section):
         try:
             return handler(data)
         except ValidationError as error:
-            raise _one_line(error, cls.model_json_schema()) from None
+            raise one_line(error, cls.model_json_schema()) from None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -284,25 +284,3 @@ class RunConfig(Section):
         return f"RunConfig({self.title}, scale={self.scale}, tasks={self.tasks}, rounds={self.rounds})"
 
     __str__ = __repr__
-
-
-def _one_line(error: ValidationError, schema: Mapping[str, Any]) -> ConfigError:
-    """Describe the first fault of a pydantic error as `option must be ..., not ...`."""
-    fault = error.errors()[0]
-    place, value, definitions = fault["loc"], fault["input"], schema["$defs"]
-    dotted = ".".join(map(str, place))
-    if fault["type"] == "missing":
-        return ConfigError(f"no {dotted} is given; name one (see 'cfl-run list {dotted}s')")
-    if fault["type"] == "extra_forbidden":
-        return unknown("option", dotted, [*schema["properties"]])
-    depth = 0
-    while depth < len(place) and place[depth] in schema.get("properties", {}):
-        schema, depth = schema["properties"][place[depth]], depth + 1
-        schema = definitions[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
-    dotted = ".".join(map(str, place[:depth]))
-    if place[-1] == "[key]":
-        return ConfigError(f"the names of options in {dotted} must be texts, not {value!r}")
-    inside = schema.get("items", {}) if len(place) > depth else {}
-    if choices := schema.get("enum") or inside.get("enum"):
-        return unknown(f"value of {dotted}", str(value), choices)
-    return ConfigError(f"{dotted} must be {wanted(schema)}, not {value!r}")
