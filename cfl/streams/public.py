@@ -81,7 +81,7 @@ def _of_texts(name: str, encoder: Encoder, samples: int | None, seed: int, data_
     first, labels = [*train.first, *test.first], [*train.labels, *test.labels]
     second = None if train.second is None or test.second is None else [*train.second, *test.second]
     drawn = Texts(first, second, labels).taken(_drawn(len(first), samples, seed).tolist())
-    return unlabelled(Pool(encoder(drawn), vocabulary=encoder.vocabulary))
+    return unlabelled(Pool(encoder(drawn.first, drawn.second), vocabulary=encoder.vocabulary))
 
 
 def _drawn(count: int, samples: int | None, seed: int) -> Tensor:

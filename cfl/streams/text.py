@@ -23,7 +23,7 @@ _DOMAINS = ("rotten-tomatoes", "imdb", "sst2", "sentiment140")  # labels: negati
 
 def _encoded(corpus: Corpus, encode: Encoder) -> tuple[Arrays, Pool]:
     """The samples of a data set, and their pool: train rows before test rows."""
-    x = [encode(texts) for texts in corpus]
+    x = [encode(texts.first, texts.second) for texts in corpus]
     y = [torch.tensor(texts.labels, dtype=torch.int64) for texts in corpus]
     return Arrays(x[0], y[0], x[1], y[1]), Pool(torch.cat(x), vocabulary=encode.vocabulary)
 

@@ -84,9 +84,9 @@ class Encoder:
     def __repr__(self) -> str:
         return f"Encoder(vocabulary={self.vocabulary}, max_length={self.options.max_length})"
 
-    def __call__(self, texts: Texts) -> Tensor:
-        """Samples (n, 2, max_length) int32: row 0 token ids, row 1 the mask, 1 for a token and 0 for padding."""
-        pairs = texts.first if texts.second is None else list(zip(texts.first, texts.second, strict=True))
+    def __call__(self, first: Sequence[str], second: Sequence[str] | None = None) -> Tensor:
+        """Samples (n, 2, max_length) int32 of n texts, or pairs of texts, as a pool of tokens has them."""
+        pairs = first if second is None else list(zip(first, second, strict=True))
         found = np.zeros((len(pairs), 2, self.options.max_length), np.int32)
         with _one_thread():
             for begin in range(0, len(pairs), _CHUNK):

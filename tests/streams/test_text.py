@@ -129,7 +129,9 @@ def test_private_and_public_texts_of_fedproj(tmp_path, monkeypatch):
         assert stream.input_shape == (2, 24)
         first, _ = stream.public.gather(torch.tensor([0]))
         own = corpora.load(config.public.name, tmp_path).train.taken([0])
-        assert torch.equal(first[0], stream.encoder(own)[0, :, : first.shape[2]].long())  # by the clients' tokenizer
+        assert torch.equal(
+            first[0], stream.encoder(own.first, own.second)[0, :, : first.shape[2]].long()
+        )  # by the clients' tokenizer
 
 
 def test_public_texts_are_drawn_by_the_seed_and_no_private_ones(tmp_path, monkeypatch):
@@ -145,6 +147,26 @@ def test_public_texts_are_drawn_by_the_seed_and_no_private_ones(tmp_path, monkey
         streams.with_public(stream, "rotten-tomatoes", data_root=tmp_path)
     with pytest.raises(ConfigError, match="unknown data set of texts 'cifar100'"):
         streams.with_public(stream, "cifar100", data_root=tmp_path)
+
+
+# --- presets ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "public"), [("reviews", "imdb"), ("mnli", "snli"), ("sst2", "sentiment140"), ("marc", "yelp")]
+)
+def test_presets_have_the_settings_of_fedproj(name, public):
+    """Section 5.1. Its learning rate, 3e-5, is for pretrained weights."""
+    config = resolve(f"fedproj-{name}", method="fedproj")
+    assert (config.partition.name, config.partition.clients, config.partition.alpha) == ("lda", 15, 0.3)
+    assert (config.cohort, config.rounds, config.local.epochs, config.local.optimizer) == (4, 15, 1, "adam")
+    assert (config.public.name, config.model.name, config.model.weights) == (public, "bert_tiny", None)
+    for method in ("fedproj", "feddf", "fedet"):
+        own = resolve(f"fedproj-{name}", method=method).regularizer[method]
+        assert (own["server_epochs"], own["server_batch"]) == (1, 128)
+        assert own["temperature"] == (1 if method == "fedet" else 3)  # Fed-ET has none (Cho et al., 2022)
+    # pairs have the types of their tokens by the separator of the trained tokenizer, [SEP]
+    assert config.model.options["separator"] == (3 if name == "mnli" else None)
 
 
 # --- networks --------------------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def test_a_stream_has_one_vocabulary():
 
 def test_a_text_becomes_its_tokens_between_special_ones():
     encode = encoder(OPTIONS, [Texts(SENTENCES, None, [0, 1, 0])])
-    found = encode(Texts(["The cat sat on the mat", "the cat zzz"], None, [0, 0]))
+    found = encode(["The cat sat on the mat", "the cat zzz"])
     assert (found.dtype, found.shape) == (torch.int32, (2, 2, 16))
     ids, mask = found[0]
     assert mask.tolist() == [1] * 8 + [0] * 8  # [CLS], six frequent words, [SEP]
@@ -110,12 +110,11 @@ def test_a_text_becomes_its_tokens_between_special_ones():
 def test_a_pair_is_encoded_by_the_template_of_pairs_and_cut_to_the_length():
     encode = encoder(OPTIONS, [Texts(SENTENCES, None, [0, 1, 0])])
     pair, first, second = (
-        encode(Texts(*given, [0]))[0]
-        for given in ((["a cat"], ["the dog sat"]), (["a cat"], None), (["the dog sat"], None))
+        encode(*given)[0] for given in ((["a cat"], ["the dog sat"]), (["a cat"],), (["the dog sat"],))
     )
     expected = [*first[0, :4].tolist(), *second[0, 1:5].tolist()]  # [CLS] a cat [SEP] the dog sat [SEP]
     assert pair[0, : len(expected)].tolist() == expected and int(pair[1].sum()) == len(expected)
-    long = encode(Texts(["the cat " * 30], ["the dog " * 30], [0]))[0]
+    long = encode(["the cat " * 30], ["the dog " * 30])[0]
     assert int(long[1].sum()) == 16 and (long[0] == 3).sum() == 2  # both ends are there
 
 
@@ -126,7 +125,7 @@ def test_training_is_the_same_in_every_process():
     from cfl.streams.tokens import TextOptions, Texts, encoder
     texts = Texts({SENTENCES!r}, None, [0, 0, 0])
     encode = encoder(TextOptions(vocabulary=60, max_length=16), [texts])
-    print(json.dumps([encode._tokenizer.get_vocab(), encode(texts).tolist()], sort_keys=True))
+    print(json.dumps([encode._tokenizer.get_vocab(), encode(texts.first).tolist()], sort_keys=True))
     """
     code = "\n".join(line.strip() for line in code.splitlines())
     found = {
@@ -144,8 +143,7 @@ def test_a_tokenizer_comes_from_a_file(tmp_path):
     trained._tokenizer.save(str(tmp_path / "tokenizer.json"))
     options = TextOptions(tokenizer=str(tmp_path / "tokenizer.json"), max_length=12)
     read = encoder(options, [Texts(["something else"], None, [0])])
-    texts = Texts(SENTENCES, None, [0, 1, 0])
-    assert torch.equal(read(texts), trained(texts)[:, :, :12]) and read.vocabulary == trained.vocabulary
+    assert torch.equal(read(SENTENCES), trained(SENTENCES)[:, :, :12]) and read.vocabulary == trained.vocabulary
     (tmp_path / "broken.json").write_text("{}")
     with pytest.raises(DataError, match="broken.json' holds no tokenizer"):
         encoder(TextOptions(tokenizer=str(tmp_path / "broken.json")), [])
