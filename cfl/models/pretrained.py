@@ -74,7 +74,9 @@ def _layout(folder: str) -> Layout:
         if any(name.endswith(layout.mark) for name in names):
             return layout
     marks = ", ".join(f"{layout.mark} ({layout.model})" for layout in LAYOUTS)
-    raise ConfigError(f"model.weights: '{Path(folder) / FILE}' has none of the tensors {marks}; it is of another network")
+    raise ConfigError(
+        f"model.weights: '{Path(folder) / FILE}' has none of the tensors {marks}; it is of another network"
+    )
 
 
 def _shapes(folder: str) -> dict[str, tuple[int, ...]]:
