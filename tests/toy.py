@@ -105,7 +105,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def texts(count: int, length: int = 8, words: int = 20, seed: int = 0) -> Tensor:
-    """Random token ids from 1 to `words` - 1 and their mask, (count, 2, length); half of the texts or more are shorter."""
+    """Random token ids from 1 to `words` - 1 and their mask, (count, 2, length), of random lengths."""
     draw = rng.generator(seed)
     ids = torch.randint(1, words, (count, length), generator=draw)
     longest = torch.randint(length // 2, length + 2, (count, 1), generator=draw)

@@ -84,9 +84,10 @@ class _Bert(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         ids, mask = x.long().unbind(1)  # the samples that trace a model are of float32
-        tokens = mask[..., None].to(self.classifier.weight.dtype)
-        hidden = self.dropout(self.embeddings(ids) * tokens)
-        for block in self.encoder["layer"]:
+        hidden = self.embeddings(ids)
+        tokens = mask[..., None].to(hidden.dtype)
+        hidden = self.dropout(hidden * tokens)
+        for block in self.encoder["layer"].children():
             hidden = block(hidden, tokens)
         return self.classifier(self.dropout(self._pooled(hidden, tokens)))
 
@@ -127,20 +128,20 @@ class _Block(nn.Module):
         super().__init__()
         self.heads = heads
         inputs = nn.ModuleDict({name: nn.Linear(width, width) for name in ("query", "key", "value")})
-        self.attention = nn.ModuleDict({"self": inputs, "output": _output(width, width)})
+        self.attention = nn.ModuleDict({"self": inputs, "output": _Output(width, width, dropout)})
         self.intermediate = nn.ModuleDict({"dense": nn.Linear(width, intermediate)})
-        self.output = _output(intermediate, width)
+        self.output = _Output(intermediate, width, dropout)
         self.dropout = Dropout(dropout)
 
     def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """hidden: (batch, length, width), with zeros at padding; tokens: (batch, length, 1), 0.0 for padding."""
-        hidden = self._added(self.attention["output"], self._attend(hidden, tokens), hidden) * tokens
+        hidden = self.attention["output"](self._attend(hidden, tokens), hidden) * tokens
         inner = F.gelu(self.intermediate["dense"](hidden)) * tokens
-        return self._added(self.output, inner, hidden) * tokens
+        return self.output(inner, hidden) * tokens
 
     def _attend(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Attention (batch, length, width), with zeros at padding."""
-        q, k, v = (self._split(layer(hidden)) for layer in self.attention["self"].values())
+        q, k, v = (self._split(layer(hidden)) for layer in self.attention["self"].children())
         # F.scaled_dot_product_attention has no rule for vmap and no second derivative on a CPU
         scores = q @ k.mT / math.sqrt(q.shape[-1])
         padding = tokens[:, None, None, :, 0] == 0
@@ -151,9 +152,15 @@ class _Block(nn.Module):
         """(batch, heads, length, width of a head) of (batch, length, width)."""
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
-    def _added(self, output: nn.ModuleDict, x: Tensor, hidden: Tensor) -> Tensor:
-        return output["LayerNorm"](self.dropout(output["dense"](x)) + hidden)
 
+class _Output(nn.Module):
+    """A layer whose outputs are added to the inputs of its half of a block and normalised."""
 
-def _output(inputs: int, width: int) -> nn.ModuleDict:
-    return nn.ModuleDict({"dense": nn.Linear(inputs, width), "LayerNorm": nn.LayerNorm(width, EPS)})
+    def __init__(self, inputs: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.dense = nn.Linear(inputs, width)
+        self.LayerNorm = nn.LayerNorm(width, EPS)
+        self.dropout = Dropout(dropout)
+
+    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
+        return self.LayerNorm(self.dropout(self.dense(x)) + hidden)

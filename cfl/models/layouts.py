@@ -44,7 +44,7 @@ class Layout(Protocol):
         ...
 
 
-class Bert:
+class Bert(Layout):
     """config.json: the sizes; file: at least as many positions as a text may have tokens."""
 
     model, mark = "bert_tiny", "embeddings.word_embeddings.weight"
@@ -79,7 +79,7 @@ class Bert:
         return {**leaves, _POSITIONS: leaves[_POSITIONS][:length]}
 
 
-class _ViT:
+class _ViT(Layout):
     """The position vectors of the file's grid of patches are interpolated to the grid of the run's images."""
 
     model, left_out = "vit_small", ("head.",)

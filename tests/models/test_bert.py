@@ -116,7 +116,7 @@ def test_updates_orthogonal_to_the_inputs_of_the_layers_do_not_change_the_output
 def test_dropout_and_heads():
     module = models.build("bert_tiny", (2, 8), 3, {**SMALL, "dropout": 0.5})
     rates = [layer.p for layer in module.modules() if isinstance(layer, nn.Dropout)]
-    assert rates == [0.5] * 3  # of embeddings and head, and of each block
+    assert rates == [0.5] * 7  # of embeddings and head; in each of two blocks, of attention and of both halves
     x = toy.texts(2)
     with rng.fork(5):
         assert not torch.allclose(module.train()(x), module(x))
