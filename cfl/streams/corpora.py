@@ -88,11 +88,6 @@ def classes(name: str) -> int:
     return 2 if name in _HELD_OUT else _SOURCES[name].classes
 
 
-def names() -> list[str]:
-    """The data sets that `load` knows."""
-    return [*_SOURCES, *_HELD_OUT]
-
-
 def _read(file: Path, columns: Columns, name: str) -> Texts:
     read = json_lines if file.suffix in (".jsonl", ".json") else delimited
     texts = _labelled(read(file, columns), columns, file)

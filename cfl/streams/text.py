@@ -28,7 +28,7 @@ def _encoded(corpus: Corpus, encode: Encoder) -> tuple[Arrays, Pool]:
     return Arrays(x[0], y[0], x[1], y[1]), Pool(torch.cat(x), vocabulary=encode.vocabulary)
 
 
-def _whole(name: str, data: str, summary: str) -> None:
+def _whole(name: str, data: str, summary: str, source: str = _FEDPROJ) -> None:
     """Register a data set as a benchmark of one task."""
 
     def build(
@@ -41,7 +41,7 @@ def _whole(name: str, data: str, summary: str) -> None:
         stream = whole(data, *_encoded(corpus, encode), classes=corpora.classes(data))
         return replace(stream, name=name, encoder=encode)
 
-    benchmarks.register(name)(Benchmark(build, summary, _FEDPROJ, text=True))
+    benchmarks.register(name)(Benchmark(build, summary, source, text=True))
 
 
 def _topics(
@@ -87,7 +87,12 @@ def _domains(
     return replace(joined("text-domains", sets, classes=2), encoder=encode, multi_head=False)
 
 
-_whole("fedproj-reviews", "rotten-tomatoes", "sentences of Rotten Tomatoes, two classes; public: reviews of IMDB")
+_whole(
+    "fedproj-reviews",
+    "rotten-tomatoes",
+    "sentences of Rotten Tomatoes, two classes; public: reviews of IMDB",
+    f"none; the setting of {_FEDPROJ}",
+)
 _whole("fedproj-mnli", "mnli", "MNLI, three classes of pairs of sentences; public: SNLI")
 _whole("fedproj-sst2", "sst2", "SST-2, two classes; public: Sentiment140")
 _whole("fedproj-marc", "marc", "English product reviews of MARC, five classes; public: reviews of Yelp")

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import cfl
+from cfl import models
 from cfl.core import rng
 from cfl.streams import pool
 from cfl.streams.store import Pool, Stream, Task, TaskSamples, unlabelled
@@ -62,6 +63,17 @@ def test_engines_agree_on_clients_with_batches_of_unequal_length(multi_head):
     whole, _ = assert_same_run(Mean, lambda: texts(multi_head=multi_head), ("local.epochs=2",), ENGINES)
     first = Mean().vectors.weight.detach()
     assert float((whole.params["vectors.weight"] - first).abs().max()) > 1e-3  # they trained
+
+
+def bert():
+    sizes = {"layers": 1, "width": 8, "heads": 2, "intermediate": 16, "dropout": 0.0}
+    with rng.fork(3):
+        return models.build("bert_tiny", (2, 32), 2, {**sizes, "vocabulary": WORDS}).double()
+
+
+def test_engines_agree_on_a_transformer():
+    """Its attention gives padding no weight, and its positions count from the first token."""
+    assert_same_run(bert, texts, ("local.lr=0.05",), ("vmapped, 99", "pool, 2"))
 
 
 def test_engines_agree_where_a_batch_has_samples_of_two_tasks():
