@@ -163,7 +163,7 @@ def test_presets_have_the_settings_of_fedproj(name, public):
     assert (config.public.name, config.model.name, config.model.weights) == (public, "bert_tiny", None)
     for method in ("fedproj", "feddf", "fedet"):
         own = resolve(f"fedproj-{name}", method=method).regularizer[method]
-        assert (own["server_epochs"], own["server_batch"]) == (1, 128)
+        assert (own["server_epochs"], own["server_batch"], own["server_lr"]) == (1, 128, 3e-5)
         assert own["temperature"] == (1 if method == "fedet" else 3)  # Fed-ET has none (Cho et al., 2022)
     # pairs have the types of their tokens by the separator of the trained tokenizer, [SEP]
     assert config.model.options["separator"] == (3 if name == "mnli" else None)
