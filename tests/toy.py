@@ -104,6 +104,25 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=rng.generator(seed)).double()
 
 
+def texts(count: int, length: int = 8, words: int = 20, seed: int = 0) -> Tensor:
+    """Random token ids from 1 to `words` - 1 and their mask, (count, 2, length), of random lengths."""
+    draw = rng.generator(seed)
+    ids = torch.randint(1, words, (count, length), generator=draw)
+    longest = torch.randint(length // 2, length + 2, (count, 1), generator=draw)
+    mask = (torch.arange(length) < longest).long()
+    return torch.stack([ids * mask, mask], dim=1)
+
+
+def text_stream(tasks: int = 2, train: int = 24, length: int = 8, words: int = 20) -> cfl.Stream:
+    """A head for each task, which has to tell whether the first token is one of the upper half of the words."""
+    parts = []
+    for task in range(tasks):
+        x = texts(2 * train, length, words, seed=task)
+        y = (x[:, 0, 0] >= words // 2).long()
+        parts.append((x[:train], y[:train], x[train:], y[train:]))
+    return cfl.from_tensors(parts, multi_head=True)
+
+
 def by_client(row: dict[str, Any]) -> dict[str, Any]:
     """A row of a round, as JSON has it, with ids of clients as numbers."""
     ids = (name for name in ("dropped", "missing") if name in row)

@@ -1,20 +1,42 @@
 """The network of a run, and the handle on it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from cfl import models
 from cfl.config.schema import RunConfig
-from cfl.core import rng
+from cfl.core import ConfigError, rng
 from cfl.models import Model, adapters
 
 
-def build(config: RunConfig, input_shape: Sequence[int], outputs: int) -> nn.Module:
-    """Build the configured network with initial weights drawn by the seed."""
+def build(config: RunConfig, input_shape: Sequence[int], outputs: int, vocabulary: int | None) -> nn.Module:
+    """Build the configured network with initial weights drawn by the seed. vocabulary: of the stream.
+
+    Raises ConfigError for a network that takes no texts, or has too few token ids, in a stream of texts.
+    """
+    name, options = config.model.name, config.model.options
+    if vocabulary is not None:
+        options = _for_texts(name, options, vocabulary)
     with rng.fork(rng.key(config.seed, "model")):
-        return models.build(config.model.name, input_shape, outputs, config.model.options)
+        return models.build(name, input_shape, outputs, options)
+
+
+def _for_texts(name: str, options: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+    """Complete the options of a network by the number of token ids of a stream, unless they have a larger one."""
+    if "vocabulary" not in options:
+        raise ConfigError(
+            f"model '{name}' takes no texts, and the stream has token ids; set model.name to a network of texts"
+        )
+    own = options["vocabulary"]
+    if own is not None and own < vocabulary:
+        raise ConfigError(
+            f"model.vocabulary is {own}, and the stream's tokenizer has {vocabulary} token ids; raise it, or set it to "
+            "null for the number of the tokenizer"
+        )
+    return {**options, "vocabulary": vocabulary if own is None else own}
 
 
 def handle(

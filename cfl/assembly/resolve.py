@@ -20,6 +20,7 @@ from cfl.config.schema import RunConfig
 from cfl.core import ConfigError, options, plugins
 from cfl.core.plugins import DEFAULT_METHOD
 from cfl.core.typed import typed
+from cfl.models import pretrained
 
 
 @typed
@@ -46,7 +47,7 @@ def resolve(
     """
     flags = dict(benchmark=benchmark, method=method, seed=seed, engine=engine, scale=scale)
     given = {name: value for name, value in flags.items() if value is not None}
-    top = normal(parse(overrides), given)
+    top = _with_network(normal(parse(overrides), given))
     base = normal(read_yaml(file)) if file is not None else {}
     name = top.get("benchmark", base.get("benchmark"))
     if base.get("benchmark", name) != name:
@@ -92,7 +93,7 @@ def json_schema() -> dict[str, Any]:
 
 def filled(config: RunConfig) -> dict[str, Any]:
     """Check the options of the model, the strategy and the regularizers, and fill in their defaults."""
-    of_model = models.filled(config.model.name, config.model.options)
+    of_model = models.filled(config.model.name, config.model.options, config.model.weights)
     strategy = plugins.strategies.get(config.method)
     known = [f"strategy.{field.name}" for field in fields(strategy) if field.init]
     if unknown := [dotted for name in config.strategy if (dotted := f"strategy.{name}") not in known]:
@@ -103,6 +104,14 @@ def filled(config: RunConfig) -> dict[str, Any]:
         for name in config.regularizers
     }
     return {"model": config.model.model_copy(update={"options": of_model}), "strategy": own, "regularizer": others}
+
+
+def _with_network(layer: dict[str, Any]) -> dict[str, Any]:
+    """Return a layer with the name of the network that its `model.weights` are of, unless it names one."""
+    model = layer.get("model", {})
+    if not isinstance(weights := model.get("weights"), str) or "name" in model:
+        return layer
+    return {**layer, "model": {**model, "name": pretrained.network(weights)}}
 
 
 def _hyper(cls: type, values: Mapping[str, Any], prefix: str) -> dict[str, Any]:

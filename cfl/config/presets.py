@@ -69,9 +69,10 @@ def layered(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
 
 
 def _over(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
-    """Return `top` merged over `base`, without the model options of `base` if `top` names another model."""
-    model = base.get("model", {})
-    if top.get("model", {}).get("name", _model_name(base)) != _model_name(base):
+    """Return `top` merged over `base`, without the model options of `base` if `top` has another model or weights."""
+    model, new = base.get("model", {}), top.get("model", {})
+    weights = model.get("weights")
+    if new.get("name", _model_name(base)) != _model_name(base) or new.get("weights", weights) != weights:
         base = {**base, "model": without(model, "options")}
     return merged(base, top)
 

@@ -13,8 +13,8 @@ from pydantic import (
     model_validator,
 )
 
-from cfl.core import ConfigError, unknown
-from cfl.core.errors import wanted
+from cfl.config.faults import one_line
+from cfl.core import ConfigError
 from cfl.core.plugins import DEFAULT_METHOD
 
 Positive = Annotated[int, Field(ge=1, le=2**31)]
@@ -66,10 +66,23 @@ class PublicConfig(Section):
     samples: Positive | None = Field(None, description="number of samples, drawn by the seed; null for all")
 
 
+class TextConfig(Section):
+    """Samples of a benchmark of texts."""
+
+    tokenizer: str | None = Field(
+        None, description="file tokenizer.json; null: a WordPiece tokenizer, trained on the training texts"
+    )
+    vocabulary: int = Field(8192, ge=6, le=2**20, description="largest number of token ids of a trained tokenizer")
+    max_length: int = Field(64, ge=8, le=2**13, description="tokens of a sample; longer texts are cut off")
+
+
 class ModelConfig(Section):
     """Network; `model.<x>` for any other x is an option of the model's builder."""
 
     name: str = Field("mlp", description="name of the model; see `cfl-run list models`")
+    weights: str | None = Field(
+        None, description="folder of pretrained weights, which sets name and sizes of the network; null: random weights"
+    )
     norm_stats: Literal["per_task", "batch", "running"] = Field(
         "per_task", description="statistics that normalisation layers use at test time"
     )
@@ -209,6 +222,7 @@ class RunConfig(Section):
     server: ServerConfig = ServerConfig()
     agg: AggConfig = AggConfig()
     public: PublicConfig = PublicConfig()
+    text: TextConfig = TextConfig()
     strategy: dict[str, Any] = Field(default_factory=dict, description="hyper-parameters of the method")
     regularizer: dict[str, dict[str, Any]] = Field(default_factory=dict, description="options of local regularizers")
     eval_every: int = Field(
@@ -234,7 +248,7 @@ class RunConfig(Section):
         try:
             return handler(data)
         except ValidationError as error:
-            raise _one_line(error, cls.model_json_schema()) from None
+            raise one_line(error, cls.model_json_schema()) from None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -270,25 +284,3 @@ class RunConfig(Section):
         return f"RunConfig({self.title}, scale={self.scale}, tasks={self.tasks}, rounds={self.rounds})"
 
     __str__ = __repr__
-
-
-def _one_line(error: ValidationError, schema: Mapping[str, Any]) -> ConfigError:
-    """Describe the first fault of a pydantic error as `option must be ..., not ...`."""
-    fault = error.errors()[0]
-    place, value, definitions = fault["loc"], fault["input"], schema["$defs"]
-    dotted = ".".join(map(str, place))
-    if fault["type"] == "missing":
-        return ConfigError(f"no {dotted} is given; name one (see 'cfl-run list {dotted}s')")
-    if fault["type"] == "extra_forbidden":
-        return unknown("option", dotted, [*schema["properties"]])
-    depth = 0
-    while depth < len(place) and place[depth] in schema.get("properties", {}):
-        schema, depth = schema["properties"][place[depth]], depth + 1
-        schema = definitions[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
-    dotted = ".".join(map(str, place[:depth]))
-    if place[-1] == "[key]":
-        return ConfigError(f"the names of options in {dotted} must be texts, not {value!r}")
-    inside = schema.get("items", {}) if len(place) > depth else {}
-    if choices := schema.get("enum") or inside.get("enum"):
-        return unknown(f"value of {dotted}", str(value), choices)
-    return ConfigError(f"{dotted} must be {wanted(schema)}, not {value!r}")

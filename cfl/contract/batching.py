@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl.contract.samples import Batch, Share
+from cfl.contract.samples import Batch, Share, joined
 from cfl.core import rng
 
 
@@ -67,14 +67,14 @@ class Batching:
         samples, rows = self.shares[self.task]
         chosen = rows[positions]
         x, y = samples.gather(chosen, key)
-        return Batch(x, y, torch.ones(len(chosen), dtype=x.dtype, device=x.device), samples.index[chosen])
+        return Batch.whole(x, y, samples.index[chosen])
 
     def recall(self, places: Tensor, key: int | None = None) -> Batch:
         """Gather the samples at places (m, 2), see `MEMORY`, with the task of each; an empty batch if m is 0."""
         if not len(places):
             samples, rows = self.shares[self.task]
             x, y = samples.gather(rows[:0])
-            return Batch(x, y, torch.ones(0, dtype=x.dtype, device=x.device), rows[:0], rows[:0])
+            return Batch.whole(x, y, rows[:0], rows[:0])
         parts, order = [], []
         for task in places[:, 0].unique().tolist():
             at = (places[:, 0] == task).nonzero().flatten()
@@ -84,8 +84,8 @@ class Batching:
             parts.append((*samples.gather(chosen, own_key), samples.index[chosen]))
             order.append(at)
         back = torch.cat(order).argsort()
-        x, y, ids = (torch.cat(leaves)[back] for leaves in zip(*parts, strict=True))
-        return Batch(x, y, torch.ones(len(x), dtype=x.dtype, device=x.device), ids, places[:, 0])
+        x, y, ids = (joined(leaves)[back] for leaves in zip(*parts, strict=True))
+        return Batch.whole(x, y, ids, places[:, 0])
 
     def _tasks_and_positions(self, task: int) -> Tensor:
         """(n, 2) the task, and the position in the client's share of it, of every sample of the share."""

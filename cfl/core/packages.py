@@ -15,6 +15,7 @@ EXTRAS = {
     "onnx": ("onnx", "onnxscript"),
     "privacy": ("opacus", "cryptography", "Crypto"),
     "tensorboard": ("tensorboard",),
+    "text": ("tokenizers",),
     "vision": ("torchvision",),
     "wandb": ("wandb",),
 }

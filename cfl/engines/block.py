@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from cfl.contract import Batch, Client
+from cfl.contract.samples import equally_long
 from cfl.core import Tree, rng, tree
 from cfl.engines.step import Local
 
@@ -132,4 +133,4 @@ def _stacked(batches: Sequence[Batch]) -> Tree:
     fields = [name for name, leaf in batches[0]._asdict().items() if leaf is not None]
     alike = len({len(batch.y) for batch in batches}) == 1
     stack = torch.stack if alike else partial(pad_sequence, batch_first=True)
-    return {name: stack([getattr(batch, name) for batch in batches]) for name in fields}
+    return {name: stack(equally_long([getattr(batch, name) for batch in batches])) for name in fields}

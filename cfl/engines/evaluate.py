@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cfl.contract import RoundInfo, Samples, Share
+from cfl.contract.samples import joined
 from cfl.core import Tree, UpdateError, rng, tree
 from cfl.models import Model
 
@@ -43,7 +44,7 @@ class Inference:
 
     def outputs(self, model: Model, x: Tensor, tasks: Tensor) -> Tensor:
         """Outputs (n, classes) for inputs (n, ...), each by the model of its task in `tasks` (n,)."""
-        logits, last, together = x.new_empty(len(x), 0), max(self.served), _by_batch(model)
+        logits, last, together = torch.empty(len(x), 0, device=x.device), max(self.served), _by_batch(model)
         for task in tasks.unique().tolist():
             rows, head = tasks == task, last if model.growing else task
             if together:  # the samples of one task alone would have other statistics, and a single sample none
@@ -102,7 +103,7 @@ def accuracies(
                 rows = {task: torch.randperm(len(parts[task]), generator=source)}
             shares = {own: Share(parts[own], each.to(parts[own].targets.device)) for own, each in rows.items()}
             for pieces in _batches(shares, batch_size, separate):
-                x, y = (_joined(leaves) for leaves in zip(*pieces.values(), strict=True))
+                x, y = (joined(leaves) for leaves in zip(*pieces.values(), strict=True))
                 sizes = {own: len(labels) for own, (_, labels) in pieces.items()}
                 logits = None if inference is None else inference(model, x, sizes)
                 if logits is None:
@@ -148,10 +149,6 @@ def _batches(shares: Mapping[int, Share], size: int, keep_together: bool) -> Ite
             for start, (task, (_, rows)) in zip(starts, shares.items(), strict=True)
         }
         yield {task: shares[task].samples.gather(rows) for task, rows in pieces.items() if len(rows)}
-
-
-def _joined(leaves: tuple[Tensor, ...]) -> Tensor:
-    return leaves[0] if len(leaves) == 1 else torch.cat(leaves)  # no copy for a single task
 
 
 class LocalModels:

@@ -17,7 +17,7 @@ from typing import Any
 from cfl import models
 from cfl.assembly.resolve import dump, load, resolve
 from cfl.config.overrides import read_yaml, scoped
-from cfl.config.schema import RunConfig
+from cfl.config.schema import RunConfig, TextConfig
 from cfl.core import ConfigError, options, plugins, unknown
 from cfl.core.plugins import roles
 from cfl.experiments.settings import VALIDATION, Settings
@@ -50,8 +50,9 @@ def digest(config: RunConfig, code: Mapping[str, str] | None = None) -> str:
 
 
 def _options(config: RunConfig) -> dict[str, Any]:
-    # Without held-out samples, the hashes are those of versions that had none.
-    skipped = HOW if config.validation else (*HOW, "validation")
+    # Without held-out samples and options of texts, the hashes are those of versions that had none.
+    later = {"validation": not config.validation, "text": config.text == TextConfig()}
+    skipped = {*HOW, *(name for name, default in later.items() if default)}
     return {name: value for name, value in dump(config).items() if name not in skipped}
 
 

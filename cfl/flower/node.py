@@ -52,7 +52,7 @@ class Node:
         shared = self.trees.shared(request[link.SHARED], records.array_records[link.TREES])
         model, fixed = self.rounds.model, shared.pop(FIXED, {})
         if not tree.equal(model.fixed, fixed):
-            model.params = {**model.params, **fixed}
+            model.start_from({**model.params, **fixed})
         return shared
 
 
@@ -64,7 +64,8 @@ def built(
     machine.keep_memory()
     members = methods.build(config)
     stream = stream or stream_of(config, data_root, False, public=methods.need_public(members))
-    config = config.model_copy(update={"start": None})  # the server broadcasts the starting model
+    model = config.model.model_copy(update={"weights": None})  # the server broadcasts the starting model
+    config = config.model_copy(update={"start": None, "model": model})
     session = build_session(config, stream, members, place=place)
     return session.engine, session.rounds, session.recorder.fingerprint
 

@@ -2,7 +2,7 @@
 
 import json
 import zipfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from cfl import streams
 from cfl.config.schema import RunConfig
 from cfl.core import DataError, plugins
 from cfl.runtime.population import Population
-from cfl.streams import Stream, checks
+from cfl.streams import Stream, TextOptions, checks
 from cfl.streams.partition import Deal
 from cfl.streams.store import Pool, Task, TaskSamples
 from cfl.streams.tensors import as_inputs, as_labels
@@ -32,7 +32,8 @@ def described(stream: Stream) -> str:
         for task, pool in zip(stream.tasks, pools, strict=True)
     ]
     run = {"name": stream.name, "input_shape": stream.input_shape, "multi_head": stream.multi_head, "tasks": tasks}
-    return json.dumps(run)
+    text = {} if stream.encoder is None else asdict(stream.encoder.options)
+    return json.dumps({**run, "vocabulary": stream.vocabulary, "text": text})
 
 
 def read(source: str, description: str, data_root: Path | None) -> Stream:
@@ -46,11 +47,11 @@ def read(source: str, description: str, data_root: Path | None) -> Stream:
     run = json.loads(description)
     tasks, shape = run["tasks"], tuple(run["input_shape"])
     if source in plugins.benchmarks.names():
-        built = streams.build(source, tasks=len(tasks), data_root=data_root)
+        built = streams.build(source, tasks=len(tasks), data_root=data_root, text=TextOptions(**run["text"]))
         found = [task.train for task in built.tasks]
     else:
         files = [Path(source, f"task{number}.npz") for number in range(len(tasks))]
-        found = [_samples(file, task, shape) for file, task in zip(files, tasks, strict=True)]
+        found = [_samples(file, task, shape, run["vocabulary"]) for file, task in zip(files, tasks, strict=True)]
     if not any(map(len, found)):
         raise DataError(
             f"'{source}' has no data of the run's tasks; name the files task0.npz to task{len(tasks) - 1}.npz"
@@ -59,6 +60,11 @@ def read(source: str, description: str, data_root: Path | None) -> Stream:
         own = tuple(samples.pool.images.shape[1:])
         if own != shape:
             raise DataError(f"samples of task {number} in '{source}' have shape {own}, those of the run {shape}")
+        if samples.pool.vocabulary != run["vocabulary"]:
+            raise DataError(
+                f"samples of task {number} in '{source}' have a vocabulary of {samples.pool.vocabulary} token ids, "
+                f"those of the run {run['vocabulary']}; use the run's tokenizer"
+            )
     made = [
         _OwnTask(task["name"], samples, samples, task["classes"]) for task, samples in zip(tasks, found, strict=True)
     ]
@@ -107,11 +113,11 @@ class _OwnStream(Stream):
             checks.check_finite(f"task '{task.name}'", "train", task.train.index, task.train.pool.broken)
 
 
-def _samples(file: Path, task: dict[str, Any], shape: tuple[int, ...]) -> TaskSamples:
-    """Read the samples of a task; none if there is no file."""
+def _samples(file: Path, task: dict[str, Any], shape: tuple[int, ...], vocabulary: int | None) -> TaskSamples:
+    """Read the samples of a task; none if there is no file. vocabulary: of texts, whose samples are tokens."""
     if not file.exists():
         none = torch.empty(0, dtype=torch.int64)
-        return TaskSamples(Pool(torch.empty(0, *shape)), none, none)
+        return TaskSamples(_pool(torch.empty(0, *shape), None, None, vocabulary), none, none)
     try:
         with np.load(file, allow_pickle=False) as arrays:
             x, y = arrays["x"], arrays["y"]
@@ -122,5 +128,9 @@ def _samples(file: Path, task: dict[str, Any], shape: tuple[int, ...]) -> TaskSa
     inputs = as_inputs(x, f"samples in {file}")
     mean, std = (None if task[name] is None else torch.tensor(task[name]) for name in ("mean", "std"))
     return TaskSamples(
-        Pool(inputs, mean, std), torch.arange(len(inputs)), as_labels(y, f"labels in {file}", len(inputs))
+        _pool(inputs, mean, std, vocabulary), torch.arange(len(inputs)), as_labels(y, f"labels in {file}", len(inputs))
     )
+
+
+def _pool(inputs: Tensor, mean: Tensor | None, std: Tensor | None, vocabulary: int | None) -> Pool:
+    return Pool(inputs, mean, std) if vocabulary is None else Pool(inputs.int(), vocabulary=vocabulary)

@@ -1,6 +1,7 @@
 """Built-in models by name; `cfl.run` also takes any other `nn.Module`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from inspect import Parameter, signature
 from typing import Any
 
@@ -9,7 +10,9 @@ from torch import nn
 
 from cfl.core import ConfigError, plugins, rng, unknown
 from cfl.core.errors import reason
+from cfl.models import pretrained
 from cfl.models.alexnet import alexnet_cl
+from cfl.models.bert import bert_tiny
 from cfl.models.cnn import cnn
 from cfl.models.handle import Model
 from cfl.models.layers import Layer
@@ -20,7 +23,7 @@ from cfl.models.vit import vit_small
 
 __all__ = ["Layer", "Model", "build", "filled"]
 
-_OF_EVERY_MODEL = ("name", "norm_stats", "adapter", "adapter_rank", "adapter_alpha", "adapter_targets")
+_OF_EVERY_MODEL = ("name", "weights", "norm_stats", "adapter", "adapter_rank", "adapter_alpha", "adapter_targets")
 _FOT = "FOT (Bakman et al., ICLR 2024)"
 plugins.models.register("mlp", source=f"{_FOT}, Permuted MNIST")(mlp)
 plugins.models.register("alexnet_cl", source=f"{_FOT}, Split CIFAR-100")(alexnet_cl)
@@ -30,17 +33,25 @@ plugins.models.register("vgg11", source="Simonyan & Zisserman, ICLR 2015, config
 plugins.models.register("resnet8", source="FedProj (2025); He et al., CVPR 2016")(resnet8)
 plugins.models.register("resnet18_cifar", source="He et al., CVPR 2016, as usual for CIFAR")(resnet18_cifar)
 plugins.models.register("vit_small", source="Dosovitskiy et al., ICLR 2021")(vit_small)
+plugins.models.register("bert_tiny", source="Devlin et al., NAACL 2019; Turc et al., 2019")(bert_tiny)
+
+_SHAPES = ((3, 32, 32), (2, 8))  # of inputs to try a model with: a colour image, and token ids with their mask
 
 
-def filled(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Complete the options of a model with its builder's defaults; raises ConfigError for an unknown option."""
+def filled(name: str, options: Mapping[str, Any], weights: str | None = None) -> dict[str, Any]:
+    """Complete the options of a model: by the sizes of the folder `weights`, then with its builder's defaults.
+
+    The folder is read only if an option is missing. Raises ConfigError for an unknown option, and for a folder that
+    holds no weights of this model.
+    """
     known = dict(list(signature(plugins.models.get(name)).parameters.items())[2:])
     for option in options:
         if option not in known:
             raise unknown("option", f"model.{option}", [f"model.{k}" for k in (*_OF_EVERY_MODEL, *known)])
     defaults = {name: known[name].default for name in known if known[name].default is not Parameter.empty}
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
-    return plain | dict(options)
+    sizes = pretrained.sizes(weights, name) if weights is not None and {*known} - {*options} else {}
+    return plain | sizes | dict(options)
 
 
 def build(name: str, input_shape: Sequence[int], outputs: int, options: Mapping[str, Any]) -> nn.Module:
@@ -57,21 +68,25 @@ def build(name: str, input_shape: Sequence[int], outputs: int, options: Mapping[
 
 
 def sample(name: str, options: Mapping[str, Any]) -> nn.Module | None:
-    """Build a module on the meta device, to inspect its layers; None if the model does not take colour images."""
-    try:
-        with torch.device("meta"):
-            return build(name, (3, 32, 32), 2, options)
-    except ConfigError:  # the run builds the model for its own input shape and reports the error
-        return None
+    """Build a module on the meta device, to inspect its layers; None if it takes neither colour images nor texts."""
+    with torch.device("meta"):
+        return next((module for module, _ in _tried(name, options)), None)
 
 
 def draws(name: str, options: Mapping[str, Any]) -> bool:
     """Return whether a model draws random numbers in training, such as dropout; True if it cannot be tried."""
     try:
         with rng.fork(0), torch.no_grad():
-            module = build(name, (3, 32, 32), 2, options)
+            module, shape = next(_tried(name, options))
             before = torch.get_rng_state()
-            module.train()(torch.zeros(2, 3, 32, 32))
+            module.train()(torch.zeros(2, *shape))
             return not before.equal(torch.get_rng_state())
-    except (ConfigError, TypeError, ValueError, RuntimeError):  # such as a model that does not take colour images
+    except (StopIteration, TypeError, ValueError, RuntimeError):  # such as a model of other inputs
         return True
+
+
+def _tried(name: str, options: Mapping[str, Any]) -> Iterator[tuple[nn.Module, tuple[int, ...]]]:
+    """The module for each of `_SHAPES` that it can be built for, with this shape."""
+    for shape in _SHAPES:
+        with suppress(ConfigError):  # the run builds the model for its own input shape and reports the error
+            yield build(name, shape, 2, options), shape

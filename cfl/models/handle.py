@@ -35,8 +35,9 @@ class Model:
     growing: the heads are parts of one head, which has those of all tasks so far (class-incremental streams);
     norm_stats: running statistics of batch normalisation "per_task", "running" (shared), or none ("batch").
     dtype: of the samples; None: that of the module's parameters; precision: of products within `lowered`.
-    Attributes: params: the tree; frozen: names in it of the parameters with requires_grad=False, which no task trains,
-    and which every method below takes from here where its `params` lack them: clients hold them, no broadcast has them;
+    Attributes: params: the tree; frozen: names in it of the parameters with requires_grad=False, which no task trains;
+    fixed: these parameters, which every method below takes from here where its `params` lack them: clients hold them
+    from the start, no broadcast has them; `start_from` replaces both;
     layers: the projectable layers that train, in the order of their first call; stem: path of the first layer called;
     norms: affine parameters of normalisation layers, name to the number of projected modules called before the layer;
     classifier: path of the last Linear layer, None for a module that does not end in one.
@@ -86,9 +87,9 @@ class Model:
         self._channels_last = allows_channels_last(self.module, input_shape, device)
         self.layers = layers_of(self.module, paths[:-1] if multi_head else paths)
         self.norms = norm_parameters(called, self.layers)
-        self.params = self._initial(classes, seed)
         fixed = frozen_names(self.module)
         self.frozen = frozenset(self.tree_name(name, task) for name in fixed for task in range(self.tasks))
+        self.start_from(self._initial(classes, seed))
 
     def __repr__(self) -> str:
         return f"Model({type(self.module).__name__}, input_shape={self.input_shape}, classes={self.sizes})"
@@ -102,10 +103,10 @@ class Model:
         found += adapters.notes(self.module)
         return found + precisions.notes(self.precision, next(iter(self.params.values())).device)
 
-    @property
-    def fixed(self) -> Tree:
-        """The frozen parameters: every client has them from the start."""
-        return {name: leaf for name, leaf in self.params.items() if name in self.frozen}
+    def start_from(self, params: Tree) -> None:
+        """Replace the initial parameters, the frozen ones among them. params: all leaves of the tree."""
+        self.params: Tree = params
+        self.fixed: Tree = {name: leaf for name, leaf in params.items() if name in self.frozen}
 
     def is_parameter(self, name: str) -> bool:
         """True for the name in the tree of a parameter, False for that of a buffer."""

@@ -24,13 +24,13 @@ from cfl.models.dropout import Dropout
 class _Block(nn.Module):
     """Self-attention, then a perceptron of four times the width; each takes normalised tokens and has a residual."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, eps: float) -> None:
         super().__init__()
         self.heads = heads
-        self.norm1 = nn.LayerNorm(width)
+        self.norm1 = nn.LayerNorm(width, eps)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
-        self.norm2 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width, eps)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), Dropout(dropout), nn.Linear(4 * width, width))
         self.dropout = Dropout(dropout)
 
@@ -49,15 +49,24 @@ class _Block(nn.Module):
 
 class _ViT(nn.Module):
     def __init__(
-        self, channels: int, patches: int, outputs: int, patch: int, width: int, depth: int, heads: int, dropout: float
+        self,
+        channels: int,
+        patches: int,
+        outputs: int,
+        patch: int,
+        width: int,
+        depth: int,
+        heads: int,
+        dropout: float,
+        eps: float,
     ) -> None:
         super().__init__()
         self.patches = nn.Conv2d(channels, width, patch, patch)
         self.token = nn.Parameter(torch.zeros(1, 1, width))
         self.positions = nn.Parameter(0.02 * torch.randn(1, patches + 1, width))
         self.dropout = Dropout(dropout)
-        self.blocks = nn.Sequential(*(_Block(width, heads, dropout) for _ in range(depth)))
-        self.norm = nn.LayerNorm(width)
+        self.blocks = nn.Sequential(*(_Block(width, heads, dropout, eps) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width, eps)
         self.head = nn.Linear(width, outputs)
         for layer in self.blocks.modules():
             if isinstance(layer, nn.Linear):
@@ -78,11 +87,13 @@ def vit_small(
     depth: int = 6,
     heads: int = 3,
     dropout: float = 0.0,
+    eps: float = 1e-5,
 ) -> nn.Module:
     """Vision transformer with a class token: 2,693,578 parameters for 10 classes of 3 x 32 x 32.
 
     patch: side of a patch, in pixels; width: numbers in a token; depth: number of blocks; heads: attention heads;
-    dropout: rate after the positions, the attention, and both layers of the perceptron.
+    dropout: rate after the positions, the attention, and both layers of the perceptron;
+    eps: added to the variances of normalisation, 1e-6 in the usual pretrained weights.
     Raises ValueError if `patch` does not divide both sides of the image, or `heads` does not divide `width`.
     """
     channels, height, width_in = images(input_shape)
@@ -95,4 +106,4 @@ def vit_small(
     if width % heads:
         raise ValueError(f"model.width must be a multiple of model.heads, but {width} is not a multiple of {heads}")
     patches = (height // patch) * (width_in // patch)
-    return _ViT(channels, patches, outputs, patch, width, depth, heads, dropout)
+    return _ViT(channels, patches, outputs, patch, width, depth, heads, dropout, eps)

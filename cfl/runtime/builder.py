@@ -28,7 +28,7 @@ from cfl.runtime.saved_run import description
 from cfl.runtime.session import Session
 from cfl.runtime.sinks import NullSink, Sink
 from cfl.runtime.state import RunState
-from cfl.runtime.warm_start import started
+from cfl.runtime.warm_start import pretrained_weights, started
 from cfl.streams import Stream, held_out, with_scenario
 from cfl.streams.store import TaskSamples
 
@@ -89,10 +89,11 @@ def build_session(
     label = "+".join(type(member).__name__ for member in members.values()) if custom else config.label
     stream, validation = _prepared(stream, config)
     public = _checked_public(config, stream, members, label)
-    module = network.build(config, stream.input_shape, stream.tasks[0].classes) if own is None else own
+    shape, outputs = stream.input_shape, stream.tasks[0].classes
+    module = network.build(config, shape, outputs, stream.vocabulary) if own is None else own
     device = machine.device(config.device)
     model = network.handle(config, module, stream.input_shape, stream.heads, stream.scenario, device)
-    notes, start = _start(config, model)
+    notes, start = _start(config, model, own)
     methods.check_model(model.module, config)
     composed = ComposedMethod(members)
     if stream.growing and (why := composed.strategy.not_class_incremental):
@@ -133,11 +134,19 @@ def _prepared(stream: Stream, config: RunConfig) -> tuple[Stream, tuple[TaskSamp
     return held_out(stream, config.validation, config.seed)
 
 
-def _start(config: RunConfig, model: models.Model) -> tuple[list[str], Tree]:
-    """Let the model start from that of another run, if configured so. Returns notes, and the parameters taken."""
-    if config.start is None:
+def _start(config: RunConfig, model: models.Model, own: nn.Module | None) -> tuple[list[str], Tree]:
+    """Let the model start from another run's, else from pretrained weights. Returns notes, and the parameters taken."""
+    if own is not None and config.model.weights is not None:
+        raise ConfigError(
+            "model.weights is for a network by name; load the weights into your own, and set model.weights=null"
+        )
+    if config.start is not None:
+        params, note = started(model, config.start)
+    elif config.model.weights is not None:
+        params, note = pretrained_weights(model, config.model)
+    else:
         return [], {}
-    model.params, note = started(model, config.start)
+    model.start_from(params)
     return [note], model.params
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from cfl.assembly import methods, resolve
 from cfl.config.overrides import change
-from cfl.config.schema import RunConfig
+from cfl.config.schema import RunConfig, TextConfig
 from cfl.contract.composed import ComposedMethod, prefix
 from cfl.core import Tree, content, plugins
 from cfl.runtime import checkpoint
@@ -23,7 +23,7 @@ class Fingerprint:
 
     network: the module before it has run, since it may keep what it computes; own: whether it is the user's;
     public: whether the methods read the stream's public data; states: where the states of the clients are kept;
-    start: parameters taken from another run, empty without one.
+    start: the initial parameters if some were taken from another run or from pretrained weights, else empty.
     """
 
     def __init__(
@@ -64,7 +64,8 @@ class Fingerprint:
         for name in {**self.parts, **parts} if parts else ():
             if parts.get(name) != self.parts.get(name):
                 return f"{name} changed since the run began"
-        return f"the model in '{self.config.start}' changed since the run began" if self._start else ""
+        source = self.config.start or self.config.model.weights
+        return f"the model in '{source}' changed since the run began" if self._start else ""
 
     def _methods(self) -> dict[str, str]:
         members, built = self.composed.members, methods.build(self.config)
@@ -104,11 +105,12 @@ def decisive(options: Options) -> dict[str, Any]:
 
     Options that earlier versions lack count where they are set, so that a newer version continues an older run.
     """
-    new = {"start": None, "validation": 0.0, "precision": "float32", "compile": None}
+    new = {"start": None, "validation": 0.0, "precision": "float32", "compile": None, "text": dict(TextConfig())}
     later = {name for name, value in new.items() if options.get(name, value) == value}
-    model = options.get("model", {})
+    model = {name: own for name, own in options.get("model", {}).items() if (name, own) != ("weights", None)}
     if model.get("adapter", "none") == "none":
-        options = {**options, "model": {name: own for name, own in model.items() if not name.startswith("adapter")}}
+        model = {name: own for name, own in model.items() if not name.startswith("adapter")}
+    options = {**options, "model": model}
     return {name: value for name, value in options.items() if name not in {"workers", "flower", *later}}
 
 

@@ -159,6 +159,7 @@ def stream_of(config: RunConfig, data_root: Path | None, download: bool, public:
             data_root=data_root,
             download=download,
             class_order=config.class_order,
+            text=streams.TextOptions(**dict(config.text)),
         )
     except CflError:
         raise

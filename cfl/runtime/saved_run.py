@@ -163,7 +163,7 @@ def load(
     for name, given in (("model", model), ("strategy", strategy)):
         if given is None and about[name] is not None:
             raise ConfigError(f"the run in '{folder}' has a {name} of its own, {about[name]}; pass it as {name}=...")
-    module = model or network.build(config, about["input_shape"], about["outputs"])
+    module = model or network.build(config, about["input_shape"], about["outputs"], about.get("vocabulary"))
     handle = network.handle(config, module, about["input_shape"], about["classes"], about["scenario"], "cpu")
     if _shapes(trees["params"]) != _shapes(handle.params):
         raise ConfigError(f"the network does not fit the parameters in '{folder}'; pass that of the run as model=...")
@@ -203,6 +203,7 @@ def description(stream: Stream, model: nn.Module | None, strategy: object | None
         "input_shape": list(stream.input_shape),
         "classes": list(stream.heads),
         "outputs": stream.tasks[0].classes,
+        "vocabulary": stream.vocabulary,
         "scenario": stream.scenario,
         "stream": stream.name,
         "tasks": [task.name for task in stream.tasks],

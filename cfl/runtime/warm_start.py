@@ -1,9 +1,10 @@
-"""A run that starts from the model of another run."""
+"""A run that starts from the model of another run, or from weights that were trained elsewhere."""
 
 from pathlib import Path
 
+from cfl.config.schema import ModelConfig
 from cfl.core import ConfigError, Tree
-from cfl.models import Model, adapters
+from cfl.models import Model, adapters, pretrained
 from cfl.runtime.saved_run import checkpointed
 
 
@@ -21,15 +22,38 @@ def started(model: Model, folder: str) -> tuple[Tree, str]:
         for name, leaf in model.params.items()
         if name in given and given[name].shape == leaf.shape
     }
-    heads = {name for task in range(model.tasks) for name in model.new_head(task)}
-    heads |= {name for pair in adapters.pairs(model.module) for name in pair}
+    new = _new(model)
     left = [name for name in model.params if name not in taken]
     for name in left:
-        if name not in heads and "@" not in name:
+        if name not in new and "@" not in name:
             there = f"shape {tuple(given[name].shape)}" if name in given else "no such parameter"
             raise ConfigError(
                 f"start: '{name}' has shape {tuple(model.params[name].shape)} here, and '{folder}' has {there}; "
                 "use the model of that run"
             )
-    new = f"; new: {', '.join(left)}" if left else ""
-    return {**model.params, **taken}, f"starts from the model in '{folder}'{new}"
+    return {**model.params, **taken}, f"starts from the model in '{folder}'{_listed(left)}"
+
+
+def pretrained_weights(model: Model, config: ModelConfig) -> tuple[Tree, str]:
+    """Return the initial parameters of a model, with those of the folder `model.weights`, and a note for the user.
+
+    Heads and adapters keep their own initial values. Raises ConfigError if the folder does not fit the model.
+    """
+    assert config.weights is not None
+    new = _new(model)
+    names = adapters.plain_names(model.module)
+    wanted = {names.get(name, name): leaf for name, leaf in model.params.items() if name not in new}
+    found = pretrained.tensors(config.weights, config.options, model.input_shape, wanted)
+    taken = {name: found[names.get(name, name)].to(leaf) for name, leaf in model.params.items() if name not in new}
+    left = [name for name in model.params if name in new]
+    return {**model.params, **taken}, f"starts from the weights in '{config.weights}'{_listed(left)}"
+
+
+def _new(model: Model) -> set[str]:
+    """Names of the parameters of heads and adapters, which may start anew."""
+    heads = {name for task in range(model.tasks) for name in model.new_head(task)}
+    return heads | {name for pair in adapters.pairs(model.module) for name in pair}
+
+
+def _listed(names: list[str]) -> str:
+    return f"; new: {', '.join(names)}" if names else ""

@@ -5,15 +5,17 @@ their streams and data sets.
 """
 
 from cfl.streams import builtin as _builtin  # noqa: F401
+from cfl.streams import text as _text  # noqa: F401
 from cfl.streams.benchmark import Benchmark, build, selected
 from cfl.streams.partition import Deal, deal
 from cfl.streams.public import with_public
 from cfl.streams.scenario import with_scenario
 from cfl.streams.store import Pool, Stream, Task, TaskSamples
 from cfl.streams.tensors import from_tensors
+from cfl.streams.tokens import TextOptions
 from cfl.streams.validation import held_out
 
 __all__ = [
-    "Benchmark", "Deal", "TaskSamples", "Pool", "Stream", "Task", "build", "deal", "from_tensors", "held_out",
-    "selected", "with_public", "with_scenario",
+    "Benchmark", "Deal", "TaskSamples", "TextOptions", "Pool", "Stream", "Task", "build", "deal", "from_tensors",
+    "held_out", "selected", "with_public", "with_scenario",
 ]  # fmt: skip

@@ -4,12 +4,12 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from cfl.core import ConfigError, DataError, unknown
 from cfl.core.plugins import benchmarks
 from cfl.core.typed import described, typed, typed_fields
 from cfl.streams.store import Stream
+from cfl.streams.tokens import TextOptions
 
 ORDERS = ("random", "natural")
 
@@ -20,23 +20,25 @@ class Benchmark:
 
     build: (tasks, seed, data_root, download, class_order) -> Stream; tasks is None for the benchmark's default number;
     summary: one line; source: paper and section;
-    names: of the tasks, if a run may select tasks by name: `build` then takes a number, None or a tuple of names.
-    Raises ConfigError for fields of another type and a `build` that does not take these five arguments.
+    names: of the tasks, if a run may select tasks by name: `build` then takes a number, None or a tuple of names;
+    text: whether the samples are texts: `build` then takes a sixth argument, the `TextOptions`.
+    Raises ConfigError for fields of another type and a `build` that does not take these arguments.
     """
 
-    build: Callable[[Any, int, Path | None, bool, str], Stream]
+    build: Callable[..., Stream]
     summary: str
     source: str
     names: tuple[str, ...] = ()
+    text: bool = False
 
     def __post_init__(self) -> None:
         typed_fields(self)
+        more = {"text": TextOptions()} if self.text else {}
         try:
-            inspect.signature(self.build).bind(None, 0, None, False, "random")
+            inspect.signature(self.build).bind(None, 0, None, False, "random", *more.values())
         except TypeError as error:
-            raise ConfigError(
-                f"Benchmark.build must take (tasks, seed, data_root, download, class_order): {error}"
-            ) from error
+            taken = ", ".join(["tasks, seed, data_root, download, class_order", *more])
+            raise ConfigError(f"Benchmark.build must take ({taken}): {error}") from error
 
 
 @typed
@@ -48,12 +50,13 @@ def build(
     data_root: Path | str | None = None,
     download: bool = False,
     class_order: str = "random",
+    text: TextOptions = TextOptions(),
 ) -> Stream:
     """Build the stream of a registered benchmark.
 
     tasks: number of tasks, from the first (default: the benchmark's own), or some of `Benchmark.names`, in that order;
     data_root: folder of the data sets (default: the environment variable CFL_DATA); download: fetch missing data;
-    class_order: "random" (by seed) or "natural", for streams that split the classes.
+    class_order: "random" (by seed) or "natural", for streams that split the classes; text: for streams of texts.
     Raises ConfigError for an argument of another type, an unknown name and a value out of range, DataError for missing
     or damaged data and a benchmark that builds no `Stream`.
     """
@@ -62,7 +65,8 @@ def build(
         raise unknown("class order", class_order, ORDERS)
     if tasks is not None and not isinstance(tasks, int):
         tasks = _checked(tasks, name, benchmark.names)
-    stream = benchmark.build(tasks, seed, None if data_root is None else Path(data_root), download, class_order)
+    root = None if data_root is None else Path(data_root)
+    stream = benchmark.build(tasks, seed, root, download, class_order, *([text] if benchmark.text else []))
     if not isinstance(stream, Stream):
         raise DataError(f"benchmark '{name}' must build a cfl.Stream, not {described(stream)}")
     return stream

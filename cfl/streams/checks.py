@@ -31,6 +31,24 @@ def check_normalisation(what: str, given: Tensor | None, shape: torch.Size) -> N
         )
 
 
+def check_tokens(tokens: Tensor, vocabulary: int, mean: Tensor | None, std: Tensor | None) -> None:
+    """Raise DataError unless tokens are (N, 2, length) int32 with ids below `vocabulary` and a mask of 0 and 1."""
+    if mean is not None or std is not None:
+        raise DataError("a pool of tokens has no mean and no std, because token ids are no quantities; leave them out")
+    if tokens.dtype != torch.int32 or tokens.dim() != 3 or tokens.shape[1] != 2 or not tokens.shape[2]:
+        raise DataError(
+            f"tokens of a pool must be int32 of shape (N, 2, length), ids and mask, not {tokens.dtype} of shape "
+            f"{tuple(tokens.shape)}"
+        )
+    for row, what, end in ((0, "token ids", vocabulary), (1, "an attention mask", 2)):
+        values = tokens[:, row]
+        if values.numel() and not 0 <= values.min() <= values.max() < end:
+            raise DataError(
+                f"row {row} of a sample holds {what} in [0, {end}), not in [{values.min()}, {values.max()}]; encode "
+                "texts by the tokenizer of the network, and give its number of ids as the vocabulary"
+            )
+
+
 def check_rows(index: Tensor, targets: Tensor, images: Tensor) -> None:
     """Raise DataError unless index and targets are (n,) int64, and each index is a row of the images."""
     if index.shape != targets.shape or index.dim() != 1:

@@ -130,8 +130,8 @@ def pooled(arrays: Arrays, mean: tuple[float, ...] | None = None, std: tuple[flo
 
     mean, std: one number a channel (C,), or one for all, in units of the image scaled to [0, 1].
     """
-    columns = [None if c is None else torch.tensor(c, dtype=torch.float32).view(-1, 1, 1) for c in (mean, std)]
-    return Pool(torch.cat([arrays.x_train, arrays.x_test]), *columns)
+    first, second = (None if c is None else torch.tensor(c, dtype=torch.float32).view(-1, 1, 1) for c in (mean, std))
+    return Pool(torch.cat([arrays.x_train, arrays.x_test]), first, second)
 
 
 def _from_npz(path: Path, source: _Source) -> Arrays:

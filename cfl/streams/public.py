@@ -1,4 +1,4 @@
-"""Public data: unlabelled inputs of another data set, with the shape and normalisation of a stream's samples."""
+"""Public data: unlabelled inputs of another data set, made as a stream's samples are."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +9,10 @@ from torch.nn import functional
 
 from cfl.core import ConfigError, DataError, rng
 from cfl.core.typed import typed
+from cfl.streams import corpora
 from cfl.streams.datasets import load
 from cfl.streams.store import Pool, Stream, TaskSamples, unlabelled
+from cfl.streams.tokens import Encoder, Texts
 
 _CHUNK = 1024  # images resized at a time, to bound the memory of their float copies
 
@@ -42,13 +44,14 @@ def public(
     data_root: Path | str | None = None,
     download: bool = False,
 ) -> TaskSamples:
-    """Train and test images of a data set, without labels, as public data of a stream (as in FedProj's code, 2025).
+    """Train and test samples of a data set, without labels, as public data of a stream (as in FedProj's code, 2025).
 
-    name: a data set that `cfl.streams.datasets.load` knows;
+    name: a data set that `cfl.streams.datasets.load` knows, or `cfl.streams.corpora.load` for a stream of texts;
     samples: at most that many, drawn without replacement with key(seed, "public") and kept in the data set's order;
     None: all. Grey images are repeated to three channels, colour images averaged to one channel. Images of another
     height or width are resized by bilinear interpolation with antialiasing. Normalisation is that of the stream's first
-    task. CINIC-10 contains the images of CIFAR-10, so neither is independent public data for the other.
+    task. CINIC-10 contains the images of CIFAR-10, so neither is independent public data for the other. Texts are
+    encoded by the stream's tokenizer.
     Raises ConfigError for an unknown name, the stream's own data set and fewer than 1 sample; DataError for a missing
     data set, and for a stream whose samples are vectors, floating-point images, or have other than 1 or 3 channels.
     """
@@ -58,6 +61,8 @@ def public(
         raise ConfigError(
             f"public data '{name}' is the data set of the clients of benchmark '{stream.name}'; take another data set"
         )
+    if stream.encoder is not None:
+        return _of_texts(name, stream.encoder, samples, seed, data_root)
     arrays, own = load(name, data_root, download), stream.tasks[0].train.pool
     if own.images.dim() != 4 or own.images.dtype != torch.uint8:
         raise DataError(
@@ -66,10 +71,25 @@ def public(
             "(cfl.streams.from_tensors)"
         )
     images = torch.cat([arrays.x_train, arrays.x_test])
-    if samples is not None and samples < len(images):
-        draws = rng.numpy_generator(rng.key(seed, "public"))
-        images = images[torch.from_numpy(draws.choice(len(images), samples, replace=False)).sort().values]
+    images = images[_drawn(len(images), samples, seed)]
     return unlabelled(Pool(_fitted(images, stream.input_shape, name), own.mean, own.std))
+
+
+def _of_texts(name: str, encoder: Encoder, samples: int | None, seed: int, data_root: Path | str | None) -> TaskSamples:
+    """Encode the drawn texts of a data set."""
+    train, test = corpora.load(name, data_root)
+    first, labels = [*train.first, *test.first], [*train.labels, *test.labels]
+    second = None if train.second is None or test.second is None else [*train.second, *test.second]
+    drawn = Texts(first, second, labels).taken(_drawn(len(first), samples, seed).tolist())
+    return unlabelled(Pool(encoder(drawn.first, drawn.second), vocabulary=encoder.vocabulary))
+
+
+def _drawn(count: int, samples: int | None, seed: int) -> Tensor:
+    """Positions of the drawn samples, in ascending order."""
+    if samples is None or samples >= count:
+        return torch.arange(count)
+    draws = rng.numpy_generator(rng.key(seed, "public"))
+    return torch.from_numpy(draws.choice(count, samples, replace=False)).sort().values
 
 
 def _data_set(stream: Stream) -> str:

@@ -1,76 +1,22 @@
-"""Streams of tasks over pools of images: the samples of a task are rows of a pool, gathered by index.
+"""Streams of tasks over pools of samples: the samples of a task are rows of a pool, gathered by index.
 
-Each image is in memory once. Permuted tasks share one pool and permute pixels on gather.
+Each sample is in memory once. Permuted tasks share one pool and permute pixels on gather.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from cfl.contract import Pixels
 from cfl.core import DataError, content, rng
 from cfl.core.typed import typed, typed_fields
 from cfl.streams import checks
 from cfl.streams.augment import augment, check
-
-
-@dataclass(frozen=True, eq=False)
-class Pool:
-    """All images of a data set, on one device.
-
-    images: (N, C, H, W) or (N, d), uint8 or float32; `TaskSamples.gather` scales uint8 to [0, 1].
-    mean, std: broadcastable to one image, e.g. (C, 1, 1), in units of the scaled image; None: no normalisation.
-    Raises ConfigError for fields of another type; DataError for images of other dtypes or shapes, and for a mean or std
-    that does not fit an image, is not finite, or is a std of 0.
-    """
-
-    images: Tensor
-    mean: Tensor | None = None
-    std: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        typed_fields(self)
-        if self.images.dtype not in (torch.uint8, torch.float32):
-            raise DataError(f"images of a pool must be uint8 or float32, not {self.images.dtype}; convert them first")
-        if self.images.dim() < 2:
-            raise DataError(f"images of a pool must be (N, C, H, W) or (N, d), not {tuple(self.images.shape)}")
-        checks.check_normalisation("mean", self.mean, self.images.shape[1:])
-        checks.check_normalisation("std", self.std, self.images.shape[1:])
-
-    def __repr__(self) -> str:
-        size, *shape = self.images.shape
-        return f"Pool({size} images, {tuple(shape)}, {str(self.images.dtype).removeprefix('torch.')})"
-
-    @cached_property
-    def broken(self) -> Tensor:
-        """Rows of images with NaN or infinity, usually none; looked for only once."""
-        x = self.images
-        if x.dtype == torch.uint8 or not x.numel() or all(bound.isfinite() for bound in x.aminmax()):
-            return torch.empty(0, dtype=torch.int64, device=x.device)
-        return (~x.flatten(1).isfinite().all(1)).nonzero().flatten()
-
-    @property
-    def pixels(self) -> Pixels | None:
-        """How 8-bit images become inputs; None for a pool of floating-point samples."""
-        return Pixels(self.mean, self.std) if self.images.dtype == torch.uint8 else None
-
-    def to(self, device: torch.device | str) -> Pool:
-        """The pool with its tensors on `device`; the pool itself if they are there."""
-        if self.images.device == torch.device(device):
-            return self
-        mean, std = (None if t is None else t.to(device) for t in (self.mean, self.std))
-        return Pool(self.images.to(device), mean, std)
-
-    def normalise_(self, x: Tensor) -> Tensor:
-        """Normalise scaled images (..., C, H, W) or samples (..., d) in place, with the pool's mean and deviation."""
-        if self.mean is not None:
-            x.sub_(self.mean)
-        return x if self.std is None else x.div_(self.std)
+from cfl.streams.pool import Pool
+from cfl.streams.tokens import Encoder
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +27,8 @@ class TaskSamples:
     permutation: (pixels,) int64, applied to the flattened image on gather (the shape is kept), or None;
     augment: kinds of random augmentation, of `cfl.streams.augment.KINDS`, that `gather` applies when it gets a key.
     Raises DataError if `index` and `targets` are not int64 or differ in length, for a row that the pool does not have,
-    and for a permutation of other pixels; ConfigError for fields of another type, an unknown augmentation, and an
-    augmentation of samples that are not images.
+    for a permutation of other pixels, and for one of tokens; ConfigError for fields of another type, an unknown
+    augmentation, and an augmentation of samples that are not images.
     """
 
     pool: Pool
@@ -95,6 +41,8 @@ class TaskSamples:
         typed_fields(self)
         check(self.augment, self.pool.images.shape[1:])
         checks.check_rows(self.index, self.targets, self.pool.images)
+        if self.permutation is not None and self.pool.vocabulary is not None:
+            raise DataError("token ids and their mask cannot be permuted like pixels; leave permutation out")
         checks.check_permutation(self.permutation, self.pool.images[:1].numel())
 
     def __len__(self) -> int:
@@ -110,14 +58,11 @@ class TaskSamples:
         return self.pool.images[0].nbytes + self.targets[:1].nbytes
 
     def gather(self, rows: Tensor, key: int | None = None) -> tuple[Tensor, Tensor]:
-        """Samples at positions `rows` (b,): x (b, ...) float32 and y (b,) int64.
+        """Samples at positions `rows` (b,): x (b, ...) as `Pool.inputs` returns them, and y (b,) int64.
 
         Images are normalised, then augmented, then permuted. key: of the augmentation's draws; None: no augmentation.
         """
-        x = self.pool.images.index_select(0, self.index[rows])  # a copy: the rest may write in place
-        if x.dtype == torch.uint8:
-            x = x.float().div_(255)
-        x = self.pool.normalise_(x)
+        x = self.pool.inputs(self.index[rows])
         if key is not None and self.augment:
             black = x.new_zeros(x.shape[1], 1, 1)
             black = self.pool.normalise_(black) if "crop" in self.augment else black
@@ -162,9 +107,11 @@ class Task:
 class Stream:
     """The ordered tasks of a benchmark.
 
-    input_shape: shape of one sample, (C, H, W) or (d,); multi_head: one head a task instead of one for all tasks;
+    input_shape: shape of one sample, (C, H, W), (d,), or (2, length) of tokens;
+    multi_head: one head a task instead of one for all tasks;
     growing: the heads are parts of one head, and a task's targets and `classes` count those of earlier tasks, too;
-    public: unlabelled inputs that the server and all clients have (their targets are zeros without meaning), or None.
+    public: unlabelled inputs that the server and all clients have (their targets are zeros without meaning), or None;
+    encoder: makes samples of texts, in a stream of texts; None otherwise.
     Raises ConfigError for fields of another type; DataError for a stream without tasks, samples of another shape, a
     single head with unequal class counts or one that grows, a head with more classes than train samples, a test label
     without train samples (of the task, or with a single head of any task), a sample with NaN or infinity, and empty
@@ -177,6 +124,7 @@ class Stream:
     multi_head: bool
     public: TaskSamples | None = None
     growing: bool = False
+    encoder: Encoder | None = None
 
     def __post_init__(self) -> None:
         typed_fields(self)
@@ -204,6 +152,11 @@ class Stream:
                     f"{owner} of stream '{self.name}' has samples of shape {shape}, not "
                     f"{tuple(self.input_shape)}; bring all to one shape"
                 )
+            if samples.pool.vocabulary != self.vocabulary:
+                raise DataError(
+                    f"{owner} of stream '{self.name}' has a vocabulary of {samples.pool.vocabulary} token ids, not "
+                    f"{self.vocabulary}; encode all texts of a stream by one tokenizer"
+                )
             checks.check_finite(f"{owner} of stream '{self.name}'", which, samples.index, samples.pool.broken)
         for tasks in [[task] for task in self.tasks] if self.multi_head else [self.tasks]:
             checks.check_head(self.name, tasks[0].classes, [task.labels for task in tasks])
@@ -218,6 +171,11 @@ class Stream:
             f"Stream({self.name!r}, tasks={len(self)}, scenario={self.scenario!r}, input_shape={self.input_shape}, "
             f"{train} train and {test} test{public} samples)"
         )
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Number of token ids in a stream of texts, for the network's embedding; None for other samples."""
+        return self.tasks[0].train.pool.vocabulary
 
     @property
     def scenario(self) -> str:

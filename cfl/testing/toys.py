@@ -29,6 +29,11 @@ def toy_stream(tasks: int = 3, train: int = 48, test: int = 40, multi_head: bool
 
 
 def toy_config(*overrides: str, **layers: Any) -> RunConfig:
-    """Return a small run: 4 clients, cohorts of 3, 2 rounds per task, an 8-6-6-2 MLP. layers: as for `cfl.resolve`."""
-    small = ["tasks=null", "rounds=2", "cohort=3", "partition.clients=4", "local.batch_size=4", "model.hidden=[6,6]"]
+    """Return a small run: 4 clients, cohorts of 3, 2 rounds per task, an 8-6-6-2 MLP unless the overrides name a model.
+
+    layers: as for `cfl.resolve`.
+    """
+    small = ["tasks=null", "rounds=2", "cohort=3", "partition.clients=4", "local.batch_size=4"]
+    if not any(override.startswith(("model.name=", "model.weights=")) for override in overrides):
+        small.append("model.hidden=[6,6]")
     return resolve("permuted-digits", overrides=[*small, *overrides], **layers)

@@ -14,7 +14,7 @@ from tests.toy import need_data
 
 BENCHMARKS = [name for name in plugins.benchmarks.names() if preset(name)]
 SCALES = ("small", "smoke")
-WITHOUT_FILES = ("permuted-digits", "split-digits", "iris")
+WITHOUT_FILES = ("permuted-digits", "split-digits", "iris", "split-topics")
 
 
 def visits(config: cfl.RunConfig) -> float:

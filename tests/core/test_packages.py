@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import cfl
+from cfl import streams
 from cfl.cli import main
 from cfl.core import ConfigError, packages
 from cfl.experiments.compare import plan
@@ -77,6 +78,7 @@ NEEDS = [
     ("data set 'mnist' in the format of its distributor", "vision", lambda folder: load("mnist", folder, True)),
     ("data set 'cinic10' as folders of images", "vision", folders),
     ("--download of data set 'notmnist'", "vision", lambda folder: load("notmnist", folder, True)),
+    ("a stream of texts", "text", lambda folder: streams.build("split-topics")),
     ("data set 'pathmnist' in the format of MedMNIST", "medmnist", medmnist),
     ("from_benchmark", "avalanche", lambda folder: from_benchmark(SimpleNamespace(train_stream=[], test_stream=[]))),
     ("an .onnx file", "onnx", lambda folder: export.write(folder / "a.onnx", torch.nn.Linear(1, 1), {}, {})),

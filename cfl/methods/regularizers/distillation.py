@@ -20,7 +20,7 @@ _CHUNK = 1024  # public samples in a forward pass without gradient
 def public_batch(public: Samples, rows: Tensor) -> Batch:
     """Public samples at rows (b,); their labels are meaningless zeros."""
     x, y = public.gather(rows)
-    return Batch(x, y, torch.ones(len(y), dtype=x.dtype, device=x.device), public.index[rows])
+    return Batch.whole(x, y, public.index[rows])
 
 
 def public_logits(params: Tree, ctx: Ctx) -> Tensor:

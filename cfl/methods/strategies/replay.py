@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cfl.contract import MEMORY, Batch, Client, Ctx, Phase, RoundInfo, Strategy, TreesByOwner, with_consolidation
+from cfl.contract.samples import joined
 from cfl.core import Tree, option, rng
 from cfl.methods.balanced import balanced
 from cfl.models import Model
@@ -49,7 +50,7 @@ class Replay(Strategy):
         memory = ctx.memory
         if memory.task is None or not len(memory.y):  # decided by the shape, not by a value
             return batch
-        x, y, mask, ids = (torch.cat([one, other]) for one, other in zip(batch[:4], memory[:4], strict=True))
+        x, y, mask, ids = (joined([one, other]) for one, other in zip(batch[:4], memory[:4], strict=True))
         return Batch(x, y, mask, ids, torch.cat([torch.full_like(batch.y, ctx.task), memory.task]))
 
     def work(

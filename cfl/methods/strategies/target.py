@@ -100,7 +100,7 @@ class TARGET(Inversion, Strategy):
         rows = (first + _STRIDE * ctx.client + places) % len(samples["x"])
         x = inputs(samples["x"][rows], samples.get("mean"), samples.get("std"))
         zeros = torch.zeros_like(rows)
-        return Batch(x, zeros, torch.ones(self.batch, dtype=x.dtype, device=x.device), zeros)
+        return Batch.whole(x, zeros, zeros)
 
     def report(self, server: Server, model: Model) -> dict[str, Any]:
         return {"synthetic_samples": len(server["synthetic"]["x"]) if "synthetic" in server else 0}
