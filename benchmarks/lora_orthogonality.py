@@ -133,7 +133,7 @@ def draw(found: Sequence[Mapping[str, Any]], path: Path) -> None:
                 own = [row for row in found if (row["partition"], row["method"]) == (partition, method)]
                 scores = [[100 * score(row[key]) for row in own] for score in (mean, pstdev)]
                 axis.errorbar(range(len(own)), *scores, color=colour, marker=marker, capsize=3, label=NAMES[method])
-            axis.set_ylim(bottom=0)
+            axis.set_yscale("log")
     axes[0, 0].legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
