@@ -344,6 +344,25 @@ def test_figures_of_the_secure_sum_are_the_stored_ones():
     ]
 
 
+def test_figures_of_the_page_on_adapters_are_the_stored_ones():
+    stored = {name: json.loads((ROOT / f"benchmarks/results/adapters/{name}.json").read_text())
+              for name in ("memory", "orthogonality")}  # fmt: skip
+    page, found = ROOT / "docs/adapters.md", stored["orthogonality"]["rows"]
+    for partition, method, clients, *cells in rows(page, after="### One basis, or one for each client"):
+        (row,) = (
+            row
+            for row in found
+            if (row["partition"], row["method"], row["clients"])
+            == (partition.replace("–", "iid"), method.strip("`"), int(clients))
+        )
+        figures = [[100 * score(row[key]) for score in (mean, pstdev)] for key in ("overlap", "moved", "acc", "fgt")]
+        assert cells == [f"{middle:.1f} ± {spread:.1f}" for middle, spread in figures]
+    cases = stored["memory"]["cases"].values()
+    for (_, peak, seconds, upload), case in zip(rows(page, after="A BERT of 22 million"), cases, strict=True):
+        assert peak == f"{case['peak_bytes'] / 1e9:.1f} GB" and seconds == f"{case['seconds_round']:.0f}"
+        assert float(upload.removesuffix(" MB")) == pytest.approx(case["upload_bytes"] / 1e6, abs=0.05)
+
+
 def test_bytes_of_the_fot_page_follow_from_the_formulas():
     """Sketches of 5 d columns, or the upper triangle of a Gram matrix; two float64 energies a layer."""
     widths = [64 + 1, 128 + 1, 128 + 1]
