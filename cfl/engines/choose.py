@@ -84,7 +84,7 @@ def choose(
             chosen = choice
     if compile is None and engine == "auto":
         steps, trial = (sum(one.steps(batch_size) for one in each) for each in (inputs.clients, trials.inputs.clients))
-        compile = trials.pays(chosen, rounds * steps / trial) or None
+        return trials.compiled(chosen, rounds * steps / trial)
     return chosen._replace(compile=compile)
 
 
@@ -150,17 +150,25 @@ class _Trials:
             self.seconds[choice] = min(self.seconds[choice], self.measure(choice, self.inputs)[0])
         return close
 
-    def pays(self, choice: Choice, rounds: float) -> bool:
-        """Whether compiled steps save more than it takes to compile them. rounds: of trials, as long as the run."""
-        rest = rounds * self.seconds.get(choice, 0.0)
-        if "vmapped" not in choice.engine or rest < LONG or obstacle(self.device):
-            return False
+    def compiled(self, chosen: Choice, rounds: float) -> Choice:
+        """Return the fastest choice of blocks, compiled, if it saves more than compiling takes; else `chosen`.
+
+        rounds: of trials, as long as the run.
+        """
+        best = self.seconds.get(chosen, 0.0)
+        rest = rounds * best
+        blocks = [
+            choice for choice, own in self.seconds.items() if "vmapped" in choice.engine and own < HOPELESS * best
+        ]
+        if rest < LONG or not blocks or obstacle(self.device):
+            return chosen
         began = time.perf_counter()
+        fastest = min(blocks, key=lambda choice: self.seconds[choice])._replace(compile=True)
         try:
-            seconds, _ = self.measure(choice._replace(compile=True), self.inputs)
+            seconds, _ = self.measure(fastest, self.inputs)
         except (ConfigError, *FAILURES):
-            return False
-        return rest - rounds * seconds > time.perf_counter() - began
+            return chosen
+        return fastest if rest - rounds * seconds > time.perf_counter() - began else chosen
 
     def measure(self, choice: Choice, inputs: RoundInputs, limit: float = math.inf) -> tuple[float, int]:
         """Return the median seconds of a round once it is warm, and the bytes by which a process grew.

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from cfl.contract import Ctx
 from cfl.core import Tree
 from cfl.engines.compiled import compiled
+from cfl.engines.descents import descending, take_out
 
 AFTER, MOST = 8, 64  # a trace is recorded when its shapes come for the eighth time; number of traces kept
 _DRAWN = torch.Tag.nondeterministic_seeded  # of operations that draw random numbers
@@ -71,7 +72,8 @@ class Traces:
 def record(work: Work, inputs: Trees, compile: bool = False) -> tuple[Callable[[Trees], Trees] | None, set[str]]:
     """Return a trace of the work, or None if it cannot be traced, and the fields of contexts that the work reads.
 
-    compile: compile the trace, unless it draws random numbers: those of compiled code would differ.
+    compile: let weights descend along products, and compile the trace unless it draws random numbers, since those of
+    compiled code would differ.
     """
     from torch.fx.experimental.proxy_tensor import make_fx  # slow to import, and most runs do not need it
 
@@ -102,7 +104,10 @@ def record(work: Work, inputs: Trees, compile: bool = False) -> tuple[Callable[[
         return None, read
     _tidy(graph)
     draws = any(_DRAWN in getattr(node.target, "tags", ()) for node in graph.graph.nodes)
-    run = compiled(graph, leaves) if compile and not draws and not read & _FROZEN else graph
+    run: Callable[..., Any] = graph
+    if compile and not read & _FROZEN:
+        descents = take_out(graph)
+        run = descending(graph if draws else compiled(graph, leaves), descents)
 
     def repeat(inputs: Trees) -> Trees:
         with torch.no_grad():

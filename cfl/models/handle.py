@@ -19,7 +19,7 @@ from cfl.core.functorch import transforming
 from cfl.models import adapters
 from cfl.models import precision as precisions
 from cfl.models.layers import drop_running_stats, full_name, layers_of, leaf_slots, norm_parameters
-from cfl.models.memory_format import allows_channels_last, channels_last, is_channels_last
+from cfl.models.memory_format import allows_channels_last, channels_last, gains_by_channels_last, is_channels_last
 from cfl.models.precision import Precision
 from cfl.models.tracing import check_outputs, frozen_names, own_copy, trace
 
@@ -84,7 +84,8 @@ class Model:
         self._names_per_task.update(self._buffer_names if norm_stats == "per_task" else ())
         self._slots = leaf_slots(self.module)
         self.stem = paths[0] if paths else None
-        self._channels_last = allows_channels_last(self.module, input_shape, device)
+        gains = gains_by_channels_last(self.module, precision)
+        self._channels_last = gains and allows_channels_last(self.module, input_shape, device)
         self.layers = layers_of(self.module, paths[:-1] if multi_head else paths)
         self.norms = norm_parameters(called, self.layers)
         fixed = frozen_names(self.module)

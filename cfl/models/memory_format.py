@@ -1,4 +1,4 @@
-"""Memory layout of convolutional networks on a CPU: channels last, which its convolutions and pools read faster."""
+"""Memory layout of convolutional networks on a CPU: channels last, with which pooling and bfloat16 are faster."""
 
 import copy
 from collections.abc import Sequence
@@ -7,6 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from cfl.core import Tree
+
+
+def gains_by_channels_last(module: nn.Module, precision: str) -> bool:
+    """Whether local steps of a module with convolutions are faster with channels last.
+
+    Max pooling is ten times as fast. Without it, and in float32, the gain is less than it takes to convert the weights.
+    """
+    return precision != "float32" or any(isinstance(layer, nn.MaxPool2d) for layer in module.modules())
 
 
 def allows_channels_last(module: nn.Module, input_shape: Sequence[int], device: torch.device | str) -> bool:

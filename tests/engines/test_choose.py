@@ -210,6 +210,13 @@ def test_compiled_steps_are_chosen_where_they_pay(monkeypatch, rounds, compiling
     assert any(trial.faster < 1 for trial in trials.engines) == tried
 
 
+def test_compiled_blocks_may_beat_an_engine_without_blocks(monkeypatch):
+    monkeypatch.setattr(module, "obstacle", lambda device: "")
+    monkeypatch.setattr(module, "SECONDS", math.inf)
+    trials = Trials(monkeypatch, lambda name, block, clients: 0.1 if name == "loop" else 0.12)
+    assert trials.choose("auto", block=4, rounds=4000, compile=None) == Choice("vmapped", 4, 1, True)
+
+
 def test_compiled_steps_are_not_tried_without_a_compiler_or_with_another_engine(monkeypatch):
     monkeypatch.setattr(module, "obstacle", lambda device: "no compiler")
     trials = Trials(monkeypatch, lambda name, block, clients: 1.0 if name == "loop" else 0.1)

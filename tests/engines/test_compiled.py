@@ -84,8 +84,7 @@ def test_only_whole_blocks_with_whole_batches_are_compiled(compilations):
 def test_steps_that_draw_are_traced(compilations):
     found = weights("compile=true", "model.dropout=[0.2,0.2]")
     assert not compilations
-    plain = weights("model.dropout=[0.2,0.2]")
-    assert all(torch.equal(found[name], leaf) for name, leaf in plain.items())
+    assert largest(found, weights("model.dropout=[0.2,0.2]")) < 1e-5  # the same draws
 
 
 @pytest.mark.parametrize(("engine", "rounds"), [("vmapped", 1), ("vmapped", 5), ("pool+vmapped", 5)])

@@ -7,7 +7,7 @@ from torch import nn
 from cfl import models
 from cfl.core import optim, rng
 from cfl.models import Model
-from cfl.models.memory_format import allows_channels_last, is_channels_last
+from cfl.models.memory_format import allows_channels_last, gains_by_channels_last, is_channels_last
 
 SHAPE = (3, 8, 8)
 
@@ -47,6 +47,14 @@ def test_who_allows_it():
     assert not allows_channels_last(network().double(), SHAPE, "cpu")  # its convolutions have no such kernels
     assert not allows_channels_last(nn.Linear(4, 2), (4,), "cpu")
     assert not allows_channels_last(network(), SHAPE, "cuda")
+
+
+def test_who_gains():
+    assert gains_by_channels_last(network(), "float32")
+    resnet = models.build("resnet18", (3, 16, 16), 5, {})
+    assert not gains_by_channels_last(resnet, "float32") and gains_by_channels_last(resnet, "bf16")
+    model = Model(resnet, (3, 16, 16), [5], multi_head=False)
+    assert not any(map(is_channels_last, model.laid_out(model.params).values()))
 
 
 def test_outputs_are_the_same():

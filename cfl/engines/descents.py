@@ -1,0 +1,70 @@
+"""Descents along products: a gradient that is a product of matrices is subtracted from the weights by the product.
+
+No memory then holds the gradient, and the weights are read and written once. The result equals that of the fused kernel
+up to rounding.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+Run = Callable[..., Sequence[Tensor]]
+
+
+class Descent(NamedTuple):
+    """A step of one parameter. param, lr: their positions among the inputs; decay: weight decay."""
+
+    param: int
+    lr: int
+    decay: float
+
+
+def take_out(graph: fx.GraphModule) -> list[Descent]:
+    """Remove descents along products from the updates in a trace, which then returns their factors after its results.
+
+    A gradient qualifies if it is a product of two matrices, and nothing else reads it.
+    """
+    inputs = {node: place for place, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
+    (output,) = graph.graph.find_nodes(op="output")
+    found, factors = list[Descent](), list[fx.Node]()
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten._fused_sgd_.tensor_lr):
+        params, grads, rate = node.args[0], node.args[1], node.kwargs["lr"]
+        kept = []
+        for param, grad in zip(params, grads, strict=True):
+            pair = _factors(grad) if param in inputs and rate in inputs else []
+            if pair:
+                found.append(Descent(inputs[param], inputs[rate], node.kwargs["weight_decay"]))
+                factors += pair
+            else:
+                kept.append((param, grad))
+        node.args = ([param for param, _ in kept], [grad for _, grad in kept], *node.args[2:])
+        if not kept:
+            graph.graph.erase_node(node)
+    output.args = ([*output.args[0], *factors],)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return found
+
+
+def descending(run: Run, descents: Sequence[Descent]) -> Run:
+    """Return a function that calls `run` and makes the descents, whose factors are at the end of its results."""
+    own = len(descents)
+
+    def step(*given: Tensor) -> Sequence[Tensor]:
+        results = run(*given)
+        factors: Iterable[Tensor] = results[len(results) - 2 * own :]
+        pairs = zip(*[iter(factors)] * 2, strict=True)
+        for descent, (one, other) in zip(descents, pairs, strict=True):
+            rate = float(given[descent.lr])
+            given[descent.param].baddbmm_(one, other, beta=1 - rate * descent.decay, alpha=-rate)
+        return results[: len(results) - 2 * own]
+
+    return step if descents else run
+
+
+def _factors(grad: fx.Node) -> list[fx.Node]:
+    """The factors (clients, m, k) and (clients, k, n) of a gradient (clients, m, n); none if it is no product."""
+    alone = grad.target == torch.ops.aten.bmm.default and len(grad.users) == 1
+    return list(grad.all_input_nodes) if alone and len(grad.all_input_nodes) == 2 else []

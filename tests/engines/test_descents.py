@@ -1,0 +1,92 @@
+"""Descents along products: the same update as by a gradient in memory, and what keeps its gradient."""
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from cfl.core import rng
+from cfl.engines.descents import Descent, descending, take_out
+
+LR = torch.tensor(0.25, dtype=torch.float64)
+
+
+def leaves(*shapes):
+    draws = rng.generator(0)
+    return [torch.randn(shape, generator=draws) for shape in shapes]
+
+
+def update(params, grads, lr, decay=0.0):
+    torch._fused_sgd_(
+        params, grads, [], weight_decay=decay, momentum=0.0, lr=lr, dampening=0.0, nesterov=False, maximize=False,
+        is_first_step=False,
+    )  # fmt: skip
+
+
+def traced(work, given):
+    """A trace of work, without descents along products and with them, and these descents."""
+    plain, other = (make_fx(work, tracing_mode="fake")(*given) for _ in range(2))
+    descents = take_out(other)
+    return plain, descending(other, descents), descents
+
+
+def both(work, given):
+    """Results and inputs after a step by either trace, and the descents."""
+    plain, run, descents = traced(work, given)
+    ends = []
+    for each in (plain, run):
+        copies = [leaf.clone() for leaf in given]
+        ends.append([*each(*copies), *copies])
+    return (*ends, descents)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_a_layers_step(decay):
+    """Weights (clients, out, in) by inputs (clients, batch, in): the gradient is g^T x, and g needs the old weights."""
+
+    def work(weight, bias, x, g, lr):
+        slope = torch.bmm(g.transpose(1, 2), x)
+        back = torch.bmm(g, weight)
+        update([weight, bias], [slope, g.sum(1)], lr, decay)
+        return [back, g.sum()]
+
+    given = [*leaves((2, 3, 4), (2, 3), (2, 5, 4), (2, 5, 3)), LR]
+    expected, found, descents = both(work, given)
+    assert descents == [Descent(param=0, lr=4, decay=decay)]  # the bias's gradient is no product
+    weight, bias, x, g, _ = given
+    by_hand = weight - 0.25 * (torch.einsum("bno,bni->boi", g, x) + decay * weight)
+    assert torch.allclose(found[2], by_hand, atol=1e-6)
+    assert len(found) == len(expected)
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(found, expected, strict=True))
+    assert not torch.equal(found[2], weight) and not torch.equal(found[3], bias)
+
+
+def test_gradients_that_others_read_stay():
+    def work(weight, x, g, lr):
+        slope = torch.bmm(g.transpose(1, 2), x)
+        update([weight], [slope], lr)
+        return [slope.norm()]
+
+    expected, found, descents = both(work, [*leaves((2, 3, 4), (2, 5, 4), (2, 5, 3)), LR])
+    assert not descents
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_sums_of_products_stay():
+    """A layer that runs twice has the sum of two products as its gradient."""
+
+    def work(weight, x, g, lr):
+        update([weight], [torch.bmm(g.transpose(1, 2), x) + torch.bmm(g.transpose(1, 2), x * x)], lr)
+        return [g.sum()]
+
+    assert not traced(work, [*leaves((2, 3, 4), (2, 5, 4), (2, 5, 3)), LR])[2]
+
+
+def test_a_square():
+    """g^T g has one factor twice."""
+
+    def work(weight, g, lr):
+        update([weight], [torch.bmm(g.transpose(1, 2), g)], lr)
+        return [g.sum()]
+
+    expected, found, _ = both(work, [*leaves((2, 3, 3), (2, 5, 3)), LR])
+    assert torch.allclose(found[1], expected[1], atol=1e-6)
