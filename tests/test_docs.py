@@ -409,26 +409,26 @@ def test_command_page_names_the_fields_of_the_files(tmp_path):
 
 
 def test_figures_of_the_speed_page_are_the_stored_ones():
-    page = ROOT / "docs/speed.md"
-    throughput = {path.stem: path for path in (ROOT / "benchmarks/results/throughput").glob("*.json")}
-    stored = json.loads(throughput["plain"].read_text())["workloads"]
-    for row, (name, engine, steps, gflops, share, ratio) in zip(
-        stored, rows(page, after="python benchmarks/throughput.py"), strict=True
-    ):
-        assert name == f"`{row['workload']}`" and engine.startswith(f"`{row['engine']}`")
-        assert engine.endswith(f"block {row['block']}") or row["block"] is None
-        figures = f"{row['steps_per_second']:.0f}", f"{row['gflops']:.1f}", f"{row['share_of_peak']:.0%}"
-        assert (steps, gflops, share.replace(" ", "")) == figures and ratio == f"{row['ratio_vs_plain']:.2f}"
-    files = {name: json.loads(path.read_text())["workloads"] for name, path in throughput.items()}
-    peers = {row["workload"]: row for name in ("pfl", "pfl-resnet") for row in files[name]}
-    for (name, engine, *ratios), row in zip(
-        rows(page, after="The seconds of pfl-research 0.6"), peers.values(), strict=True
-    ):
-        assert name == f"`{row['workload']}`" and engine.startswith(f"`{row['engine']}`")
-        assert ratios == [f"{row[ratio]:.2f}" for ratio in ("ratio_vs_pfl", "ratio_vs_pfl_2")]
-    text = page.read_text()
-    assert f"take {files['products'][0]['ratio_vs_products']:.2f} of the time" in text
-    assert f"takes {1 / files['hand'][0]['ratio_vs_hand'] - 1:.1%} longer".replace("%", " %") in text.replace("\n", " ")
+    page, folder = ROOT / "docs/speed.md", ROOT / "benchmarks/results/throughput"
+    files = {path.stem: json.loads(path.read_text())["workloads"] for path in folder.glob("*.json")}
+    float32 = {row["workload"]: row for name in files if name.startswith("float32") for row in files[name]}
+    bf16 = {row["workload"]: row for row in files["bf16"]}
+    table = rows(page, after="python benchmarks/throughput.py --precision bf16")
+    assert {cells[0] for cells in table} == {f"`{name}`" for name in float32} and len(table) == len(float32)
+
+    def ratio(row, other):
+        return f"{row[f'ratio_vs_{other}']:.2f}" if row.get(f"ratio_vs_{other}") else "–"
+
+    for name, engine, steps, share, *ratios in table:
+        row, lower = float32[name.strip("`")], bf16.get(name.strip("`"), {})
+        assert engine == f"`{row['engine']}`" + (f", block {row['block']}" if row["block"] else "")
+        assert (steps, share) == (f"{row['steps_per_second']:.0f}", f"{row['share_of_peak']:.0%}".replace("%", " %"))
+        assert ratios == [
+            *(ratio(row, other) for other in ("plain", "pfl_2", "jax")),
+            *(ratio(lower, other) for other in ("float32", "plain")),
+        ]
+    text, rounded = " ".join(page.read_text().split()), [ratio(row, "plain_bf16") for row in bf16.values()]
+    assert "takes 1 / {}, 1 / {} and 1 / {} of the seconds".format(*rounded) in text
 
 
 def test_figures_of_sketches_on_the_page_of_details_are_the_stored_ones():
