@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from cfl.core import ConfigError, Tree, rng, tree
+from cfl.core import ConfigError, Tree, tree
 from cfl.core.errors import MOST_NAMES, few
 from cfl.core.functorch import transforming
 from cfl.models import adapters
 from cfl.models import precision as precisions
-from cfl.models.layers import drop_running_stats, full_name, layers_of, leaf_slots, norm_parameters
-from cfl.models.memory_format import allows_channels_last, channels_last, gains_by_channels_last, is_channels_last
+from cfl.models.layers import drop_running_stats, full_name, layers_of, leaf_slots, new_heads, norm_parameters
+from cfl.models.memory_format import channels_last, is_channels_last, suits_channels_last
 from cfl.models.precision import Precision
 from cfl.models.tracing import check_outputs, frozen_names, own_copy, trace
 
@@ -84,8 +84,7 @@ class Model:
         self._names_per_task.update(self._buffer_names if norm_stats == "per_task" else ())
         self._slots = leaf_slots(self.module)
         self.stem = paths[0] if paths else None
-        gains = gains_by_channels_last(self.module, precision)
-        self._channels_last = gains and allows_channels_last(self.module, input_shape, device)
+        self._channels_last = suits_channels_last(self.module, input_shape, device, precision)
         self.layers = layers_of(self.module, paths[:-1] if multi_head else paths)
         self.norms = norm_parameters(called, self.layers)
         fixed = frozen_names(self.module)
@@ -297,11 +296,5 @@ class Model:
             for task in range(self.tasks) if name in self._names_per_task else (0,):
                 params[self.tree_name(name, task)] = leaf.detach().clone()
         if self.multi_head:
-            template = self.module.get_submodule(str(self.classifier))
-            assert isinstance(template, nn.Linear)
-            for task, outputs in enumerate(classes):
-                with rng.fork(rng.key(seed, "head", task)):
-                    head = nn.Linear(template.in_features, outputs, template.bias is not None)
-                for name, leaf in head.named_parameters():
-                    params[f"{full_name(str(self.classifier), name)}@{task}"] = leaf.detach().to(template.weight)
+            params |= new_heads(self.module, str(self.classifier), classes, seed)
         return params

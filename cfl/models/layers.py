@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from cfl.core import Tree, rng
+
 NORMS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.InstanceNorm1d, nn.InstanceNorm2d)
 
 
@@ -78,6 +80,21 @@ def margins(conv: nn.Conv2d) -> list[int]:
 def full_name(path: str, name: str) -> str:
     """Name in the module of the parameter `name` of the submodule at `path`; the module itself has the empty path."""
     return f"{path}.{name}" if path else name
+
+
+def new_heads(module: nn.Module, path: str, classes: Sequence[int], seed: int) -> Tree:
+    """Draw a layer like the Linear layer at `path` for each task, by the seed: leaves named "path.name@task".
+
+    classes: outputs of each.
+    """
+    template, found = module.get_submodule(path), Tree()
+    assert isinstance(template, nn.Linear)
+    for task, outputs in enumerate(classes):
+        with rng.fork(rng.key(seed, "head", task)):
+            head = nn.Linear(template.in_features, outputs, template.bias is not None)
+        for name, leaf in head.named_parameters():
+            found[f"{full_name(path, name)}@{task}"] = leaf.detach().to(template.weight)
+    return found
 
 
 def layers_of(module: nn.Module, paths: Iterable[str]) -> tuple[Layer, ...]:

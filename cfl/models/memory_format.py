@@ -9,6 +9,13 @@ from torch import Tensor, nn
 from cfl.core import Tree
 
 
+def suits_channels_last(
+    module: nn.Module, input_shape: Sequence[int], device: torch.device | str, precision: str
+) -> bool:
+    """Whether a module allows channels last and gains by it."""
+    return gains_by_channels_last(module, precision) and allows_channels_last(module, input_shape, device)
+
+
 def gains_by_channels_last(module: nn.Module, precision: str) -> bool:
     """Whether local steps of a module with convolutions are faster with channels last.
 

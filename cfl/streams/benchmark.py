@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cfl.core import ConfigError, DataError, unknown
@@ -29,7 +29,7 @@ class Benchmark:
     summary: str
     source: str
     names: tuple[str, ...] = ()
-    text: bool = False
+    text: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         typed_fields(self)
