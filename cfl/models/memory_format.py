@@ -19,7 +19,7 @@ def suits_channels_last(
 def gains_by_channels_last(module: nn.Module, precision: str) -> bool:
     """Whether local steps of a module with convolutions are faster with channels last.
 
-    Max pooling is many times as fast. Without it, and in float32, the gain is less than it takes to convert the weights.
+    Max pooling is far faster. Without it, and in float32, the gain is less than it takes to convert the weights.
     """
     return precision != "float32" or any(isinstance(layer, nn.MaxPool2d) for layer in module.modules())
 
