@@ -4,7 +4,7 @@ No memory then holds the gradient, and the weights are read and written once. Th
 up to rounding.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -50,16 +50,15 @@ def take_out(graph: fx.GraphModule) -> list[Descent]:
 
 def descending(run: Run, descents: Sequence[Descent]) -> Run:
     """Return a function that calls `run` and makes the descents, whose factors are at the end of its results."""
-    own = len(descents)
 
     def step(*given: Tensor) -> Sequence[Tensor]:
         results = run(*given)
-        factors: Iterable[Tensor] = results[len(results) - 2 * own :]
-        pairs = zip(*[iter(factors)] * 2, strict=True)
-        for descent, (one, other) in zip(descents, pairs, strict=True):
+        own = len(results) - 2 * len(descents)
+        factors = results[own:]
+        for descent, one, other in zip(descents, factors[::2], factors[1::2], strict=True):
             rate = float(given[descent.lr])
             given[descent.param].baddbmm_(one, other, beta=1 - rate * descent.decay, alpha=-rate)
-        return results[: len(results) - 2 * own]
+        return results[:own]
 
     return step if descents else run
 
