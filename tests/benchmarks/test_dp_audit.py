@@ -50,8 +50,8 @@ def test_bounds_of_a_simulated_mechanism_lie_below_epsilon(audit):
     bound, gaussian = audit.lower_bounds(positive + 1, negative, 1e-5)
     exact = audit.gaussian_epsilon(1.0, 1e-5)
     assert 0.5 < bound < exact  # log((1 - fn) / fp) is 0.8 at the threshold in the middle, fn = fp = 0.31
-    # With 2,000 trials each limit takes 0.06 from the distance 1 (a rate of 0.31 is known to 0.02, at a density of 0.35),
-    # sampling as much again, and the threshold is not always the one in the middle.
+    # With 2,000 trials each limit takes 0.06 from the distance 1: a rate of 0.31 is known to 0.02, at a density of
+    # 0.35. Sampling takes as much again, and the threshold is not always the one in the middle.
     assert audit.gaussian_epsilon(0.7, 1e-5) < gaussian < exact
 
 
