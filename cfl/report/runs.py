@@ -211,10 +211,10 @@ def _run(folder: Path) -> FinishedRun:
         config = None
     options = flat(dump(config) if config else data)
     rounds = folder / "rounds.jsonl"
-    lines = rounds.read_text(encoding="utf-8").splitlines() if rounds.is_file() else []
     try:
-        rows = [json.loads(line) for line in lines]
-    except json.JSONDecodeError:
+        lines = rounds.read_text(encoding="utf-8").splitlines() if rounds.is_file() else []
+        rows = [dict(json.loads(line)) for line in lines]
+    except (ValueError, TypeError):  # bytes that are no text, text that is no JSON, or JSON that is no row
         raise ConfigError(f"'{rounds}' is damaged; repeat the run, or move the file away") from None
     timing, machine = (read_json(folder / name) for name in ("timing.json", "machine.json"))
     return FinishedRun(folder, metrics, options, config, rows, timing, machine, sheets(folder))
