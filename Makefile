@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTEST_ARGS ?= -n 3 --dist worksteal -q
 
 .DEFAULT_GOAL := help
-.PHONY: help install test deployment lint demo docs notebooks dist bench clean
+.PHONY: help install test slow deployment lint demo docs notebooks dist bench clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,8 +19,12 @@ install: .venv/.installed  ## Create .venv and install the package with all extr
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,test,docs]'
 	touch $@
 
-test: install lint  ## Lint, then run the tests but those of `make deployment` (PYTEST_ARGS replaces "-n 3 --dist worksteal -q")
+test: install lint  ## Lint, then run the tests but those of slow and deployment (PYTEST_ARGS replaces "-n 3 --dist worksteal -q")
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_ARGS)
+	@echo "Not run: tests marked slow (make slow) and federations of real processes (make deployment)."
+
+slow: install  ## Run the tests that take long, which `make test` leaves out
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_ARGS) -m "slow and not deployment"
 
 deployment: install  ## Test federations of real processes, which take minutes and `make test` leaves out
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -q -m deployment tests/flower

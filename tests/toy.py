@@ -93,6 +93,12 @@ def consolidation(model: Model, task: int = 0, clients: Sequence[int] = (0,), ke
     )
 
 
+def quick(*kept: str, of: Sequence[str]) -> list[Any]:
+    """Values of a parameter `of` a test, of which all but the kept ones are marked slow."""
+    assert set(kept) <= set(of)
+    return [pytest.param(name, marks=() if name in kept else pytest.mark.slow) for name in of]
+
+
 def need_data(*names: str) -> None:
     """Skip the test where CFL_DATA names no folder with these data sets as npz files."""
     if not DATA or not all(Path(DATA, f"{name}.npz").exists() for name in names):

@@ -14,6 +14,7 @@ from cfl.config.schema import RunConfig
 from cfl.contract import LocalRegularizer, Strategy
 from cfl.contract.promises import kind
 from cfl.core import CflError
+from cfl.streams import selected
 from cfl.testing.hooks import Faults, watched
 from cfl.testing.runs import check_engines, check_resume, check_rounds, planned, session
 from cfl.testing.steps import check_steps
@@ -64,7 +65,7 @@ def check_strategy(method: Any, *, config: RunConfig | None = None) -> None:
     if isinstance(method, Strategy) and not method.not_class_incremental:
         runs.append((GROWING, True, None, config.model_copy(update={"scenario": "class"}), False))
     for name, multi_head, module, settings, every_round in runs:
-        stream = toy_stream(multi_head=multi_head)
+        stream = selected(toy_stream(multi_head=multi_head), config.tasks)
         try:
             run = planned(settings, stream, watched(method, faults), module, faults)
             check_rounds(run, session(settings, stream, method, module), faults)

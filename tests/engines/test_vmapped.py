@@ -184,7 +184,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("multi_head", [False, True], ids=["one head", "heads"])
+@pytest.mark.parametrize(
+    "multi_head", [pytest.param(False, marks=pytest.mark.slow), True], ids=["one head", "heads"]
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_equals_its_run_with_the_loop_engine(method, multi_head):
     options = ("local.momentum=0.5",) if method not in ("scaffold", "fednova") else ()

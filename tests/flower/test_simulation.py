@@ -38,7 +38,9 @@ def of_toys(*options, method="fedavg", model=None, **more):
     return cfl.run(config, stream=toy.stream(2), model=model or toy.mlp(8, 6, 6, 2), sink=log, **more), log
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name not in PUBLIC])
+@pytest.mark.parametrize(
+    "method", toy.quick("fedavg", "fot", "scaffold", of=[name for name in METHODS if name not in PUBLIC])
+)
 def test_every_method_has_the_figures_of_the_loop(method):
     loop, flower = of_digits(method=method), of_digits(*IN_PROCESS, method=method)
     assert list(unlike(loop, flower, 1e-6)) == []

@@ -176,9 +176,12 @@ def test_runs_of_versions_without_adapters_can_be_resumed():
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fot"])
-def test_conformance(method):
-    check_strategy(cfl.plugins.strategies.get(method)(), config=toy_config(*ADAPTED))
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [("fot", ["tasks=2"]), *(pytest.param(name, [], marks=pytest.mark.slow) for name in ("fedavg", "fot"))],
+)
+def test_conformance(method, more):
+    check_strategy(cfl.plugins.strategies.get(method)(), config=toy_config(*ADAPTED, *more))
 
 
 def test_the_guarantee_of_projections_holds_for_both_factors():

@@ -82,9 +82,12 @@ def test_updates_smaller_than_a_bfloat16_step_are_not_lost() -> None:
     assert all(0 < step < 1e-5 for step in steps.values()), steps
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fot", "er"])
-def test_strategies_pass_the_conformance_kit(name: str) -> None:
-    check_strategy(plugins.strategies.get(name)(), config=toy_config(LOW))
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("fot", ["tasks=2"]), *(pytest.param(name, [], marks=pytest.mark.slow) for name in ("fedavg", "fot", "er"))],
+)
+def test_strategies_pass_the_conformance_kit(name: str, more: list[str]) -> None:
+    check_strategy(plugins.strategies.get(name)(), config=toy_config(LOW, *more))
 
 
 def test_normalisation_runs_in_blocks_of_clients() -> None:

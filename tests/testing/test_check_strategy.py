@@ -516,6 +516,15 @@ BUILT_IN = [*((plugins.strategies, name) for name in plugins.strategies.names())
 BUILT_IN += [*((plugins.local, name) for name in plugins.local.names())]
 
 
-@pytest.mark.parametrize(("registry", "name"), BUILT_IN, ids=[name for _, name in BUILT_IN])
+each_built_in = pytest.mark.parametrize(("registry", "name"), BUILT_IN, ids=[name for _, name in BUILT_IN])
+
+
+@each_built_in
 def test_every_built_in_method_keeps_the_rules(registry, name):
+    check_strategy(registry.get(name)(**SHORT.get(name, {})), config=toy_config("tasks=2"))
+
+
+@pytest.mark.slow
+@each_built_in
+def test_every_built_in_method_keeps_the_rules_for_three_tasks(registry, name):
     check_strategy(registry.get(name)(**SHORT.get(name, {})))
