@@ -12,7 +12,8 @@ pytestmark = pytest.mark.data
     "benchmark, parameters, layers, options",
     [
         ("permuted-mnist", 638_810, 4, ()),  # FOT, Table 8: all four layers of the MLP are projected, its head too
-        ("split-cifar100", 6_704_128 - 8 * 2048 * 10, 5, ("eval_batch_size=250",)),  # two of the ten heads
+        # two of the ten heads
+        pytest.param("split-cifar100", 6_704_128 - 8 * 2048 * 10, 5, ("eval_batch_size=250",), marks=pytest.mark.slow),
     ],
 )
 def test_two_tasks_train_for_a_few_rounds(benchmark: str, parameters: int, layers: int, options: tuple) -> None:
@@ -30,7 +31,7 @@ def test_two_tasks_train_for_a_few_rounds(benchmark: str, parameters: int, layer
     "benchmark, data, sizes",
     [
         # of notMNIST the part that tests have, and MNIST
-        ("five-datasets", ["notmnist", "mnist"], [(8000, 2000), (60000, 10000)]),
+        pytest.param("five-datasets", ["notmnist", "mnist"], [(8000, 2000), (60000, 10000)], marks=pytest.mark.slow),
         # five classes of 100 and 30 images
         ("split-tiny-imagenet100", ["tiny-imagenet100"], [(500, 150), (500, 150)]),
     ],

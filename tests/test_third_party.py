@@ -15,7 +15,7 @@ import torch
 
 from cfl.config.overrides import read_yaml
 from cfl.contract import EMPTY
-from cfl.testing import check_strategy
+from cfl.testing import check_strategy, toy_config
 from tests.toy import context
 
 SOURCES = Path(__file__).parent / "third_party"
@@ -81,7 +81,7 @@ def test_its_method_conforms(site, monkeypatch):
     monkeypatch.syspath_prepend(site)
     from cfl_slowdown import Slowdown
 
-    check_strategy(Slowdown(rate=0.5))
+    check_strategy(Slowdown(rate=0.5), config=toy_config("tasks=2"))
 
 
 def test_list_shows_name_summary_and_source(cfl_run):
@@ -98,6 +98,7 @@ def test_list_shows_name_summary_and_source(cfl_run):
     assert all("an example, no paper" in lines[name] for name in ("slowdown", "sparse-steps", "turning-points"))
 
 
+@pytest.mark.slow
 def test_describe_shows_options_with_default_and_range(cfl_run):
     status, shown, errors = cfl_run("describe", "slowdown")
     assert status == 0, errors
@@ -105,7 +106,6 @@ def test_describe_shows_options_with_default_and_range(cfl_run):
     assert "0.1" in row and "[0, inf)" in row and "divides its gradients" in row
 
 
-@pytest.mark.slow
 def test_train_uses_all_four_parts(trained):
     folder, _, _ = trained
     metrics, config = json.loads((folder / "metrics.json").read_text()), read_yaml(folder / "config.yaml")

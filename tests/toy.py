@@ -1,7 +1,7 @@
 """A stream and a run of seconds, shared by tests: those of the conformance kit."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,10 +93,11 @@ def consolidation(model: Model, task: int = 0, clients: Sequence[int] = (0,), ke
     )
 
 
-def quick(*kept: str, of: Sequence[str]) -> list[Any]:
+def quick(*kept: Any, of: Iterable[Any]) -> list[Any]:
     """Values of a parameter `of` a test, of which all but the kept ones are marked slow."""
-    assert set(kept) <= set(of)
-    return [pytest.param(name, marks=() if name in kept else pytest.mark.slow) for name in of]
+    values = list(of)
+    assert all(value in values for value in kept)
+    return [pytest.param(value, marks=() if value in kept else pytest.mark.slow) for value in values]
 
 
 def need_data(*names: str) -> None:

@@ -173,6 +173,7 @@ def _typed(hint: Any, limits: tuple[float | None, ...]) -> Any:
     return hint
 
 
+@cache
 def _schema(adapter: TypeAdapter, hint: Any) -> dict[str, Any]:
     """The JSON schema of a type, or the name of a type that has none."""
     try:

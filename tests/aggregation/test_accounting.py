@@ -72,7 +72,7 @@ def test_unsampled_releases_compose_as_one(count, sigma, delta):
         ([Releases(0.5, 10)], 2.0, 1e-3),
         ([Releases(0.999999, 10)], 2.0, 1e-5),
         ([Releases(0.5, 100), Releases(1.0, 4)], 20.0, 1e-5),
-        ([Releases(0.3, 20), Releases(0.9, 3), Releases(0.05, 50)], 3.0, 1e-6),
+        pytest.param([Releases(0.3, 20), Releases(0.9, 3), Releases(0.05, 50)], 3.0, 1e-6, marks=pytest.mark.slow),
     ],
 )
 def test_sampled_releases_against_dp_accounting(plan, sigma, delta):

@@ -84,7 +84,7 @@ def test_smoke_runs_end(benchmark: str) -> None:
 @pytest.mark.parametrize(
     "benchmark, method, data",
     [
-        ("permuted-mnist", "fot", ["mnist"]),
+        pytest.param("permuted-mnist", "fot", ["mnist"], marks=pytest.mark.slow),
         ("mnist", "fedproj", ["mnist", "notmnist"]),  # it distils on the second
         ("split-tiny-imagenet100", "ewc", ["tiny-imagenet100"]),
     ],

@@ -27,6 +27,7 @@ def test_a_notebook_runs_and_its_outputs_are_stored(path, script, tmp_path):
     assert any("image/png" in kinds for _, shown in stored for kinds in shown)
 
 
+@pytest.mark.slow
 @pytest.mark.data
 def test_the_script_of_a_new_user_runs(script, tmp_path, monkeypatch):
     need_data("fashion-mnist")

@@ -42,9 +42,14 @@ def largest(one, other):
     ("method", "more"),
     [
         ("fedavg", ("local.weight_decay=0.1",)),  # the update is compiled with the gradient
-        ("scaffold+fedprox", ("local.momentum=0.9",)),  # momentum's update is not
-        ("fedavg+fedsol", ("local.optimizer=adam", "local.lr=0.01")),
-        ("fedavg", ("model.adapter=lora", "model.adapter_rank=2")),  # frozen parameters are constants
+        *(
+            pytest.param(method, more, marks=pytest.mark.slow)
+            for method, more in [
+                ("scaffold+fedprox", ("local.momentum=0.9",)),  # momentum's update is not
+                ("fedavg+fedsol", ("local.optimizer=adam", "local.lr=0.01")),
+                ("fedavg", ("model.adapter=lora", "model.adapter_rank=2")),  # frozen parameters are constants
+            ]
+        ),
     ],
 )
 def test_compiled_steps_equal_traces_up_to_rounding(method, more, compilations):
@@ -87,7 +92,14 @@ def test_steps_that_draw_are_traced(compilations):
     assert largest(found, weights("model.dropout=[0.2,0.2]")) < 1e-5  # the same draws
 
 
-@pytest.mark.parametrize(("engine", "rounds"), [("vmapped", 1), ("vmapped", 5), ("pool+vmapped", 5)])
+@pytest.mark.parametrize(
+    ("engine", "rounds"),
+    [
+        ("vmapped", 5),
+        pytest.param("vmapped", 1, marks=pytest.mark.slow),
+        pytest.param("pool+vmapped", 5, marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_run_ends_with_the_bytes_of_the_whole_one(engine, rounds, tmp_path: Path):
     config = toy.config(*OPTIONS, "rounds=4", f"engine={engine}", "workers=1", "compile=true", method="fedavg+fedprox")
     whole = cfl.run(config, stream=toy.stream(), output=tmp_path / "whole")

@@ -180,19 +180,20 @@ METHODS = [name for name in plugins.strategies.names() if name != "fedavg"] + li
 OPTIONS = {
     "fedsol": ("regularizer.fedsol.scope=full",),
     "moon": ("regularizer.moon.mu=1.0",),
+    "fedcil": ("strategy.iterations=2", "strategy.consolidation=2", "strategy.width=4"),
     **dict.fromkeys(("feddf", "fedet", "fedproj"), ("public.name=stream",)),
 }
 
 
 @pytest.mark.parametrize(
-    "multi_head", [pytest.param(False, marks=pytest.mark.slow), True], ids=["one head", "heads"]
+    ("multi_head", "engine"),
+    toy.quick((True, "vmapped, 3"), of=[(True, "vmapped, 3"), (False, "vmapped, 3"), (True, "pool, 2")]),
 )
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_equals_its_run_with_the_loop_engine(method, multi_head):
+def test_every_method_equals_its_run_with_the_loop_engine(method, multi_head, engine):
     options = ("local.momentum=0.5",) if method not in ("scaffold", "fednova") else ()
-    names = ["vmapped, 3", "pool, 2"] if multi_head else ["vmapped, 3"]
     make = single if method == "joint" else plain  # joint's loss accepts float32 only
-    assert_same_run(make, toys(multi_head), (*OPTIONS.get(method, ()), *options), names, method)
+    assert_same_run(make, toys(multi_head), (*OPTIONS.get(method, ()), *options), [engine], method)
 
 
 # --- single rounds ---------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from cfl.flower.forward import client
 from cfl.flower.in_process import InProcessGrid
 from cfl.flower.link import Link
 from cfl.runtime.population import Population
+from tests import toy
 
 OPTIONS = ("tasks=2", "rounds=2", "partition.clients=3", "cohort=3", "seed=1")
 
@@ -47,8 +48,12 @@ def test_nodes_with_a_part_of_the_benchmark_have_the_figures_of_one_machine(tmp_
     assert (found["bytes_up"], found["bytes_down"]) == (expected["bytes_up"], expected["bytes_down"])
 
 
-@pytest.mark.parametrize("secagg", ["none", "full"])
-@pytest.mark.parametrize("engine", ["engine=pool", "engine=vmapped", "engine=pool+vmapped"])
+LOCAL = [(f"engine={name}", secagg) for name in ("pool", "vmapped", "pool+vmapped") for secagg in ("none", "full")]
+
+
+@pytest.mark.parametrize(
+    ("engine", "secagg"), toy.quick(("engine=pool+vmapped", "full"), ("engine=vmapped", "none"), of=LOCAL)
+)
 def test_nodes_compute_by_the_local_engines(engine, secagg, tmp_path):
     config, path = written(tmp_path, f"secagg={secagg}", engine, "block=2", "workers=2")
     found = served(path, tmp_path, [{"clients": "0-2", "folder": str(tmp_path / "n")}])["accuracy_matrix"]

@@ -420,6 +420,7 @@ def test_the_default_is_stable_where_no_limit_diverges(options):
     assert found.metrics["acc"] > 0.6  # a coin gets 0.5
 
 
+@pytest.mark.slow
 def test_a_stream_that_nobody_tuned():
     """Four rotations of the same images under one head, and no option of EWC is set; without a limit, it diverges."""
     toy.need_data("fashion-mnist")

@@ -356,6 +356,7 @@ def test_images_of_the_server():
     assert all(vectors.images(after, result.model) is None for _, _, after in vectors.done)
 
 
+@pytest.mark.slow
 def test_replay_keeps_what_would_be_forgotten():
     """Class-incremental: accuracy on the first of two tasks at the end.
 

@@ -330,13 +330,18 @@ def _outcome(seed, method, *overrides):
     return cfl.run(config, stream=stream, model=module).metrics
 
 
-def test_fot_forgets_less_than_fedavg_and_the_authors_rule_protects_more():
+def test_fot_forgets_less_than_fedavg():
     # FGT of seeds 0, 1, 2: FedAvg .079, .156, .105; FOT .014, .004, .008. ACC: FedAvg .729, .693, .718; FOT .768, .795,
-    # .796. Share of the second layer's inputs used: energy .44, .41, .41; norm_ratio .50, .45, .47.
-    fedavg = _outcome(0, "fedavg")
-    fot = _outcome(0, "fot", "strategy.threshold=0.95")
-    authors = _outcome(0, "fot", "strategy.threshold=0.95", "strategy.criterion=norm_ratio")
+    # .796.
+    fedavg, fot = _outcome(0, "fedavg"), _outcome(0, "fot", "strategy.threshold=0.95")
     assert fot["fgt"] < 0.03 < 0.05 < fedavg["fgt"]
     assert fot["acc"] > fedavg["acc"] + 0.015
+
+
+@pytest.mark.slow
+def test_the_authors_rule_protects_more():
+    # Share of the second layer's inputs used, for seeds 0, 1, 2: energy .44, .41, .41; norm_ratio .50, .45, .47.
+    fot = _outcome(0, "fot", "strategy.threshold=0.95")
+    authors = _outcome(0, "fot", "strategy.threshold=0.95", "strategy.criterion=norm_ratio")
     assert authors["fgt"] < 0.03
     assert authors["subspace_use"]["2"] > fot["subspace_use"]["2"]

@@ -126,9 +126,9 @@ def test_uploads_by_hand():
 # --- conformance -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [(), ADAPTED])
-def test_conformance(options):
-    check_strategy(LoRM(), config=toy_config(*options))
+@pytest.mark.parametrize("more", [("tasks=2",), pytest.param((), marks=pytest.mark.slow)])
+def test_conformance_with_adapters(more):
+    check_strategy(LoRM(), config=toy_config(*ADAPTED, *more))
 
 
 def test_sums_are_enough():

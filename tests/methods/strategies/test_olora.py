@@ -88,8 +88,9 @@ def test_more_strength_leaves_less_overlap():
 # --- conformance -----------------------------------------------------------------------------------------------------
 
 
-def test_conformance():
-    check_strategy(OLoRA(), config=toy_config(*ADAPTED))
+@pytest.mark.parametrize("more", [("tasks=2", "model.adapter_rank=2"), pytest.param((), marks=pytest.mark.slow)])
+def test_conformance(more):
+    check_strategy(OLoRA(), config=toy_config(*ADAPTED, *more))
 
 
 def test_a_rank_that_tasks_cannot_share_is_refused():

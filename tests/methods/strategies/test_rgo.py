@@ -12,7 +12,7 @@ import cfl
 from cfl.contract import EMPTY, Client, Phase, Share
 from cfl.core import rng, tree
 from cfl.methods.strategies.rgo import RGO
-from cfl.testing import check_strategy
+from cfl.testing import check_strategy, toy_config
 from tests import toy
 
 # --- helpers ---------------------------------------------------------------------------------------------------------
@@ -361,8 +361,9 @@ def test_encoding_is_by_the_seed_and_group_by_group():
     assert RGO().init_server(models[0].params, models[0]) == {}
 
 
-def test_encoding_keeps_the_rules_of_a_strategy():
-    check_strategy(RGO(encode=True, share=1.0))
+@pytest.mark.parametrize("more", [("tasks=2",), pytest.param((), marks=pytest.mark.slow)])
+def test_encoding_keeps_the_rules_of_a_strategy(more):
+    check_strategy(RGO(encode=True, share=1.0), config=toy_config(*more))
 
 
 def test_encoding_is_none_in_the_first_task_and_another_network_after_it():

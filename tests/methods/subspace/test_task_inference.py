@@ -267,4 +267,4 @@ def test_secure_sums_are_the_plain_ones(strategy):
 
 @pytest.mark.parametrize("strategy", INFERRING, ids=lambda s: type(s).__name__)
 def test_conformance(strategy):
-    check_strategy(strategy, config=toy.config("scenario=class", "rounds=1", method="fedavg"))
+    check_strategy(strategy, config=toy.config("scenario=class", "tasks=2", "rounds=1", method="fedavg"))
