@@ -119,7 +119,7 @@ class AttackedSum(UploadSum):
 
 
 def usual_z(clients: int, hostile: int) -> float:
-    """The factor of alie by its paper: the z at which a normal draw lies below it with probability (n - m - s) / (n - m).
+    """The factor z of alie by its paper: a normal draw lies below z with probability (n - m - s) / (n - m).
 
     s = floor(n / 2 + 1) - m are the honest clients that a majority needs, of n clients with m hostile ones. At least 0.
     """

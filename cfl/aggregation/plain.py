@@ -51,10 +51,10 @@ class UploadSum:
         self._bytes_up += sum(map(tree.nbytes, uploads.values()))
         if not all(map(tree.all_finite, uploads.values())):
             return False
-        self._match(client, uploads)
-        self._weight += weight
         if self.gathers[STRATEGY] == "stack":
             uploads = {**uploads, WEIGHTS: {"": torch.tensor(weight, dtype=torch.float64)}}
+        self._match(client, uploads)
+        self._weight += weight
         for owner, upload in uploads.items():
             if owner == WEIGHTS or self.gathers[owner] == "stack":
                 self._stacks.setdefault(client, {})[owner] = upload

@@ -11,6 +11,7 @@ from cfl.config.section import Positive, Section, Tuple
 from cfl.core import ConfigError
 from cfl.core.plugins import DEFAULT_METHOD
 
+
 class PartitionConfig(Section):
     """Partition of a task's training samples among the clients."""
 
@@ -241,7 +242,8 @@ class RunConfig(Section):
             raise ConfigError("public.samples does not apply to public.name=stream; set it to null")
         if self.attack.name != "none" and self.attack.clients > self.partition.clients:
             raise ConfigError(
-                f"attack.clients={self.attack.clients} is more than partition.clients={self.partition.clients}; lower it"
+                f"attack.clients={self.attack.clients} is more than partition.clients={self.partition.clients}; "
+                "lower it"
             )
         if len(set(self.regularizers)) < len(self.regularizers):
             raise ConfigError(f"local regularizers must differ from each other, not {', '.join(self.regularizers)}")

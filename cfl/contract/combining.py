@@ -22,7 +22,7 @@ def gathers(members: Mapping[str, LocalRegularizer]) -> dict[str, Gathers]:
     rule = rule_of(members)
     if rule is not None:
         found[STRATEGY] = "stack"
-        found[WORK] = "stack" if limits(members[rule]) else found[WORK]
+        found[WORK] = "stack" if caps(members[rule]) else found[WORK]
     return found
 
 
@@ -31,16 +31,16 @@ def rule_of(members: Mapping[str, LocalRegularizer]) -> str | None:
     return next((owner for owner, member in members.items() if owner != STRATEGY and member.sees_each), None)
 
 
-def limits(member: LocalRegularizer) -> bool:
-    """Whether a rule has a `limit` of its own."""
-    return type(member).limit is not LocalRegularizer.limit
+def caps(member: LocalRegularizer) -> bool:
+    """Whether a rule has a `cap` of its own."""
+    return type(member).cap is not LocalRegularizer.cap
 
 
-def limited(uploads: Tree, rule: LocalRegularizer, strategy: Strategy, info: RoundInfo) -> Tree:
-    """The `work` uploads as the strategy gets them. uploads: leaves (clients, ...); measurements have no limit."""
+def capped(uploads: Tree, rule: LocalRegularizer, strategy: Strategy, info: RoundInfo) -> Tree:
+    """The `work` uploads as the strategy gets them. uploads: leaves (clients, ...); measurements have no cap."""
     floats = {name: leaf for name, leaf in uploads.items() if leaf.is_floating_point()}
     if info.phase.protected:
-        floats = rule.limit(floats, strategy.sizes(floats, info), info)
+        floats = rule.cap(floats, strategy.sizes(floats, info), info)
     if strategy.gathers == "stack":
         return {name: floats.get(name, leaf) for name, leaf in uploads.items()}
     return with_counters(tree.weighted_sum(floats, [1.0] * len(info.clients)), uploads)
@@ -50,7 +50,7 @@ def combined(trees: TreesByOwner, rule: LocalRegularizer, info: RoundInfo) -> Tr
     """The strategy's uploads as the rule combines them. trees: the aggregated uploads, with the clients' weights."""
     updates = trees[STRATEGY]
     floats = {name: leaf for name, leaf in updates.items() if leaf.is_floating_point()}
-    return with_counters(rule.combine(floats, trees[WEIGHTS][""], info), updates)
+    return with_counters(rule.aggregate(floats, trees[WEIGHTS][""], info), updates)
 
 
 def with_counters(joined: Tree, stacked: Tree) -> Tree:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cfl.contract.checked import Checked
 from cfl.contract.client import MEMORY
-from cfl.contract.combining import STRATEGY, WEIGHTS, WORK, combined, gathers, limited, limits, rule_of
+from cfl.contract.combining import STRATEGY, WEIGHTS, WORK, capped, caps, combined, gathers, rule_of
 from cfl.contract.context import Ctx
 from cfl.contract.finite import any_of, check_finite
 from cfl.contract.regularizer import Gathers, GradFn, LocalRegularizer
@@ -155,7 +155,7 @@ class ComposedMethod:
         return uploads, states
 
     def absorb(self, server: Server, parts: TreesByOwner, mean: TreesByOwner, info: RoundInfo, lr: float) -> Server:
-        """The server's trees after the round: `limit`, `combine`, every `server_step`, then the strategy's `absorb`.
+        """The server's trees after the round: `cap`, `aggregate`, every `server_step`, then the strategy's `absorb`.
 
         parts: the broadcast; mean: the aggregated uploads by owner; lr: server.lr.
         Raises UpdateError if a hook returns NaN or infinity; `server` is then as it was.
@@ -179,12 +179,12 @@ class ComposedMethod:
         if (rule := rule_of(self.members)) is None:
             return trees
         member, found = self.checked[rule], {owner: own for owner, own in trees.items() if owner != WEIGHTS}
-        if WORK in trees and limits(self.members[rule]):
-            found[WORK] = limited(trees[WORK], member, self.strategy, info)
-            self.check(rule, "limit", {"work": found[WORK]}, trees, info.place)
+        if WORK in trees and caps(self.members[rule]):
+            found[WORK] = capped(trees[WORK], member, self.strategy, info)
+            self.check(rule, "cap", {"work": found[WORK]}, trees, info.place)
         if STRATEGY in trees:
             found[STRATEGY] = combined(trees, member, info)
-            self.check(rule, "combine", {"update": found[STRATEGY]}, trees, info.place)
+            self.check(rule, "aggregate", {"update": found[STRATEGY]}, trees, info.place)
         return found
 
     def end_task(self, server: Server, clients: Mapping[int, Tree]) -> tuple[Server, dict[int, Tree]]:

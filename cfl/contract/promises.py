@@ -1,6 +1,6 @@
 """What every hook has to return: a table, with a check for each hook."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
@@ -126,7 +126,7 @@ def _combined(value: Any, _: Any, updates: Tree, *__: Any) -> str:
     return unlike_fault(value, like, like, types=True)
 
 
-def _limited(value: Any, _: Any, uploads: Tree, *__: Any) -> str:
+def _like_uploads(value: Any, _: Any, uploads: Tree, *__: Any) -> str:
     return unlike_fault(value, uploads, uploads, types=True)
 
 
@@ -257,9 +257,9 @@ PROMISES = {
     "send": Promise(_STATE, tree_fault),
     "work": Promise(_UPLOAD, _worked),
     "sizes": Promise("a tree with the names of the uploads, of float64 tensors of shape (clients,)", _sizes),
-    "poisoned": Promise("a tree with the names, shapes and types of the upload", _limited),
-    "limit": Promise("a tree with the names, shapes and types of the uploads", _limited),
-    "combine": Promise("a tree with the names and types of the updates, without the dimension of clients", _combined),
+    "poisoned": Promise("a tree with the names, shapes and types of the upload", _like_uploads),
+    "cap": Promise("a tree with the names, shapes and types of the uploads", _like_uploads),
+    "aggregate": Promise("a tree with the names and types of the updates, without the dimension of clients", _combined),
     "server_step": Promise(
         "a pair: the server's step, a tree with the shapes of the parameters, and its new tree", _stepped
     ),

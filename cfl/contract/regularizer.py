@@ -14,7 +14,7 @@ The hooks of `LocalRegularizer` stand in the order in which a round calls them:
     client, before training    init_client
     client, each local step    augment, around, penalty (in each evaluation of the gradient), adjust
     client, after training     finish of every member, then send of every regularizer
-    server, after training     limit, combine, server_step; the strategy's absorb comes last
+    server, after training     cap, aggregate, server_step; the strategy's absorb comes last
 
 The strategy's hooks run first, then the regularizers' in the user's order. Exceptions: `around` of the last member is
 the outermost, hooks of a `hard_constraint` adjust last, and `server_step` goes by `turn`. As the strategy's `absorb`
@@ -100,8 +100,8 @@ class LocalRegularizer:
 
     @property
     def sees_each(self) -> bool:
-        """True if the server hands each client's upload to `combine` and `limit`, which secure aggregation excludes."""
-        return type(self).combine is not LocalRegularizer.combine
+        """True if the server hands each client's upload to `aggregate` and `cap`, which secure aggregation excludes."""
+        return type(self).aggregate is not LocalRegularizer.aggregate
 
     @property
     def steps_see_state(self) -> bool:
@@ -179,8 +179,8 @@ class LocalRegularizer:
         """
         return update
 
-    def limit(self, uploads: Tree, sizes: Tree, info: RoundInfo) -> Tree:
-        """Return the `work` uploads that count, each limited by what the server sees of all.
+    def cap(self, uploads: Tree, sizes: Tree, info: RoundInfo) -> Tree:
+        """Return the `work` uploads that count, each capped by what the server sees of all.
 
         Called by the server before the strategy gets their sum, if the class overrides this hook and `sees_each` is
         True. uploads: leaves (clients, ...), the clients in the order of `info.clients`; sizes: by the same names the
@@ -188,7 +188,7 @@ class LocalRegularizer:
         """
         return uploads
 
-    def combine(self, updates: Tree, weights: Tensor, info: RoundInfo) -> Tree:
+    def aggregate(self, updates: Tree, weights: Tensor, info: RoundInfo) -> Tree:
         """Return one update in place of the weighted mean of the strategy's uploads.
 
         Called by the server before every `server_step`, if `sees_each` is True. Counters of normalisation layers, the

@@ -142,7 +142,7 @@ class Strategy(LocalRegularizer):
     def sizes(self, uploads: Tree, info: RoundInfo) -> Tree:
         """Return the size (clients,) float64 of each leaf of the `work` uploads, proportional to the leaf.
 
-        Called by the server for a `limit` of a regularizer. uploads: leaves (clients, ...). By default the L2 norm.
+        Called by the server for a `cap` of a regularizer. uploads: leaves (clients, ...). By default the L2 norm.
         """
         return {name: leaf.double().reshape(len(leaf), -1).norm(dim=1) for name, leaf in uploads.items()}
 

@@ -38,7 +38,7 @@ class Krum(LocalRegularizer):
             return f"regularizer.krum.hostile={self.hostile:g} is {f} of {clients} clients, and 2 f + 2 < n; lower it"
         return None
 
-    def combine(self, updates: Tree, weights: Tensor, info: RoundInfo) -> Tree:
+    def aggregate(self, updates: Tree, weights: Tensor, info: RoundInfo) -> Tree:
         vectors = rows(updates)
         clients, f = len(vectors), self._hostile(len(vectors))
         distances = torch.stack([(vectors - own).square().sum(dim=1) for own in vectors])

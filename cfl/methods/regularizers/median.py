@@ -22,7 +22,7 @@ class Median(LocalRegularizer):
     per_sample: ClassVar[bool] = True
     decides: ClassVar[str] = "how updates are combined"
 
-    def combine(self, updates: Tree, weights: Tensor, info: RoundInfo) -> Tree:
+    def aggregate(self, updates: Tree, weights: Tensor, info: RoundInfo) -> Tree:
         return tree.map(_median, updates)
 
 

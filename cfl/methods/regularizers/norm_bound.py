@@ -56,11 +56,11 @@ class NormBound(LocalRegularizer):
         factor = _factors(rows(floats).norm(dim=1), self.bound)[0]
         return tree.map(lambda leaf: leaf * factor.to(leaf) if leaf.is_floating_point() else leaf, update)
 
-    def limit(self, uploads: Tree, sizes: Tree, info: RoundInfo) -> Tree:
+    def cap(self, uploads: Tree, sizes: Tree, info: RoundInfo) -> Tree:
         factors = {name: _factors(size, self.sketch_bound * size.quantile(0.5)) for name, size in sizes.items()}
         return {name: leaf * along(factors[name], leaf) for name, leaf in uploads.items()}
 
-    def combine(self, updates: Tree, weights: Tensor, info: RoundInfo) -> Tree:
+    def aggregate(self, updates: Tree, weights: Tensor, info: RoundInfo) -> Tree:
         norms = rows(updates).norm(dim=1)
         factors = _factors(norms, norms.quantile(0.5) if self.bound is None else self.bound)
         return tree.weighted_mean(tree.map(lambda leaf: leaf * along(factors, leaf), updates), weights.tolist())

@@ -30,7 +30,7 @@ class RFA(LocalRegularizer):
     iterations: int = option(32, "iterations of the Weiszfeld algorithm", source="paper: 3", at_least=1)
     smoothing: float = option(1e-6, "smallest distance that divides (nu)", source="paper: 1e-6", above=0.0)
 
-    def combine(self, updates: Tree, weights: Tensor, info: RoundInfo) -> Tree:
+    def aggregate(self, updates: Tree, weights: Tensor, info: RoundInfo) -> Tree:
         vectors = rows(updates)
         weights = weights.to(vectors)
         beta = alpha = weights / weights.sum()

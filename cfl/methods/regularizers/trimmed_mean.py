@@ -28,7 +28,7 @@ class TrimmedMean(LocalRegularizer):
         0.2, "share of the clients left out at each end, at least that of hostile ones", at_least=0.0, at_most=0.49
     )
 
-    def combine(self, updates: Tree, weights: Tensor, info: RoundInfo) -> Tree:
+    def aggregate(self, updates: Tree, weights: Tensor, info: RoundInfo) -> Tree:
         clients = len(weights)
         out = math.floor(self.trim * clients + 1e-9)  # 0.2 of 5 clients is one
         kept = clients - 2 * out
