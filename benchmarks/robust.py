@@ -1,8 +1,8 @@
 """Hostile clients on permuted-digits: what each attack does to FedAvg and FOT, and how far each rule helps.
 
-All 20 clients take part in each round. Stores for each method, rule, attack and number of hostile clients, by seed: ACC,
-FGT, the accuracy on each task right after it was learned, and the share of each layer's directions that FOT protects
-after the first task. Only the strategy's updates reach most rules, so the attack on sketches runs with none and with the
+All 20 clients take part in each round. Stores for each method, rule, attack and number of hostile clients, by seed:
+ACC, FGT, the accuracy on each task right after it was learned, and the share of each layer's directions that FOT
+protects after the first task. Most rules see updates only, so the attack on sketches runs without a rule and with the
 one that caps sketches.
 
     python benchmarks/robust.py [--seeds 1] [--hostile 1 2 4] [--sketch 1 2 4] [--set OPTION ...] [--json FILE]
