@@ -23,12 +23,11 @@ import torch
 from cfl.aggregation.plain import UploadSum
 from cfl.config.schema import RunConfig
 from cfl.contract import Gathers, RoundInfo, Strategy, TreesByOwner
-from cfl.contract.combining import STRATEGY, WORK
+from cfl.contract.combining import STRATEGY, WEIGHTS, WORK
 from cfl.core import Tree, UpdateError, rng, tree
 
 STRENGTHS = {"sign_flip": 1.0, "scale": 10.0, "ipm": 0.5, "sketch": 100.0}
 """Default of attack.strength; that of alie depends on the cohort."""
-WEIGHT = "weight"
 
 
 def hostile(config: RunConfig) -> frozenset[int]:
@@ -66,7 +65,7 @@ class AttackedSum(UploadSum):
     def add(self, client: int, uploads: TreesByOwner, weight: float) -> bool:
         if client not in self._ids or not all(map(tree.all_finite, uploads.values())):
             return super().add(client, uploads, weight)
-        self._kept[client] = {**uploads, WEIGHT: {"": torch.tensor(weight, dtype=torch.float64)}}
+        self._kept[client] = {**uploads, WEIGHTS: {"": torch.tensor(weight, dtype=torch.float64)}}
         return True
 
     def merge(self, part: Mapping[str, Any]) -> None:
@@ -79,13 +78,13 @@ class AttackedSum(UploadSum):
         updates = {client: _floats(own[STRATEGY]) for client, own in kept.items() if STRATEGY in own}
         sent = self._updates(updates) if updates else {}
         for client, own in kept.items():
-            uploads = {owner: leaves for owner, leaves in own.items() if owner != WEIGHT}
+            uploads = {owner: leaves for owner, leaves in own.items() if owner != WEIGHTS}
             if client in sent:
                 uploads[STRATEGY] = {**uploads[STRATEGY], **sent[client]}
             if self._options.name == "sketch" and WORK in uploads:
                 poisoned = self._attack.strategy.poisoned(uploads[WORK], rng.key(self.info.key, "attack", client))
                 uploads[WORK] = tree.scale(poisoned, self._strength)
-            if not super().add(client, uploads, float(own[WEIGHT][""])):
+            if not super().add(client, uploads, float(own[WEIGHTS][""])):
                 raise UpdateError(f"the attack's upload is not finite ({self.info.place}); lower attack.strength")
         self._kept = {}
         return super().close()
