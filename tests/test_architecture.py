@@ -108,7 +108,8 @@ def modules_of(*parts: str) -> list[str]:
 def method_names() -> re.Pattern[str]:
     """The names under which methods and regularizers register, and some well-known ones, in any case."""
     enters = re.compile(r"""\b(?:strategies|local)\.register\(\s*["']([^"']+)["']""")
-    names = {name for source in sources().values() for name in enters.findall(source)} - {"target"}  # a common noun
+    found = {name for source in sources().values() for name in enters.findall(source)}
+    names = found - {"target", "median"}  # common nouns
     return re.compile("|".join([KNOWN_METHODS, *(rf"\b{re.escape(name)}\b" for name in sorted(names))]), re.IGNORECASE)
 
 

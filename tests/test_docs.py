@@ -133,7 +133,7 @@ def test_the_page_on_strategies_names_all_of_the_seam():
     page = ROOT / "docs/write-a-strategy.md"
     named = {cells[0].strip("`").partition("(")[0] for cells in rows(page, after="## Class attributes")}
     says = {name for name, kind in LocalRegularizer.__annotations__.items() if "ClassVar" in str(kind)}
-    others = {"refuses", "borrows", "steps_see_state"}
+    others = {"refuses", "borrows", "steps_see_state", "sees_each"}
     assert named == says | others
     for title, known in (("### ctx", Ctx._fields), ("### info", [field.name for field in fields(RoundInfo)])):
         told = [name for cells in rows(page, after=title) for name in re.findall(r"`(\w+)`", cells[0])]

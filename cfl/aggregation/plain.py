@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from cfl.contract import Gathers, RoundInfo, TreesByOwner
+from cfl.contract.combining import STRATEGY, WEIGHTS
 from cfl.core import RoundAborted, Tree, UpdateError, tree
 
 
@@ -15,7 +17,8 @@ class UploadSum:
     Workers build partial sums: export one with `part()`, combine with `merge()`. Only the combined sum is opened and
     closed.
 
-    gathers: how the uploads of each regularizer and those of `work` are combined; the strategy's updates are averaged.
+    gathers: how the uploads of each regularizer and those of `work` are combined; the strategy's updates are averaged,
+    or stacked with the clients' weights beside them.
     clipped: entries beyond the range of integers; shortened: clients whose upload was scaled down to dp.clip; zeroed:
     ids of the clients among them whose upload was not finite and counts as zero; noise: standard deviation of the noise
     in each entry of the sum.
@@ -26,7 +29,7 @@ class UploadSum:
     _exported: ClassVar = [*_added, "_outlines", "_lowest", "_sums", "_stacks"]
 
     def __init__(self, info: RoundInfo, gathers: Mapping[str, Gathers]) -> None:
-        self.info, self.gathers = info, {"strategy": "mean", **gathers, "work": gathers.get("work", "sum")}
+        self.info, self.gathers = info, {STRATEGY: "mean", **gathers, "work": gathers.get("work", "sum")}
         self.clipped = self.shortened = 0
         self.zeroed: list[int] = []
         self.noise = 0.0
@@ -48,10 +51,12 @@ class UploadSum:
         self._bytes_up += sum(map(tree.nbytes, uploads.values()))
         if not all(map(tree.all_finite, uploads.values())):
             return False
+        if self.gathers[STRATEGY] == "stack":
+            uploads = {**uploads, WEIGHTS: {"": torch.tensor(weight, dtype=torch.float64)}}
         self._match(client, uploads)
         self._weight += weight
         for owner, upload in uploads.items():
-            if self.gathers[owner] == "stack":
+            if owner == WEIGHTS or self.gathers[owner] == "stack":
                 self._stacks.setdefault(client, {})[owner] = upload
             else:
                 _accumulate(self._sums.setdefault(owner, {}), upload, weight if self.gathers[owner] == "mean" else 1.0)

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from cfl.config.schema import RunConfig
+from cfl.contract import Strategy
 from cfl.contract.checked import Checked
 from cfl.core import ConfigError, options, plugins, unknown
 from cfl.models import sample
@@ -26,7 +27,7 @@ def check_name(name: Any) -> None:
     """Raise ConfigError for a name that no regularizer can have: another owner of trees, or one with a mark."""
     if (
         not isinstance(name, str)
-        or name.strip() in ("", "strategy", "work", "params", "server")
+        or name.strip() in ("", "strategy", "work", "weights", "params", "server")
         or set(name) & set("+,/")
     ):
         raise ConfigError(f"a regularizer cannot be called {name!r}; give it a plain name")
@@ -54,10 +55,13 @@ def check(methods: Mapping[str, Any], config: RunConfig, public: bool = False) -
             _check_lender(name, owner, method.borrows, methods)
         if reason := Checked(method).refuses(run):
             raise ConfigError(f"'{name}' cannot run like this: {reason}")
-        if method.decides in deciding:
-            raise ConfigError(f"'{deciding[method.decides]}' and '{name}' both decide {method.decides}; use one")
-        if method.decides:
-            deciding[method.decides] = name
+        decided = method.decides or ("how updates are combined" if owner != "strategy" and method.sees_each else "")
+        if decided in deciding:
+            raise ConfigError(f"'{deciding[decided]}' and '{name}' both decide {decided}; use one")
+        if decided:
+            deciding[decided] = name
+    if config.attack.name == "sketch" and type(methods["strategy"]).poisoned is Strategy.poisoned:
+        raise ConfigError(f"attack.name=sketch poisons the sketches of 'fot', and '{config.method}' sends none")
 
 
 def _check_lender(name: str, owner: str, lender: str, methods: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from cfl.aggregation.mask_graph import unsafe
 from cfl.aggregation.scope import releases
 from cfl.config.schema import RunConfig
-from cfl.contract import Phase
+from cfl.contract import LocalRegularizer, Phase
 from cfl.contract.checked import Checked
 from cfl.core import ConfigError, packages
 
@@ -17,7 +17,7 @@ def check(methods: Mapping[str, Any], config: RunConfig) -> None:
 
     methods: owner to strategy or regularizer.
     """
-    faults = [*_secure_sums(methods, config), *_budget(config)]
+    faults = [*_secure_sums(methods, config), *_budget(config), *_attack(config)]
     if config.dp.level != "none":
         faults += [*_accounting(methods, config), *_uploads(methods, config)]
     if faults:
@@ -56,12 +56,17 @@ def check_packages(config: RunConfig) -> None:
         packages.need("privacy", f"dp.level={config.dp.level}")
 
 
+def shows_each(method: LocalRegularizer) -> bool:
+    """Whether the server needs each client's own upload: to stack a method's uploads, or to combine the updates."""
+    return method.gathers == "stack" or method.sees_each
+
+
 def _secure_sums(methods: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
     """Yield methods and options that secure aggregation excludes."""
     if config.secagg == "none":
         return
     for owner, method in methods.items():
-        if method.gathers == "stack":
+        if shows_each(method):
             name = config.method if owner == "strategy" else owner
             yield f"'{name}' needs each client's own upload, which secagg={config.secagg} hides; set secagg=none"
     if min(config.cohort, config.partition.clients) < 2:
@@ -71,6 +76,19 @@ def _secure_sums(methods: Mapping[str, Any], config: RunConfig) -> Iterator[str]
         yield (
             f"secure.fraction_bits={config.secure.fraction_bits} leaves no room in secure.bits={config.secure.bits} "
             f"for sums of {config.partition.clients} clients; lower it by {math.ceil(-room)} or more"
+        )
+
+
+def _attack(config: RunConfig) -> Iterator[str]:
+    """Yield why hostile clients cannot be simulated: uploads are replaced where the server would see them."""
+    if config.attack.name in ("none", "label_flip"):
+        return
+    if config.secagg != "none":
+        yield f"attack.name={config.attack.name} replaces uploads, which secagg={config.secagg} hides; set secagg=none"
+    if config.dp.level != "none":
+        yield (
+            f"attack.name={config.attack.name} replaces uploads after clipping and noise, so dp.level="
+            f"{config.dp.level} would not bound them; set dp.level=none"
         )
 
 
@@ -123,7 +141,7 @@ def _uploads(methods: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
     """Yield methods whose uploads differential privacy cannot protect."""
     for owner, method in methods.items():
         name = config.method if owner == "strategy" else owner
-        if method.gathers == "stack" and config.secagg == "none":
+        if shows_each(method) and config.secagg == "none":
             yield f"'{name}' needs each client's own upload, but dp.level={config.dp.level} protects sums only"
         # Not inherited: a subclass may use samples in other ways, so it must declare itself safe.
         safe = vars(type(method)).get("per_sample", False)

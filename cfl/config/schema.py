@@ -3,31 +3,13 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ModelWrapValidatorHandler,
-    ValidationError,
-    model_validator,
-)
+from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
+from cfl.config.attack import AttackConfig
 from cfl.config.faults import one_line
+from cfl.config.section import Positive, Section, Tuple
 from cfl.core import ConfigError
 from cfl.core.plugins import DEFAULT_METHOD
-
-Positive = Annotated[int, Field(ge=1, le=2**31)]
-# YAML has lists only; the strict models require tuples.
-Tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-
-
-class Section(BaseModel):
-    """Group of options: immutable, without unknown keys or silent conversions (`true` is not 1)."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, revalidate_instances="always"
-    )
 
 
 class PartitionConfig(Section):
@@ -241,6 +223,7 @@ class RunConfig(Section):
     secure: SecureConfig = SecureConfig()
     dp: PrivacyConfig = PrivacyConfig()
     flower: FlowerConfig = FlowerConfig()
+    attack: AttackConfig = AttackConfig()
 
     @model_validator(mode="wrap")
     @classmethod
@@ -257,6 +240,11 @@ class RunConfig(Section):
             raise ConfigError(f"rounds lists {len(self.rounds)} numbers for {tasks} tasks; give one per task")
         if self.public.samples and self.public.name == "stream":
             raise ConfigError("public.samples does not apply to public.name=stream; set it to null")
+        if self.attack.name != "none" and self.attack.clients > self.partition.clients:
+            raise ConfigError(
+                f"attack.clients={self.attack.clients} is more than partition.clients={self.partition.clients}; "
+                "lower it"
+            )
         if len(set(self.regularizers)) < len(self.regularizers):
             raise ConfigError(f"local regularizers must differ from each other, not {', '.join(self.regularizers)}")
         for name in self.regularizer:

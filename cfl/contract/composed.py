@@ -12,17 +12,15 @@ from torch import Tensor
 
 from cfl.contract.checked import Checked
 from cfl.contract.client import MEMORY
+from cfl.contract.combining import STRATEGY, WEIGHTS, WORK, capped, caps, combined, gathers, rule_of
 from cfl.contract.context import Ctx
 from cfl.contract.finite import any_of, check_finite
-from cfl.contract.regularizer import GradFn, LocalRegularizer
+from cfl.contract.regularizer import Gathers, GradFn, LocalRegularizer
 from cfl.contract.rounds import RoundInfo, Server, TreesByOwner
 from cfl.contract.samples import Batch
 from cfl.contract.strategy import Strategy
 from cfl.core import Tree, options, tree
 from cfl.models import Model
-
-STRATEGY = "strategy"
-"""The strategy's name among the owners of hooks, client states and uploads."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,11 @@ class ComposedMethod:
     def regularizers(self) -> dict[str, LocalRegularizer]:
         """The members other than the strategy, checked."""
         return {owner: member for owner, member in self.checked.items() if owner != STRATEGY}
+
+    @cached_property
+    def gathers(self) -> dict[str, Gathers]:
+        """How the uploads are aggregated: of each regularizer and of `work`, and of a strategy that a rule combines."""
+        return gathers(self.members)
 
     @cached_property
     def borrowed(self) -> frozenset[str]:
@@ -152,12 +155,12 @@ class ComposedMethod:
         return uploads, states
 
     def absorb(self, server: Server, parts: TreesByOwner, mean: TreesByOwner, info: RoundInfo, lr: float) -> Server:
-        """The server's trees after the round: every `server_step`, then the strategy's `absorb`.
+        """The server's trees after the round: `cap`, `aggregate`, every `server_step`, then the strategy's `absorb`.
 
         parts: the broadcast; mean: the aggregated uploads by owner; lr: server.lr.
         Raises UpdateError if a hook returns NaN or infinity; `server` is then as it was.
         """
-        trees: Server = {}
+        mean, trees = self._combined(mean, info), dict[str, Tree]()
         by_turn = sorted(self.regularizers.items(), key=lambda item: item[1].turn)
         for owner, member in by_turn if STRATEGY in mean else ():
             own = self._server_tree(server, owner, parts["params"], info)
@@ -170,6 +173,19 @@ class ComposedMethod:
         self.check(STRATEGY, "absorb", after, server, info.place, mean, lr)
         kept = {name: leaves for name, leaves in server.items() if name.startswith("local/")}
         return {**after, **kept, **trees}
+
+    def _combined(self, trees: TreesByOwner, info: RoundInfo) -> TreesByOwner:
+        """The aggregated uploads, with stacks joined by the regularizer that combines them, if there is one."""
+        if (rule := rule_of(self.members)) is None:
+            return trees
+        member, found = self.checked[rule], {owner: own for owner, own in trees.items() if owner != WEIGHTS}
+        if WORK in trees and caps(self.members[rule]):
+            found[WORK] = capped(trees[WORK], member, self.strategy, info)
+            self.check(rule, "cap", {"work": found[WORK]}, trees, info.place)
+        if STRATEGY in trees:
+            found[STRATEGY] = combined(trees, member, info)
+            self.check(rule, "aggregate", {"update": found[STRATEGY]}, trees, info.place)
+        return found
 
     def end_task(self, server: Server, clients: Mapping[int, Tree]) -> tuple[Server, dict[int, Tree]]:
         """The trees of server and clients without those of the regularizers, which last for one task."""

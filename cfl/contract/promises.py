@@ -1,6 +1,6 @@
 """What every hook has to return: a table, with a check for each hook."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from cfl.contract.client import MEMORY
 from cfl.contract.context import Ctx
+from cfl.contract.kinds import kind, tree_fault, unlike_fault
 from cfl.contract.regularizer import LocalRegularizer
 from cfl.contract.rounds import Phase, RoundInfo, Server
 from cfl.contract.samples import Batch
 from cfl.contract.strategy import Strategy
 from cfl.core import Tree, unknown
-from cfl.core.errors import few
 from cfl.models import Model
 
 FIGURES = frozenset(
@@ -37,66 +37,21 @@ class Promise(NamedTuple):
     fault: Callable[..., str]
 
 
-def kind(value: Any) -> str:
-    """Describe a value in few words, such as "a tensor of shape (3,)"."""
-    if value is None:
-        return "None"
-    if isinstance(value, Tensor):
-        return f"{_article(str(value.dtype).removeprefix('torch.'))} tensor of shape {tuple(value.shape)}"
-    if isinstance(value, tuple | list | dict) and not value:
-        return f"an empty {type(value).__name__}"
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)}"
-    shown = f" ({value!r:.40})" if isinstance(value, str | int | float) else ""
-    return _article(type(value).__name__) + shown
-
-
-def _article(noun: str) -> str:
-    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
-
-
-def _tree(value: Any, *_: Any) -> str:
-    if not isinstance(value, dict):
-        return kind(value)
-    for name, leaf in value.items():
-        if not isinstance(name, str):
-            return f"a tree with {kind(name)} in place of a name"
-        if not isinstance(leaf, Tensor):
-            return f"a tree whose leaf '{name}' is {kind(leaf)}"
-    return ""
-
-
-def _matches(
-    value: Any, like: Mapping[str, Tensor], needed: Iterable[str], what: str = "a tree", types: bool = False
-) -> str:
-    """Compare a tree with leaves that it may have. needed: names that it must have; types: whether dtypes count."""
-    if text := _tree(value):
-        return text
-    if missing := [name for name in needed if name not in value]:
-        return f"{what} without {few([*map(repr, missing)], 1)}"
-    if others := [name for name in value if name not in like]:
-        return f"{what} with the unknown name {few([*map(repr, others)], 1)}"
-    for name, leaf in value.items():
-        if leaf.shape != like[name].shape or (types and leaf.dtype != like[name].dtype):
-            return f"{what} whose leaf '{name}' is {kind(leaf)} instead of {kind(like[name])}"
-    return ""
-
-
 def _gradient(value: Any, _: Any, like: Tree, *__: Any) -> str:
-    return _matches(value, like, like)
+    return unlike_fault(value, like, like)
 
 
 def _trees(value: Any) -> str:
     if not isinstance(value, dict):
         return kind(value)
-    faults = ((owner, _tree(leaves)) for owner, leaves in value.items())
+    faults = ((owner, tree_fault(leaves)) for owner, leaves in value.items())
     return next((f"trees with '{owner}' as {text}" for owner, text in faults if text), "")
 
 
 def _with_params(value: Any, like: Tree, needed: Iterable[str]) -> str:
     if text := _trees(value) or ("" if "params" in value else "trees without 'params'"):
         return text
-    return _matches(value["params"], like, needed, "trees with 'params' as a tree", types=True)
+    return unlike_fault(value["params"], like, needed, "trees with 'params' as a tree", types=True)
 
 
 def _first(value: Any, _: Any, params: Tree, *__: Any) -> str:
@@ -113,7 +68,7 @@ def _broadcast(value: Any, _: Any, server: Server, info: RoundInfo) -> str:
 
 def _served(value: Any, _: Any, server: Server, task: int) -> str:
     own = [name for name in server["params"] if name.partition("@")[2] in ("", str(task))]  # without others' heads
-    return _matches(value, server["params"], own)
+    return unlike_fault(value, server["params"], own)
 
 
 def _inferred(value: Any, _: Any, server: Server, x: Tensor, task: int, __: Model) -> str:
@@ -127,7 +82,7 @@ def _inferred(value: Any, _: Any, server: Server, x: Tensor, task: int, __: Mode
 
 def _state(value: Any, member: LocalRegularizer, *_: Any) -> str:
     """Check a client's state. A strategy's leaf `MEMORY` has to hold places."""
-    if (text := _tree(value)) or not isinstance(member, Strategy) or MEMORY not in value:
+    if (text := tree_fault(value)) or not isinstance(member, Strategy) or MEMORY not in value:
         return text
     places = value[MEMORY]
     right = places.dtype == torch.int64 and places.dim() == 2 and places.shape[1] == 2
@@ -142,7 +97,7 @@ def _pair(value: Any, first: Callable[[Any], str], second: Callable[[Any], str])
 
 def _sent(value: Any, stacked: bool, counters: Callable[[], Sequence[str]]) -> str:
     """Check an upload. counters: names of the model's buffers, whose integers no sum includes."""
-    text = _tree(value)
+    text = tree_fault(value)
     whole = [] if text or stacked else [name for name, leaf in value.items() if not leaf.is_floating_point()]
     if whole and (wrong := [name for name in whole if name not in counters()]):
         text = f"an upload whose leaf '{wrong[0]}' is {kind(value[wrong[0]])}, where sums take floating-point numbers"
@@ -163,7 +118,21 @@ def _worked(value: Any, member: LocalRegularizer, _: Tree, *others: Any) -> str:
 
 def _stepped(value: Any, _: Any, step: Tree, own: Tree, gathered: Tree, params: Tree, info: RoundInfo) -> str:
     needed = [name for name in step if name in params]
-    return _pair(value, lambda found: _matches(found, {**step, **params}, needed), _tree)
+    return _pair(value, lambda found: unlike_fault(found, {**step, **params}, needed), tree_fault)
+
+
+def _combined(value: Any, _: Any, updates: Tree, *__: Any) -> str:
+    like = {name: leaf[0] for name, leaf in updates.items()}
+    return unlike_fault(value, like, like, types=True)
+
+
+def _like_uploads(value: Any, _: Any, uploads: Tree, *__: Any) -> str:
+    return unlike_fault(value, uploads, uploads, types=True)
+
+
+def _sizes(value: Any, _: Any, uploads: Tree, *__: Any) -> str:
+    like = {name: leaf.new_zeros(len(leaf), dtype=torch.float64) for name, leaf in uploads.items()}
+    return unlike_fault(value, like, like, types=True)
 
 
 def _batch(value: Any, *_: Any) -> str:
@@ -275,8 +244,8 @@ PROMISES = {
     "frozen": Promise("a frozenset of names of parameters", _frozen),
     "paused": Promise("a frozenset of names of parameters", _paused),
     "broadcast": Promise("a dictionary from names to trees, with the round's parameters in 'params'", _broadcast),
-    "init_shared": Promise(_STATE, _tree),
-    "provide": Promise(_STATE, _tree),
+    "init_shared": Promise(_STATE, tree_fault),
+    "provide": Promise(_STATE, tree_fault),
     "init_client": Promise(_STATE, _state),
     "augment": Promise("a Batch of tensors of one length, with int64 labels", _batch),
     "around": Promise("a function of (params, ctx)", _function),
@@ -285,8 +254,12 @@ PROMISES = {
     "penalty": Promise("a tensor of shape (), or a number", _term),
     "adjust": Promise(_GRADIENT, _gradient),
     "finish": Promise(_UPLOAD, _finished),
-    "send": Promise(_STATE, _tree),
+    "send": Promise(_STATE, tree_fault),
     "work": Promise(_UPLOAD, _worked),
+    "sizes": Promise("a tree with the names of the uploads, of float64 tensors of shape (clients,)", _sizes),
+    "poisoned": Promise("a tree with the names, shapes and types of the upload", _like_uploads),
+    "cap": Promise("a tree with the names, shapes and types of the uploads", _like_uploads),
+    "aggregate": Promise("a tree with the names and types of the updates, without the dimension of clients", _combined),
     "server_step": Promise(
         "a pair: the server's step, a tree with the shapes of the parameters, and its new tree", _stepped
     ),

@@ -14,7 +14,7 @@ The hooks of `LocalRegularizer` stand in the order in which a round calls them:
     client, before training    init_client
     client, each local step    augment, around, penalty (in each evaluation of the gradient), adjust
     client, after training     finish of every member, then send of every regularizer
-    server, after training     server_step; the strategy's absorb comes last
+    server, after training     cap, aggregate, server_step; the strategy's absorb comes last
 
 The strategy's hooks run first, then the regularizers' in the user's order. Exceptions: `around` of the last member is
 the outermost, hooks of a `hard_constraint` adjust last, and `server_step` goes by `turn`. As the strategy's `absorb`
@@ -35,7 +35,7 @@ from torch import Tensor
 from cfl.contract.context import Ctx
 from cfl.contract.rounds import RoundInfo
 from cfl.contract.samples import Batch
-from cfl.core import Tree
+from cfl.core import Tree, tree
 from cfl.models import Model
 
 GradFn = Callable[[Tree, Ctx], Tree]
@@ -97,6 +97,11 @@ class LocalRegularizer:
         its penalty, after its `adjust`.
         """
         return None
+
+    @property
+    def sees_each(self) -> bool:
+        """True if the server hands each client's upload to `aggregate` and `cap`, which secure aggregation excludes."""
+        return type(self).aggregate is not LocalRegularizer.aggregate
 
     @property
     def steps_see_state(self) -> bool:
@@ -173,6 +178,25 @@ class LocalRegularizer:
         update: the strategy's upload, w_global - w_local by default; ctx.state: the state before `finish`.
         """
         return update
+
+    def cap(self, uploads: Tree, sizes: Tree, info: RoundInfo) -> Tree:
+        """Return the `work` uploads that count, each capped by what the server sees of all.
+
+        Called by the server before the strategy gets their sum, if the class overrides this hook and `sees_each` is
+        True. uploads: leaves (clients, ...), the clients in the order of `info.clients`; sizes: by the same names the
+        size (clients,) float64 of each client's leaf, see `Strategy.sizes`.
+        """
+        return uploads
+
+    def aggregate(self, updates: Tree, weights: Tensor, info: RoundInfo) -> Tree:
+        """Return one update in place of the weighted mean of the strategy's uploads.
+
+        Called by the server before every `server_step`, if `sees_each` is True. Counters of normalisation layers, the
+        integer leaves, are not among them: those of the lowest id stay, as in the mean.
+        updates: floating-point leaves (clients, ...), the clients in the order of `info.clients`; weights: (clients,)
+        float64, as each client states them.
+        """
+        return tree.weighted_mean(updates, weights.tolist())
 
     def server_step(self, step: Tree, own: Tree, gathered: Tree, params: Tree, info: RoundInfo) -> tuple[Tree, Tree]:
         """Return the server's step w_global - w_new, and the server's new tree of this regularizer.

@@ -8,7 +8,8 @@ The hooks of `Strategy` stand in the order in which a run calls them:
     at the start of the run    plan, sees, init_server, notes
     server, before a round     heads, frozen, paused, broadcast
     client, in a round         loss, finish, work
-    server, after a round      absorb
+    server, after a round      sizes, absorb
+    a hostile client           poisoned
     in an evaluation           serve, infer_task
     at the end of a task       report, images, begin_task of the next task
 
@@ -129,6 +130,21 @@ class Strategy(LocalRegularizer):
         state: the strategy's state on the client.
         """
         return {}, state
+
+    def poisoned(self, upload: Tree, key: int) -> Tree:
+        """Return what a hostile client sends in place of its `work` upload, at the upload's own size.
+
+        Called in rounds with attack.name=sketch, which multiplies the result by attack.strength.
+        key: integer for the draws of this client.
+        """
+        return upload
+
+    def sizes(self, uploads: Tree, info: RoundInfo) -> Tree:
+        """Return the size (clients,) float64 of each leaf of the `work` uploads, proportional to the leaf.
+
+        Called by the server for a `cap` of a regularizer. uploads: leaves (clients, ...). By default the L2 norm.
+        """
+        return {name: leaf.double().reshape(len(leaf), -1).norm(dim=1) for name, leaf in uploads.items()}
 
     def absorb(self, server: Server, mean: TreesByOwner, info: RoundInfo, lr: float) -> Server:
         """Return the server's trees after a round.

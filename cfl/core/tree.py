@@ -60,6 +60,23 @@ def stack(trees: Sequence[Tree]) -> Tree:
     return {name: torch.stack([tree[name] for tree in trees]) for name in trees[0]}
 
 
+def weighted_mean(stacked: Tree, weights: Sequence[float]) -> Tree:
+    """Mean of stacked trees with leaves (n, ...), added up in their order. weights: n numbers."""
+    return scale(weighted_sum(stacked, weights), 1 / sum(weights))
+
+
+def weighted_sum(stacked: Tree, weights: Sequence[float]) -> Tree:
+    """Sum of stacked trees with leaves (n, ...), each times its weight, added up in their order."""
+
+    def total(leaf: Tensor) -> Tensor:
+        found = leaf[0] * weights[0]
+        for own, weight in zip(leaf[1:], weights[1:], strict=True):
+            found.add_(own, alpha=weight)
+        return found
+
+    return map(total, stacked)
+
+
 def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     """Whether two trees have the same names and equal leaves."""
     return a.keys() == b.keys() and all(leaf is b[name] or torch.equal(leaf, b[name]) for name, leaf in a.items())

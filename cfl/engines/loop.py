@@ -66,8 +66,7 @@ class LoopEngine(Engine):
 
     @property
     def gathers(self) -> Mapping[str, Gathers]:
-        members = self.composed.regularizers.items()
-        return {**{owner: member.gathers for owner, member in members}, "work": self.strategy.gathers}
+        return self.composed.gathers
 
     def collect(self, total: UploadSum, inputs: RoundInputs, observe: Observe | None) -> Collected:
         info, shared, _, states = inputs

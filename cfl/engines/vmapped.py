@@ -57,12 +57,12 @@ class VmappedEngine(LoopEngine):
                 yield from trained or (self._train(step, inputs, client) for client in block)
 
     def blocks(self, clients: Sequence[Client], states: Mapping[int, Tree]) -> list[list[Client]]:
-        """Group clients by the shapes of the states that a step sees, sort by steps, and cut into blocks."""
+        """Group clients by the task's samples and the shapes of the states that a step sees, sort by steps, and cut."""
         alike: dict[object, list[Client]] = {}
         for client in clients:
             seen = self.composed.step_state(states[client.id])
             kinds = tuple((name, leaf.shape, leaf.dtype) for name, leaf in seen.items())
-            alike.setdefault(kinds, []).append(client)
+            alike.setdefault((id(client.shares[client.task].samples), kinds), []).append(client)
         found = []
         for group in alike.values():
             ordered = sorted(group, key=lambda client: (-client.steps(self.batch_size), -len(client), client.id))

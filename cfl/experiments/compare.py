@@ -50,8 +50,9 @@ def digest(config: RunConfig, code: Mapping[str, str] | None = None) -> str:
 
 
 def _options(config: RunConfig) -> dict[str, Any]:
-    # Without held-out samples and options of texts, the hashes are those of versions that had none.
+    # Without held-out samples, options of texts and hostile clients, the hashes are those of versions that had none.
     later = {"validation": not config.validation, "text": config.text == TextConfig()}
+    later |= {"attack": config.attack.name == "none"}
     skipped = {*HOW, *(name for name, default in later.items() if default)}
     return {name: value for name, value in dump(config).items() if name not in skipped}
 

@@ -90,6 +90,8 @@ def check(settings: RunConfig, wait_for: int = 0) -> None:
         raise ConfigError(f"{engine} does not name an engine for the nodes; use loop, pool, or vmapped with a block")
     if settings.secagg == "sum":
         raise ConfigError("secagg=sum only simulates secure aggregation; use full or none")
+    if settings.attack.name != "none":
+        raise ConfigError(f"attack.name={settings.attack.name} simulates hostile clients, and nodes are real; set none")
     if settings.eval_local:
         raise ConfigError("local models stay on their nodes; set eval_local=0")
     if settings.dp.level != "none" and settings.dp.noise_seed != "system":

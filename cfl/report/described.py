@@ -5,6 +5,7 @@ from collections.abc import Callable
 from importlib.resources import files
 from typing import Any
 
+from cfl.assembly import privacy_rules
 from cfl.assembly.resolve import resolve
 from cfl.core import ConfigError, options
 from cfl.report import tables
@@ -42,7 +43,8 @@ def blocks(kind: str, name: str, item: Any, source: str) -> list[Any]:
 
 def _privacy(name: str, item: Any) -> list[tuple[str, str]]:
     """Rows on the uploads of a client, on what the server learns from them, and on each of the `PROTECTIONS`."""
-    learns = "each client's upload" + ("" if item.gathers == "stack" else "; only the sum with secure aggregation")
+    sums = "" if privacy_rules.shows_each(item()) else "; only the sum with secure aggregation"
+    learns = f"each client's upload{sums}"
     rows = [("a client sends", item.sends or "nothing besides the update"), ("the server learns", learns)]
     for option, further in PROTECTIONS.items():
         reason = refused(name, [option, *further])

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import nn
 
 from cfl import engines, models
+from cfl.aggregation.attacks import Attack
 from cfl.aggregation.protected import UploadProtection
 from cfl.assembly import methods, network, privacy_rules
 from cfl.config.schema import RunConfig
@@ -184,7 +185,7 @@ def _engine(
         cohort=rounds.usual_cohort,
         workers=config.workers or machine.cores(),
         compile=compile,
-        known=[rounds.model, rounds.public or (), *(task.train for task in stream.tasks)],
+        known=[rounds.model, rounds.public or (), *rounds.population.train, *rounds.population.reversed.values()],
         model=rounds.model,
         strategy=rounds.strategy,
         composed=rounds.composed,
@@ -194,7 +195,7 @@ def _engine(
         weights=config.agg.weights,
         on_bad_update=config.on_bad_update,
         masked=config.class_loss == "current",
-        sums=protection.sum,
+        sums=Attack(config, rounds.strategy, protection.sum).sum,
         noise=protection.samples,
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from cfl.assembly import methods, resolve
+from cfl.config.attack import AttackConfig
 from cfl.config.overrides import change
 from cfl.config.schema import RunConfig, TextConfig
 from cfl.contract.composed import ComposedMethod, prefix
@@ -106,6 +107,7 @@ def decisive(options: Options) -> dict[str, Any]:
     Options that earlier versions lack count where they are set, so that a newer version continues an older run.
     """
     new = {"start": None, "validation": 0.0, "precision": "float32", "compile": None, "text": dict(TextConfig())}
+    new |= {"attack": dict(AttackConfig())}
     later = {name for name, value in new.items() if options.get(name, value) == value}
     model = {name: own for name, own in options.get("model", {}).items() if (name, own) != ("weights", None)}
     if model.get("adapter", "none") == "none":

@@ -1,18 +1,23 @@
 """The clients of a run, and their data of each task."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 
+from cfl.aggregation.attacks import hostile
 from cfl.config.schema import RunConfig
 from cfl.contract import STAGES, Client, Phase, Share
 from cfl.core import ConfigError, DataError, rng
 from cfl.streams import Stream
 from cfl.streams.partition import Deal, deal
+from cfl.streams.store import TaskSamples
 
 
 class Population:
     """The data of a stream, partitioned over clients. deals: the partition of each task.
+
+    train: the training samples of each task; reversed: the same for the clients in `hostile`, who reverse the labels.
 
     Raises ConfigError if a task has no owner, or if a batch is larger than a client's data.
     """
@@ -20,6 +25,9 @@ class Population:
     def __init__(self, stream: Stream, config: RunConfig) -> None:
         self.stream, self.config = stream, config
         self.deals = [self._dealt(task) for task in range(len(stream))]
+        self.train = [task.train for task in stream.tasks]
+        self.hostile = hostile(config) if config.attack.name == "label_flip" else frozenset()
+        self.reversed = {task: _reversed(samples) for task, samples in enumerate(self.train) if self.hostile}
         # these take time proportional to the population, hence once per task
         self.owners = lru_cache(maxsize=2)(self._owners)
         self._weights = lru_cache(maxsize=2)(self._weights_of_all)
@@ -27,7 +35,7 @@ class Population:
     def client(self, id: int, task: int, now: tuple[int, ...]) -> Client:
         """Make a client for a round of `task`. now: the tasks whose data it trains on."""
         shares = {
-            held: Share(self.stream.tasks[held].train, self.deals[held].of(id))
+            held: Share(self.reversed[held] if id in self.hostile else self.train[held], self.deals[held].of(id))
             for held in sorted({*range(task + 1), *now})
         }
         return Client(id, shares, task, now)
@@ -116,3 +124,8 @@ class Population:
                 f"set local.batch_size to at most {smallest}, or lower partition.clients"
             )
         return dealt
+
+
+def _reversed(samples: TaskSamples) -> TaskSamples:
+    """The samples with the order of the task's labels reversed: y becomes classes - 1 - y in a head of its own."""
+    return replace(samples, targets=samples.targets.min() + samples.targets.max() - samples.targets)

@@ -18,7 +18,7 @@ from cfl.core.errors import few
 # (hook, task, phase, names of what trains in the round, or does not) to name to shape and type
 Uploads = dict[tuple[str, int, str, frozenset[str]], dict[str, Any]]
 CLIENT_HOOKS = ("init_client", "augment", "penalty", "around", "adjust", "finish", "send")
-REGULARIZER_HOOKS = (*CLIENT_HOOKS, "init_shared", "provide", "server_step")
+REGULARIZER_HOOKS = (*CLIENT_HOOKS, "init_shared", "provide", "cap", "aggregate", "server_step")
 SERVER_HOOKS = (
     "plan",
     "init_server",
@@ -30,6 +30,8 @@ SERVER_HOOKS = (
     "broadcast",
     "loss",
     "work",
+    "poisoned",
+    "sizes",
     "absorb",
     "serve",
     "infer_task",
@@ -40,9 +42,21 @@ SERVER_HOOKS = (
 
 
 PARTS = {"finish": ("upload", "state"), "work": ("upload", "state"), "server_step": ("step", "own")}
-UNCHANGED = ("augment", "around", "penalty", "adjust")  # hooks of a step that change nothing in the base class
+UNCHANGED = ("augment", "around", "penalty", "adjust", "cap", "aggregate")  # those of the base class are not called
 FEW = 16  # samples of a batch whose task is inferred for each alone
-FINITE = ("loss", "penalty", "around gradient", "adjust", "finish", "send", "work", "server_step", "serve")
+FINITE = (
+    "loss",
+    "penalty",
+    "around gradient",
+    "adjust",
+    "finish",
+    "send",
+    "work",
+    "cap",
+    "aggregate",
+    "server_step",
+    "serve",
+)
 
 
 class Faults:

@@ -450,10 +450,18 @@ SINGLE = {  # (can be protected at dp.level=example, why)
     "fedsam": (False, "moves by the gradient of the batch before it takes the one that counts: two uses a step"),
     "fedsol": (False, "moves by a proximal gradient of the raw batch (proximal=kl), which nothing bounds"),
     "kl": (True, "a mean of single divergences from the global model"),
+    "krum": (True, "a mean of some of the updates, and no sample; shows each update"),
+    "median": (True, "made of updates, and of no sample; shows each update"),
     "moon": (True, "contrasts each sample with itself at other models"),
+    "norm_bound": (True, "a factor of the update, from its norm; at the server, shows each update"),
     "prox_projection": (False, "projects by a proximal gradient of the raw batch (proximal=kl), which nothing bounds"),
+    "rfa": (True, "a mean of updates, and of no sample; shows each update"),
     "scaffold": (True, "control variates made of protected updates"),
+    "trimmed_mean": (True, "made of updates, and of no sample; shows each update"),
 }  # fmt: skip
+
+
+RULES = ("krum", "median", "norm_bound", "rfa", "trimmed_mean")  # which combine the updates
 
 
 def own():
@@ -473,7 +481,9 @@ def test_single_samples_are_protected_where_the_table_says_so(name):
     assert vars(own()[name]).get("per_sample", False) == safe
     further = SUMS if name == "fot" else []
     reason = refused(name, [*EXAMPLE, *further])
-    if safe:
+    if name in RULES:
+        assert reason == f"'{name}' needs each client's own upload, but dp.level=example protects sums only"
+    elif safe:
         assert reason is None
     elif name in ("fedprotip", "lorm"):  # which are refused at any level
         assert {"fedprotip": "second moments of features", "lorm": "noise in Gram matrices"}[name] in reason
@@ -484,7 +494,7 @@ def test_single_samples_are_protected_where_the_table_says_so(name):
 @pytest.mark.parametrize("name", SINGLE)
 def test_clients_and_sums_are_protected_but_for_those_that_need_more_than_a_sum(name):
     client, summed = refused(name, CLIENT), refused(name, ["secagg=full"])
-    stacks = {"fedet", "fedcil"}
+    stacks = {"fedet", "fedcil", *RULES}
     assert (client is not None) == (name in stacks | {"feddf", "fedproj", "fednova", "fedprotip", "lorm"})
     assert (summed is not None) == (name in stacks)
 

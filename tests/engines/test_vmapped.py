@@ -328,10 +328,18 @@ def test_states_that_no_step_sees_do_not_split_blocks(apply, together):
 
 
 def test_blocks_are_sorted_by_steps():
-    engine = engine_of("vmapped", model_of(), block=2)
-    clients = [Client(id, {0: Share(samples_of(30), torch.tensor(own))}, 0, (0,)) for id, own in ROWS.items()]
+    engine, samples = engine_of("vmapped", model_of(), block=2), samples_of(30)
+    clients = [Client(id, {0: Share(samples, torch.tensor(own))}, 0, (0,)) for id, own in ROWS.items()]
     found = [[client.id for client in block] for block in engine.blocks(clients, dict.fromkeys(ROWS, {}))]
     assert found == [[4, 9], [1, 6], [7]]  # 4, 2, 1, 1, 1 steps; ties: more samples first, then lower id
+
+
+def test_clients_with_other_samples_are_in_other_blocks():
+    """As hostile clients are, whose samples have other labels: a block gathers from the samples of its first client."""
+    engine, kinds = engine_of("vmapped", model_of(), block=5), [samples_of(30), samples_of(30)]
+    clients = [Client(id, {0: Share(kinds[id % 2], torch.tensor(own))}, 0, (0,)) for id, own in ROWS.items()]
+    found = [[client.id for client in block] for block in engine.blocks(clients, dict.fromkeys(ROWS, {}))]
+    assert sorted(found) == [[4, 6], [9, 1, 7]]
 
 
 def uploads(engine, rows, samples):

@@ -14,11 +14,17 @@ from cfl.methods.regularizers.fedrcl import FedRCL
 from cfl.methods.regularizers.fedsam import FedSAM
 from cfl.methods.regularizers.fedsol import FedSOL
 from cfl.methods.regularizers.kl import KL
+from cfl.methods.regularizers.krum import Krum
+from cfl.methods.regularizers.median import Median
 from cfl.methods.regularizers.moon import Moon
+from cfl.methods.regularizers.norm_bound import NormBound
 from cfl.methods.regularizers.prox_projection import ProxProjection
+from cfl.methods.regularizers.rfa import RFA
 from cfl.methods.regularizers.scaffold import Scaffold
+from cfl.methods.regularizers.trimmed_mean import TrimmedMean
 
 __all__ = [
-    "FedASAM", "FedAvgM", "FedDF", "FedDyn", "FedET", "FedNTD", "FedNova", "FedProj", "FedProx", "FedRCL", "FedSAM",
-    "FedSOL", "KL", "LocalRegularizer", "Moon", "ProxProjection", "Scaffold",
+    "KL", "RFA", "FedASAM", "FedAvgM", "FedDF", "FedDyn", "FedET", "FedNTD", "FedNova", "FedProj", "FedProx", "FedRCL",
+    "FedSAM", "FedSOL", "Krum", "LocalRegularizer", "Median", "Moon", "NormBound", "ProxProjection", "Scaffold",
+    "TrimmedMean",
 ]  # fmt: skip

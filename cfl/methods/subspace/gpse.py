@@ -5,6 +5,7 @@ server takes the leading directions that the rank rule asks for. To measure the 
 energies only.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from cfl.methods.subspace import basis as bases
 from cfl.methods.subspace import private_sketch as private
 from cfl.methods.subspace.input_sums import add_inputs
 from cfl.methods.subspace.layer_inputs import slides
-from cfl.methods.subspace.sketch import Direct, Energies, Gram, unpack
+from cfl.methods.subspace.sketch import Direct, Energies, Gram, pack, unpack
 from cfl.models import Layer
 
 ROUNDED = 1e-3  # float32 error is negligible while the uncovered energy share exceeds this
@@ -139,6 +140,16 @@ class GPSE:
         f_r = (residual.squared[:rank].sum() / max(residual.energy, 1e-300)).clamp(max=1.0)
         return bases.expand(basis, residual.vectors[:, :rank]), known + (1 - known) * f_r
 
+    def sizes(self, uploads: Tree, info: RoundInfo) -> Tree:
+        """The sum of each Gram matrix' |eigenvalues|, which is its energy, and the L2 norm of all else: (clients,)."""
+        norms = {name: leaf.double().reshape(len(leaf), -1).norm(dim=1) for name, leaf in uploads.items()}
+        grams = {name: leaf for name, leaf in uploads.items() if name.startswith("sketch/") and leaf.dim() == 2}
+        return norms | {name: torch.stack([_energy(own) for own in leaf]) for name, leaf in grams.items()}
+
+    def poisoned(self, upload: Tree, key: int) -> Tree:
+        """Sketches of inputs that have the same energy in every direction, which no basis covers."""
+        return {name: _poisoned(name, leaf, rng.key(key, name)) for name, leaf in upload.items()}
+
     def products(self, dtype: torch.dtype, task: int) -> torch.dtype:
         """Precision of products of inputs in `dtype`: float32 where its errors do not affect the rank rule.
 
@@ -160,6 +171,29 @@ class GPSE:
 
     def _threshold(self, task: int) -> float:
         return min(1.0, self.threshold + task * self.threshold_step)
+
+
+def _energy(gram: Tensor) -> Tensor:
+    """Sum () of |eigenvalues| of a packed Gram matrix, in float64."""
+    return torch.linalg.eigvalsh(unpack(gram.double(), _width(gram))).abs().sum()
+
+
+def _width(gram: Tensor) -> int:
+    """Size d of the (d, d) matrix that is packed in d (d + 1) / 2 numbers."""
+    return math.isqrt(2 * len(gram))
+
+
+def _poisoned(name: str, leaf: Tensor, key: int) -> Tensor:
+    """A leaf of a hostile client's upload: as large as its own, the same in every direction, and not covered at all."""
+    if name.startswith("energy/"):
+        return leaf[:1].expand_as(leaf).clone()
+    if not name.startswith("sketch/"):
+        return leaf
+    if leaf.dim() == 1:
+        identity = pack(torch.eye(_width(leaf), dtype=leaf.dtype, device=leaf.device))
+        return identity * (_energy(leaf) / _width(leaf)).to(leaf)
+    drawn = torch.randn(leaf.shape, generator=rng.generator(key)).to(leaf)
+    return drawn * (leaf.norm() / drawn.norm())
 
 
 def _ratio(energies: Tensor, samples: int) -> Tensor:

@@ -1,0 +1,51 @@
+"""Krum and Multi-Krum (Blanchard, El Mhamdi, Guerraoui and Stainer, NeurIPS 2017, Section 4).
+
+Of n clients, of which f may be hostile, the score of client i is the sum of |V_i - V_j|^2 over the n - f - 2 clients j
+whose updates are closest to its own. Krum takes the update with the lowest score, Multi-Krum the mean of the m updates
+with the lowest scores. Updates are compared whole, running statistics included. Clients count alike, whatever
+agg.weights says: a hostile client may claim any number of samples. Equal scores: the lower id comes first.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from cfl.contract import LocalRegularizer, RoundInfo
+from cfl.core import Tree, option, plugins, tree
+from cfl.methods.regularizers.stacks import rows
+
+
+@plugins.local.register("krum")
+@dataclass(frozen=True)
+class Krum(LocalRegularizer):
+    """The mean of the updates that are closest to the others (Blanchard et al., 2017)."""
+
+    source: ClassVar[str] = "Blanchard et al., NeurIPS 2017, Section 4"
+    per_sample: ClassVar[bool] = True
+    decides: ClassVar[str] = "how updates are combined"
+
+    hostile: float = option(0.2, "share of the clients that may be hostile (f / n)", at_least=0.0, at_most=0.5)
+    chosen: int = option(0, "clients whose mean is taken (m); 1: Krum, 0: all but f", source="Krum: 1", at_least=0)
+
+    def refuses(self, run: Mapping[str, Any]) -> str | None:
+        clients = min(run["cohort"], run["partition"]["clients"])
+        f = self._hostile(clients)
+        if f and 2 * f + 2 >= clients:  # Proposition 1
+            return f"regularizer.krum.hostile={self.hostile:g} is {f} of {clients} clients, and 2 f + 2 < n; lower it"
+        return None
+
+    def aggregate(self, updates: Tree, weights: Tensor, info: RoundInfo) -> Tree:
+        vectors = rows(updates)
+        clients, f = len(vectors), self._hostile(len(vectors))
+        distances = torch.stack([(vectors - own).square().sum(dim=1) for own in vectors])
+        nearest = max(1, clients - f - 2) + 1  # with the client itself, at distance 0
+        scores = distances.sort(dim=1).values[:, :nearest].sum(dim=1)
+        best = scores.argsort(stable=True)[: self.chosen or clients - f].sort().values
+        return tree.weighted_mean(tree.map(lambda leaf: leaf[best], updates), [1.0] * len(best))
+
+    def _hostile(self, clients: int) -> int:
+        return math.floor(self.hostile * clients + 1e-9)  # 0.2 of 5 clients is one

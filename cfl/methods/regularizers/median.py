@@ -1,0 +1,32 @@
+"""Coordinate-wise median of the updates (Yin, Chen, Ramchandran and Bartlett, ICML 2018, Definition 1).
+
+Of an even number of clients, the mean of the two middle values. Clients count alike, whatever agg.weights says: a
+hostile client may claim any number of samples.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from cfl.contract import LocalRegularizer, RoundInfo
+from cfl.core import Tree, plugins, tree
+
+
+@plugins.local.register("median")
+@dataclass(frozen=True)
+class Median(LocalRegularizer):
+    """The median of the clients' updates in each coordinate (Yin et al., 2018)."""
+
+    source: ClassVar[str] = "Yin et al., ICML 2018, Definition 1"
+    per_sample: ClassVar[bool] = True
+    decides: ClassVar[str] = "how updates are combined"
+
+    def aggregate(self, updates: Tree, weights: Tensor, info: RoundInfo) -> Tree:
+        return tree.map(_median, updates)
+
+
+def _median(leaf: Tensor) -> Tensor:
+    """Median over the first dimension."""
+    ordered, clients = leaf.sort(dim=0).values, len(leaf)
+    return (ordered[(clients - 1) // 2] + ordered[clients // 2]) / 2
