@@ -568,3 +568,20 @@ def test_baselines_at_full_length_are_the_stored_runs():
     printed = " and ".join(f"{score.mean:.2f}" for score in cell.paper.values())
     text = " ".join(page.read_text(encoding="utf-8").split())
     assert f"with IID data it has an ACC of {acc} and an FGT of {fgt} (paper: {printed})" in text
+
+
+def test_figures_of_the_page_on_hostile_clients_are_the_stored_ones():
+    page, stored = ROOT / "docs/robustness.md", ROOT / "benchmarks/results/robust/permuted-digits.json"
+    made = json.loads(stored.read_text())
+    assert f"python benchmarks/robust.py {made['command'].partition('robust.py ')[2]}" in page.read_text()
+    runs = {(row["method"], row["rule"], row["attack"], row["hostile"]): row for row in made["rows"]}
+    for rule, hostile, *cells in rows(page, after="### FOT with poisoned sketches"):
+        name = "" if rule == "mean" else rule.strip("`")
+        row = runs["fot", name, "sketch" if hostile != "0" else "none", int(hostile)]
+        figures = [mean(own["1"] for own in row["protected"]), *map(mean, zip(*row["learned"])), mean(row["acc"])]
+        assert cells == [f"{100 * figure:.1f}" for figure in figures]
+    for method, rule, *cells in rows(page, after="### Updates of four hostile clients"):
+        name = "" if rule == "mean" else rule.strip("`")
+        attacks = [("none", 0), *((attack, 4) for attack in ("sign_flip", "scale", "label_flip", "alie", "ipm"))]
+        found = [mean(runs[method.strip("`"), name, attack, count]["acc"]) for attack, count in attacks]
+        assert cells == [f"{100 * acc:.1f}" for acc in found]

@@ -65,6 +65,13 @@ def test_select_keeps_the_asked_order_and_refuses_missing_names():
         tree.select(a, ("w",))
 
 
+def test_the_weighted_mean_by_hand():
+    stacked = {"a": torch.tensor([[1.0, 2.0], [5.0, 6.0]])}
+    assert tree.weighted_mean(stacked, [1.0, 3.0])["a"].tolist() == [4.0, 5.0]  # (1 + 15) / 4 and (2 + 18) / 4
+    assert tree.weighted_sum(stacked, [1.0, 3.0])["a"].tolist() == [16.0, 20.0]
+    assert stacked["a"].tolist() == [[1.0, 2.0], [5.0, 6.0]]
+
+
 def test_scale_leaves_counters_alone():
     scaled = tree.scale({"w": torch.tensor([3.0]), "n": torch.tensor(7)}, 0.5)
     assert scaled["w"].tolist() == [1.5]

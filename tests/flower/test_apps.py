@@ -188,6 +188,7 @@ def test_data_that_are_nowhere_are_refused(tmp_path):
         (["engine=vmapped"], "engine=vmapped without a block does not name an engine"),
         (["secagg=sum"], "only simulates"),
         (["eval_local=1"], "local models stay"),
+        (["attack.name=label_flip"], "simulates hostile clients, and nodes are real"),
         (["dp.noise_multiplier=1", "agg.weights=uniform", "dp.amplify=false"], "dp.noise_seed=system"),
     ],
 )
