@@ -6,7 +6,7 @@ uploads of all its hostile clients are at one place, and are replaced there, wha
     sign_flip   -s u_i
     scale       noise from N(0, (s rms)^2), rms being the root mean square of each leaf of u_i
     alie        mean - z std                    (Baruch et al., NeurIPS 2019, Algorithm 3)
-    ipm         -epsilon mean                   (Xie et al., UAI 2020, eq. 2)
+    ipm         -epsilon mean                   (Xie et al., UAI 2020)
     sketch      s times what `Strategy.poisoned` makes of the uploads of `work`
 
 u_i: the strategy's update. mean, std: over the hostile clients of the round, who know no other updates; of one client

@@ -1,4 +1,4 @@
-"""Norm bounding (Sun, Kairouz, Suresh and McMahan, 2019, "Can You Really Backdoor Federated Learning?", Section 4).
+"""Norm bounding (Sun, Kairouz, Suresh and McMahan, 2019, "Can You Really Backdoor Federated Learning?").
 
 Each update w_i is scaled down to the norm M:    w_i / max(1, |w_i| / M)
 and the weighted mean of these is taken. Without a bound M is the median of the round's norms (our choice), running
@@ -25,7 +25,7 @@ from cfl.methods.regularizers.stacks import along, rows
 class NormBound(LocalRegularizer):
     """The mean of updates, and the sum of sketches, of bounded norm (Sun et al., 2019)."""
 
-    source: ClassVar[str] = "Sun et al., 2019, Section 4"
+    source: ClassVar[str] = "Sun et al., 2019, norm thresholding of updates"
     per_sample: ClassVar[bool] = True
     decides: ClassVar[str] = "how updates are combined"
 

@@ -1,4 +1,4 @@
-"""RFA: the geometric median of the updates (Pillutla, Kakade and Harchaoui, IEEE TSP 2022, eq. 5 and Algorithm 2).
+"""RFA: the geometric median of the updates (Pillutla, Kakade and Harchaoui, IEEE TSP 2022, Algorithm 2).
 
     v = argmin over z of sum_k alpha_k |z - w_k|      with alpha_k = n_k / n, the clients' weights
 
