@@ -349,7 +349,7 @@ def test_describe_prints_uploads_what_the_server_learns_and_protections(name, it
             rows[title] = f"{rows.get(title, '')} {cells[1]}".strip()
     assert list(rows) == ["a client sends", "the server learns", "secagg=full", "dp.level=client", "dp.level=example"]
     assert rows["a client sends"] == (item.sends or "nothing besides the update")
-    shows = "" if item.gathers == "stack" else "; only the sum with secure aggregation"
+    shows = "" if item.gathers == "stack" or item().sees_each else "; only the sum with secure aggregation"
     assert rows["the server learns"] == f"each client's upload{shows}"
     for option, further in PROTECTIONS.items():
         reason = refused(name, [option, *further])
