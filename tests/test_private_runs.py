@@ -15,6 +15,7 @@ import cfl
 from cfl import cli
 from cfl.aggregation.accounting import Releases, epsilon
 from cfl.assembly import methods as membership
+from cfl.assembly.privacy_rules import shows_each
 from cfl.contract import STAGES, Phase
 from cfl.core import ConfigError, plugins, rng, tree
 from cfl.engines.pool import forks
@@ -148,7 +149,7 @@ def test_a_secure_round_is_the_plain_one_within_its_rounding(fraction_bits, weig
 
 
 STRATEGIES = sorted(name for name in plugins.strategies.names() if plugins.strategies.get(name).gathers != "stack")
-RULES = sorted(name for name in plugins.local.names() if plugins.local.get(name).gathers != "stack")
+RULES = sorted(name for name in plugins.local.names() if not shows_each(plugins.local.get(name)()))
 DISTILLING = [name for name in RULES if plugins.local.get(name).needs_public]
 
 
