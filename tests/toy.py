@@ -94,10 +94,13 @@ def consolidation(model: Model, task: int = 0, clients: Sequence[int] = (0,), ke
 
 
 def quick(*kept: Any, of: Iterable[Any]) -> list[Any]:
-    """Values of a parameter `of` a test, of which all but the kept ones are marked slow."""
+    """Values of a parameter `of` a test, all but the kept ones marked slow; a tuple holds several parameters."""
     values = list(of)
     assert all(value in values for value in kept)
-    return [pytest.param(value, marks=() if value in kept else pytest.mark.slow) for value in values]
+    return [
+        pytest.param(*(value if isinstance(value, tuple) else [value]), marks=() if value in kept else pytest.mark.slow)
+        for value in values
+    ]
 
 
 def need_data(*names: str) -> None:

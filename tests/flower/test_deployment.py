@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cfl.aggregation import secagg_client
+from cfl.assembly.privacy_rules import shows_each
 from cfl.core import ConfigError, plugins
 from cfl.core.tree import Tree
 from cfl.flower import home, link, wire
@@ -19,7 +20,9 @@ from tests.flower.federation import PUBLIC, Clock, Federation, Log, alone, at, f
 from tests.flower.test_simulation import PRIVATE
 from tests.runtime.test_resume import Killed
 
-METHODS = [*plugins.strategies.names(), *plugins.local.names()]
+STRATEGIES = {name: plugins.strategies.get(name) for name in plugins.strategies.names()}
+LOCAL = {name: plugins.local.get(name) for name in plugins.local.names()}
+METHODS = [*STRATEGIES, *LOCAL]
 ALL = ("cohort=6", "partition.clients=6")
 
 
@@ -60,7 +63,7 @@ def same(plain, found, config, tolerance=1e-10):
 
 
 PLAIN = [(method, "none") for method in METHODS]
-SECURE = [(method, "full") for method in METHODS if method not in ("fedet", "fedcil")]  # need each client's own upload
+SECURE = [(name, "full") for name in METHODS if not shows_each((STRATEGIES | LOCAL)[name]())]
 
 
 @pytest.mark.parametrize(
