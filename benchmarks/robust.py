@@ -21,7 +21,7 @@ from host import store
 import cfl
 
 OPTIONS = ("partition.clients=20", "cohort=20", "engine=vmapped", "block=20")
-RULES = ("", "median", "trimmed_mean", "krum", "rfa", "norm_bound")
+RULES = ("", "median", "trimmed_mean", "krum", "bulyan", "rfa", "norm_bound")
 ATTACKS = ("sign_flip", "scale", "label_flip", "alie", "ipm")
 
 

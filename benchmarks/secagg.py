@@ -1,10 +1,12 @@
 """Time a secure sum: seconds and bytes of a client and of the server; the sparse graph against the complete one.
 
     python benchmarks/secagg.py [--clients 8 64 256] [--parameters 100000 1000000 10000000] [--json FILE]
+    python benchmarks/secagg.py --consistency --clients 8 64 --parameters 100000
 
 Every client uploads the same random vector of 8-byte integers and nobody drops out. Seconds of a client are those of
 all its stages. Where masking alone would take more than two minutes, only the first clients mask and are timed, and
 the seconds of all are scaled from theirs (column "clients_timed"). Bytes are over those of the plain vector.
+--consistency times rounds with the consistency check, which has the complete graph, beside that graph without it.
 """
 
 import argparse
@@ -20,8 +22,8 @@ import numpy as np
 import torch
 from host import store
 
-from cfl.aggregation import mask_graph, secagg
-from cfl.aggregation.secagg import Client
+from cfl.aggregation import mask_graph, parties, secagg
+from cfl.aggregation.secagg_client import Client
 
 COMPARED, COMPARED_PARAMETERS = (8, 16, 32, 64, 128, 256), 100_000
 REPEATS = {clients: 3 if clients <= 64 else 1 for clients in COMPARED}
@@ -65,11 +67,11 @@ def timed(method: Callable) -> Callable:
     return measured
 
 
-for stage in ("__init__", "share", "receive", "reveal"):  # `advertise` is a copy of the keys
+for stage in ("__init__", "share", "receive", "confirm", "reveal"):  # `advertise` is a copy of the keys
     setattr(TimedClient, stage, timed(getattr(Client, stage)))
 
 
-def measure(clients: int, parameters: int, neighbours: int | None) -> dict[str, float]:
+def measure(clients: int, parameters: int, neighbours: int | None, consistency: bool = False) -> dict[str, float]:
     """A row of the table; neighbours: None for the sparse graph."""
     TimedClient.seconds, TimedClient.expected = defaultdict(list), clients
     vector = np.random.default_rng(0).integers(0, 2**64, parameters, dtype=np.uint64)
@@ -85,6 +87,7 @@ def measure(clients: int, parameters: int, neighbours: int | None) -> dict[str, 
         drop_rate=0.1,
         key=0,
         masked=True,
+        consistency=consistency,
     )
     secure.setup()
     for client in secure.uploading:
@@ -156,11 +159,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, nargs="+", default=[8, 64, 256], help="clients of a round")
     parser.add_argument("--parameters", type=int, nargs="+", default=[10**5, 10**6, 10**7], help="entries of a vector")
+    parser.add_argument("--consistency", action="store_true", help="time the consistency check instead")
     parser.add_argument("--json", type=Path, help="where to store the figures")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    secagg.Client = TimedClient
+    parties.Client = TimedClient
     measure(8, 1000, None)  # warms up
+    if options.consistency:
+        found = {}
+        for name, checked in (("without", False), ("with", True)):
+            found[name] = [measure(n, size, n - 1, checked) for size in options.parameters for n in options.clients]
+            print(f"The complete graph, {name} the consistency check")
+            show(found[name], COLUMNS)
+        store(options.json, found, "cryptography", "pycryptodome", "numpy")
+        return
     rows = [measure(clients, size, None) for size in options.parameters for clients in options.clients]
     print("The sparse graph")
     show(rows, COLUMNS)

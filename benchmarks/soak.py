@@ -28,7 +28,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from typing import Any
 import psutil
 import torch
 from host import store
-from soak_faults import CUTS, KINDS, Writes, faulty
+from soak_faults import CUTS, KINDS, ONLY, Writes, faulty
 
 import cfl
 from cfl.core import CflError
@@ -152,18 +152,11 @@ class Soak:
             run(calm, "loop")
         expected, counts = digest(calm), dict.fromkeys(KINDS, 0)
         for kind in KINDS:
-            for at in range(0, len(made.made), every):
-                if (
-                    kind == "flush fails"
-                    and made.made[at] != "fsync"
-                    or kind == "torn write"
-                    and made.made[at] != "write"
-                ):
-                    continue
+            for at in range(0, replace(made, kind=kind).met, every):
                 target = self.folder / "faults"
                 shutil.rmtree(target, ignore_errors=True)
                 status = ended(forked(_faulty, target, at, kind))
-                what = f"{kind} at write {at} ({made.made[at]})"
+                what = f"{kind} at {ONLY.get(kind, 'write')} {at}"
                 self._expect(status == 137 if kind in CUTS else status in (OK, REFUSED), f"{what}: status {status}")
                 self._expect(ended(forked(run, target, "loop")) == OK, f"{what}: cannot be resumed")
                 self._expect(digest(target) == expected, f"{what}: other bytes")

@@ -1,7 +1,7 @@
 """Faults at the writes of a run, for soak.py and tests: kills, torn writes, full disks, flushes that fail.
 
 A run writes through a few functions of Python's `os` and `pathlib`. Inside `faulty`, each of their calls counts as a
-write, and one of them fails in a chosen way.
+write, and one of them fails in a chosen way. A thread writes the checkpoints, so the order of writes varies a little.
 """
 
 import contextlib
@@ -14,14 +14,16 @@ from typing import IO, Any
 from unittest.mock import patch
 
 KINDS = ("kill before", "kill after", "torn write", "full disk", "flush fails")
+ONLY = {"torn write": "write", "flush fails": "fsync"}  # the writes that a kind of fault can meet; else all
 CUTS = frozenset(KINDS[:3])  # after these the process is gone; after the others it has to end in an error of cfl
 
 
 @dataclass
 class Writes:
-    """Counts the writes in a folder, and lets the one numbered `at` (from 0) fail. at: -1 for none.
+    """Counts the writes in a folder, and lets one of those that the fault can meet fail.
 
-    kind: one of `KINDS`; die: called where the process would be killed; it must not return.
+    at: number of the write among these, from 0, or -1 for none; kind: one of `KINDS`; die: called where the process
+    would be killed; it must not return.
     made: what was called so far: "write", "fsync", "replace" or "unlink".
     """
 
@@ -33,21 +35,25 @@ class Writes:
 
     def call(self, what: str, write: Callable[..., Any], *args: Any, flush: Callable[[], None] = lambda: None) -> Any:
         """Make a write, or fail in it. flush: brings what is written so far to the disk."""
+        before = self.met
         self.made.append(what)
-        if len(self.made) - 1 != self.at:
+        if before != self.at or self.met == before:
             return write(*args)
         if self.kind == "full disk":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if self.kind == "flush fails" and what == "fsync":
+        if self.kind == "flush fails":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         if self.kind == "kill after":
             write(*args)
-        elif self.kind == "torn write" and what == "write":
+        elif self.kind == "torn write":
             write(args[0][: len(args[0]) // 2])
             flush()
-        if self.kind in CUTS:
-            self.die()
-        return write(*args)
+        self.die()
+
+    @property
+    def met(self) -> int:
+        """Number of writes so far that the fault can meet."""
+        return self.made.count(ONLY[self.kind]) if self.kind in ONLY else len(self.made)
 
 
 class _File:
@@ -72,7 +78,7 @@ class _File:
 
 @contextlib.contextmanager
 def faulty(writes: Writes) -> Iterator[Writes]:
-    """Let the writes inside count, and one fail. Only writes to files of `writes.folder` count."""
+    """Let the writes inside count, and one fail. Only those in `writes.folder` count, and all flushes."""
     open_, replace, fsync, unlink = Path.open, os.replace, os.fsync, Path.unlink
 
     def opened(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
@@ -80,13 +86,15 @@ def faulty(writes: Writes) -> Iterator[Writes]:
         return _File(file, writes) if mode[0] in "wa" and path.is_relative_to(writes.folder) else file
 
     def replaced(source: Any, target: Any) -> None:
-        writes.call("replace", replace, source, target)
+        here = Path(target).is_relative_to(writes.folder)
+        writes.call("replace", replace, source, target) if here else replace(source, target)
 
     def flushed(descriptor: int) -> None:
         writes.call("fsync", fsync, descriptor)
 
     def removed(path: Path, missing_ok: bool = False) -> None:
-        writes.call("unlink", unlink, path, missing_ok)
+        here = path.is_relative_to(writes.folder)
+        writes.call("unlink", unlink, path, missing_ok) if here else unlink(path, missing_ok)
 
     with (
         patch.object(Path, "open", opened),

@@ -23,6 +23,7 @@ from cfl.core import options, plugins
 from cfl.experiments import reproduce
 from cfl.experiments.compare import alone, plan
 from cfl.methods.strategies.fot import FOT
+from tests import toy
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "benchmarks/results/runs"
@@ -61,7 +62,10 @@ def own_registries(monkeypatch):
         monkeypatch.setattr(registry, "_items", dict(registry._items))
 
 
-@each_page
+LONG = [ROOT / "docs" / f"{name}.md" for name in ("write-a-strategy", "privacy", "callbacks")]
+
+
+@pytest.mark.parametrize("page", toy.quick(*(page for page in PAGES if page not in LONG), of=PAGES), ids=str)
 def test_python_of_a_page_runs_as_written(page, tmp_path, monkeypatch, own_registries):
     """A page is one program: its blocks run in order, in one namespace, in an empty folder."""
     code = blocks(page, "python")

@@ -173,6 +173,7 @@ apps.serve(config, InProcessGrid([client(config, lambda: apps.answer)] * 2, node
 """
 
 
+@pytest.mark.slow
 def test_nodes_that_have_it_run_it_and_the_others_name_what_they_lack(trained, site, tmp_path):
     """The nodes with the package are in another process, as they would be elsewhere; this process has not got it."""
     app = pytest.importorskip("flwr.app", reason="the extra flower is not installed")

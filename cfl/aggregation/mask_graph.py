@@ -50,6 +50,8 @@ def unsafe(clients: int, population: int, config: RunConfig) -> str | None:
             f"secure.quorum={threshold:g} lets {quorum} of {clients} clients open a sum, and {bad} may collude with "
             f"the server; raise it to {enough:g}{', or raise cohort' * (clients < population)}"
         )
+    if config.secure.consistency:
+        return _splits(clients, population, bad, config)
     k = None if neighbours is None else links(clients, neighbours)
     if k in (None, clients - 1) or _suffices(k, clients, population, threshold, dropped):
         return None
@@ -57,6 +59,19 @@ def unsafe(clients: int, population: int, config: RunConfig) -> str | None:
     return (
         f"secure.neighbours={neighbours} is not safe in a cohort of {clients} clients; the smallest number that is: "
         f"{fewest}; set it to null, which chooses this number"
+    )
+
+
+def _splits(clients: int, population: int, bad: int, config: RunConfig) -> str | None:
+    """Return why the consistency check does not bind a server with `bad` accomplices and what to change, or None."""
+    if config.secure.neighbours is not None:
+        return "secure.consistency=true makes all clients neighbours; set secure.neighbours to null"
+    if 2 * needed(config.secure.quorum, clients) > clients + bad:
+        return None
+    enough = math.ceil(1000 * ((clients + bad) // 2 + 1) / clients) / 1000
+    return (
+        f"secure.quorum={config.secure.quorum:g} lets a server with {bad} accomplices get two lists of {clients} "
+        f"clients signed; raise it to {enough:g}{', or raise cohort' * (clients < population)}"
     )
 
 

@@ -25,7 +25,8 @@ from cfl.contract import Gathers, RoundInfo, TreesByOwner
 from cfl.core import ConfigError, RoundAborted, UpdateError, rng, tree
 
 if TYPE_CHECKING:
-    from cfl.aggregation.secagg import Parties, SecureSum
+    from cfl.aggregation.parties import Parties
+    from cfl.aggregation.secagg import SecureSum
 
 DEVIATIONS = 6  # standard deviations of the noise that must fit; a normal draw exceeds them with probability 2e-9
 
@@ -127,6 +128,7 @@ class ProtectedSum(UploadSum):
                 drop_rate=config.drop_rate,
                 key=rng.key(info.key, "graph"),
                 masked=config.secagg == "full",
+                consistency=config.secure.consistency,
                 parties=protection.parties,
             )
 

@@ -6,22 +6,26 @@ Stages (with the round of Bonawitz et al., figure 4) of client i with neighbours
                 of them rebuild the seeds; the server forwards each neighbour's shares as one ciphertext.
     upload (2)  y_i = x_i + PRG(b_i) + sum_{j > i} PRG(s_ij) - sum_{j < i} PRG(s_ij),  s_ij agreed upon by X25519.
     unmask (4)  i reveals its share of b_j if j uploaded, else its share of j's mask key, and never both.
-The server follows the protocol (semi-honest), so round 3, the consistency check, is left out. The server and the
-clients that collude with it learn nothing but the sum if fewer than t of any client's share holders collude.
+The server and the clients that collude with it learn nothing but the sum if the server follows the protocol and fewer
+than t of any client's share holders collude. Against a server that does not follow it, round 3, the consistency check,
+comes before the stage "unmask"; see `consistency`. It is an option, since it takes a message more, all clients as
+neighbours, and registered keys.
 Deviations: the mask key is derived from a 16-byte seed, and the seed is shared; each client uploads a hash of b_i with
 its shares, so that the server detects a false share; ciphertexts are bound to the public keys of both clients, so that
 a client detects a swapped key. Keys, seeds and nonces come from the operating system, not from the run's seed: no two
 runs share a mask.
 """
 
+import hmac
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 from Crypto.Protocol.SecretSharing import Shamir
 
+from cfl.aggregation.consistency import SIGNATURE
 from cfl.aggregation.mask_graph import connected, degree, graph, honest, needed
+from cfl.aggregation.parties import LocalParties, Parties
 from cfl.aggregation.secagg_client import (
     CIPHERTEXT,
     COMMITMENT,
@@ -31,8 +35,6 @@ from cfl.aggregation.secagg_client import (
     PUBLIC,
     SEED,
     SELF,
-    Client,
-    Shares,
     agree,
     apply_masks,
     commitment,
@@ -43,60 +45,13 @@ from cfl.contract import STAGES
 from cfl.core import RoundAborted
 
 
-class Parties(Protocol):
-    """The clients of a round. A client that drops out at a stage is not in the answer."""
-
-    def advertise(self, ids: Iterable[int], threshold: int) -> dict[int, bytes]:
-        """Stage "keys": public keys by id. threshold: number of share holders that rebuild a secret."""
-        ...
-
-    def share(self, keys: Mapping[int, Mapping[int, bytes]]) -> dict[int, Shares]:
-        """Stage "shares". keys: for each client, the keys of its neighbours."""
-        ...
-
-    def receive(self, sealed: Mapping[int, Mapping[int, bytes]]) -> None:
-        """End of "shares": pass each client the ciphertexts of its neighbours."""
-        ...
-
-    def mask(self, id: int, vector: np.ndarray) -> np.ndarray:
-        """Stage "upload": a client's masked vector."""
-        ...
-
-    def reveal(self, wanted: Mapping[int, Mapping[int, str]]) -> dict[int, dict[int, bytes]]:
-        """Stage "unmask": each client's share of a secret of each owner."""
-        ...
-
-
-class LocalParties:
-    """Clients in this process, for a simulation. clients: by id."""
-
-    def __init__(self) -> None:
-        self.clients: dict[int, Client] = {}
-
-    def advertise(self, ids: Iterable[int], threshold: int) -> dict[int, bytes]:
-        self.clients = {i: Client(i, threshold) for i in ids}
-        return {i: client.advertise() for i, client in self.clients.items()}
-
-    def share(self, keys: Mapping[int, Mapping[int, bytes]]) -> dict[int, Shares]:
-        return {i: self.clients[i].share(near) for i, near in keys.items()}
-
-    def receive(self, sealed: Mapping[int, Mapping[int, bytes]]) -> None:
-        for i, texts in sealed.items():
-            self.clients[i].receive(texts)
-
-    def mask(self, id: int, vector: np.ndarray) -> np.ndarray:
-        return self.clients[id].mask(vector)
-
-    def reveal(self, wanted: Mapping[int, Mapping[int, str]]) -> dict[int, dict[int, bytes]]:
-        return {i: self.clients[i].reveal(owners) for i, owners in wanted.items()}
-
-
 class SecureSum:
     """One round: the server, and its messages with the clients. Call `setup`, `add` for each client, then `close`.
 
     population: number of clients of which `ids` are all or a uniform sample; a tenth of them may collude with the
     server. threshold: fraction of the clients, and of each client's share holders, that must stay to the end.
     neighbours: of each client in the graph; None takes `degree`; drop_rate: probability that a client drops out.
+    consistency: whether the clients check that the server tells all of them the same; then all are neighbours.
     dropped: client to the stage from which on it is silent; key: of the graph's random draw.
     masked: False leaves out all cryptography; sums, byte counts and aborts are the same. parties: the clients; None
     simulates them here.
@@ -117,13 +72,17 @@ class SecureSum:
         drop_rate: float,
         key: int,
         masked: bool,
+        consistency: bool = False,
         parties: Parties | None = None,
     ) -> None:
-        if neighbours is None:
+        if consistency:
+            neighbours = len(ids) - 1
+        elif neighbours is None:
             neighbours = degree(len(ids), population, threshold=threshold, dropped=drop_rate)
         self.graph = graph(ids, neighbours, key)
         self.ids = tuple(sorted(self.graph))
         self.dtype, self.masked = np.dtype(f"<u{bits // 8}"), masked
+        self.consistency, self._public = consistency, 2 * PUBLIC + (SIGNATURE if consistency else 0)
         self.needed = needed(threshold, len(self.ids))
         self.honest = honest(threshold, len(self.ids), population)
         self.holders_needed = needed(threshold, 1 + max(map(len, self.graph.values()), default=0))
@@ -138,9 +97,9 @@ class SecureSum:
     def setup(self) -> None:
         """Run the stages "keys" and "shares". Raises RoundAborted if too few clients are left."""
         advertised = self._advertised()
-        self.bytes_up += len(advertised) * 2 * PUBLIC
+        self.bytes_up += len(advertised) * self._public
         self._check_quorum("keys", advertised, advertised)
-        self.bytes_down += self._keep_links(advertised) * (ID + 2 * PUBLIC)
+        self.bytes_down += self._keep_links(advertised) * (ID + self._public)
         self._holders = {i: sorted((*near, i)) for i, near in self._near.items()}  # in the order of the shares
         shared = self._shared(advertised)
         self.bytes_up += len(shared) * COMMITMENT + sum(len(self._near[i]) for i in shared) * (ID + CIPHERTEXT)
@@ -183,10 +142,11 @@ class SecureSum:
                 f"the {len(uploaded)} clients left after stage upload share masks in separate groups only, so the "
                 "server would learn the sum of each group; raise secure.neighbours"
             )
-        asked = {i: {owner: wanted[owner] for owner in (*self._near[i], i)} for i in uploaded}
+        confirming, signatures = self._confirmed(uploaded)
+        asked = {i: {owner: wanted[owner] for owner in (*self._near[i], i)} for i in confirming}
         self.bytes_down += sum(map(len, asked.values())) * (ID + KIND)
-        answering = self._remaining("unmask", uploaded)
-        revealed = self.parties.reveal({i: asked[i] for i in answering}) if self.masked else {}
+        answering = self._remaining("unmask", confirming)
+        revealed = self.parties.reveal({i: asked[i] for i in answering}, signatures) if self.masked else {}
         answering = tuple(i for i in answering if i in revealed or not self.masked)
         self.bytes_up += sum(len(asked[i]) for i in answering) * (ID + SEED)
         self._check_quorum("unmask", answering, wanted)
@@ -200,7 +160,7 @@ class SecureSum:
         asked = self._remaining("keys", self.ids)
         if not self.masked:
             return asked
-        self._keys = self.parties.advertise(asked, self.holders_needed)
+        self._keys = self.parties.advertise(asked, self.holders_needed, self.consistency)
         return tuple(i for i in asked if i in self._keys)
 
     def _shared(self, advertised: Iterable[int]) -> tuple[int, ...]:
@@ -210,6 +170,18 @@ class SecureSum:
             return asked
         self._sent = self.parties.share({i: {j: self._keys[j] for j in self._near[i]} for i in asked})
         return tuple(i for i in asked if i in self._sent)
+
+    def _confirmed(self, uploaded: tuple[int, ...]) -> tuple[tuple[int, ...], dict[int, bytes] | None]:
+        """Run the consistency check, if any; return the clients that signed, and their signatures."""
+        if not self.consistency:
+            return uploaded, None
+        self.bytes_down += len(uploaded) ** 2 * ID
+        signatures = self.parties.confirm(dict.fromkeys(uploaded, uploaded)) if self.masked else {}
+        signed = tuple(i for i in uploaded if i in signatures or not self.masked)
+        self.bytes_up += len(signed) * SIGNATURE
+        self._check_quorum("consistency", signed, signed)
+        self.bytes_down += len(signed) ** 2 * (ID + SIGNATURE)
+        return signed, signatures
 
     def _remaining(self, stage: str, ids: Iterable[int]) -> tuple[int, ...]:
         """Clients among `ids` that have not dropped out by the end of the stage."""
@@ -246,13 +218,13 @@ class SecureSum:
         for owner, kind in wanted.items():
             seed = Shamir.combine(shares[owner][: self.holders_needed], ssss=False)
             if kind == SELF:
-                false = commitment(seed) != self._sent[owner].commitment
+                false = not hmac.compare_digest(commitment(seed), self._sent[owner].commitment)
                 masks.append((derive(seed, "self-mask"), False))
             else:
                 key = mask_key_of(seed)
-                false = key.public_key().public_bytes_raw() != self._keys[owner][PUBLIC:]
+                false = key.public_key().public_bytes_raw() != self._keys[owner][PUBLIC : 2 * PUBLIC]
                 masks += [  # of client j, with the opposite sign
-                    (agree(key, self._keys[j][PUBLIC:], "mask"), j > owner)
+                    (agree(key, self._keys[j][PUBLIC : 2 * PUBLIC], "mask"), j > owner)
                     for j in self._near[owner]
                     if wanted.get(j) == SELF  # j uploaded; `wanted` may lack other neighbours
                 ]

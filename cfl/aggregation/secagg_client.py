@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from cfl.aggregation.consistency import Witness
 from cfl.core import RoundAborted
 
 MASK, SELF = "mask", "self"  # the two secrets of a client: the seed of its mask key, the seed of its self-mask
@@ -63,12 +64,12 @@ class Shares(NamedTuple):
 class Client:
     """Client of one round, with fresh keys and a method per stage; invalid messages raise RoundAborted.
 
-    threshold: t, the number of share holders that rebuild a secret.
+    threshold: t, the number of share holders that rebuild a secret; witness: signs and checks, see `consistency`.
     seeds: seed of each of its two secrets; held: owner to that owner's shares of both secrets.
     """
 
-    def __init__(self, id: int, threshold: int) -> None:
-        self.id, self.threshold = id, threshold
+    def __init__(self, id: int, threshold: int, witness: Witness | None = None) -> None:
+        self.id, self.threshold, self.witness = id, threshold, witness
         self.seeds = {MASK: os.urandom(SEED), SELF: os.urandom(SEED)}
         self._cipher_key, self._mask_key = X25519PrivateKey.generate(), mask_key_of(self.seeds[MASK])
         self._boxes: dict[int, AESGCM] = {}
@@ -76,32 +77,36 @@ class Client:
         self._keys: dict[int, bytes] = {}
         self._revealed = {id: SELF}  # owner -> the only secret to reveal; never its own mask key
         self._masked = False
+        self._listed: tuple[int, ...] | None = None  # the list of clients that it has signed
 
     def saved(self) -> dict[str, Any]:
         """Return all that the client knows, its secrets included, as plain data for `restored`."""
         return {
             "id": self.id, "threshold": self.threshold, "cipher": self._cipher_key.private_bytes_raw(),
             "seeds": self.seeds, "held": self.held, "keys": self._keys, "revealed": self._revealed,
-            "masked": self._masked,
+            "masked": self._masked, "listed": self._listed,
         }  # fmt: skip
 
     @classmethod
-    def restored(cls, saved: Mapping[str, Any]) -> Self:
+    def restored(cls, saved: Mapping[str, Any], witness: Witness | None = None) -> Self:
         """Return the client of `saved`, between two stages."""
-        client = cls(saved["id"], saved["threshold"])
+        client = cls(saved["id"], saved["threshold"], witness)
         client._cipher_key = X25519PrivateKey.from_private_bytes(saved["cipher"])
         client.seeds, client._mask_key = saved["seeds"], mask_key_of(saved["seeds"][MASK])
         client.held, client._keys = saved["held"], saved["keys"]
         client._revealed, client._masked = saved["revealed"], saved["masked"]
+        client._listed = None if saved["listed"] is None else tuple(saved["listed"])
         return client
 
     def advertise(self) -> bytes:
-        """Stage "keys": return the public keys for ciphertexts and for masks."""
-        return b"".join(key.public_key().public_bytes_raw() for key in (self._cipher_key, self._mask_key))
+        """Stage "keys": return the public keys for ciphertexts and for masks, signed if there is a witness."""
+        return self._public if self.witness is None else self.witness.sign_keys(self._public)
 
     def share(self, keys: Mapping[int, bytes]) -> Shares:
         """Stage "shares". keys: as neighbours advertised."""
-        self._keys = {**keys, self.id: self.advertise()}
+        if self.witness is not None:
+            keys = {other: self.witness.keys_of(other, message) for other, message in keys.items()}
+        self._keys = {**keys, self.id: self._public}
         split = [Shamir.split(self.threshold, len(self._keys), self.seeds[kind], ssss=False) for kind in SHARE_OF]
         shares = {holder: mask + own for holder, (_, mask), (_, own) in zip(sorted(self._keys), *split, strict=True)}
         self.held[self.id] = shares[self.id]
@@ -125,6 +130,8 @@ class Client:
         """Stage "upload": return the vector (n,) plus all masks; only once, as two uploads reveal their difference."""
         if self._masked:
             raise RoundAborted(f"client {self.id} refuses to mask a second vector with the same keys")
+        if len(self.held) < self.threshold:
+            raise RoundAborted(f"client {self.id} holds shares of {len(self.held)} clients, it needs {self.threshold}")
         self._masked = True
         pairs = self.held.keys() - {self.id}
         masks = [(agree(self._mask_key, self._keys[j][PUBLIC:], "mask"), self.id < j) for j in pairs]
@@ -133,12 +140,36 @@ class Client:
         apply_masks(masks, masked)
         return masked
 
-    def reveal(self, wanted: Mapping[int, str]) -> dict[int, bytes]:
-        """Stage "unmask": return a share of each owner's wanted secret (MASK or SELF); never both of one owner."""
+    def confirm(self, uploaded: Iterable[int]) -> bytes:
+        """Stage "consistency": return the signature of the list of clients that uploaded; of one list only."""
+        assert self.witness is not None
+        listed = tuple(sorted(uploaded))
+        if self._listed not in (None, listed):
+            raise RoundAborted(f"client {self.id} refuses to sign a second list of clients that uploaded")
+        if self.id not in listed or len(listed) < self.threshold or not self.held.keys() >= set(listed):
+            raise RoundAborted(f"client {self.id} refuses to sign a list of {len(listed)} clients that cannot be right")
+        self._listed = listed
+        return self.witness.sign_list(listed, self._keys)
+
+    def reveal(self, wanted: Mapping[int, str], signatures: Mapping[int, bytes] | None = None) -> dict[int, bytes]:
+        """Stage "unmask": return a share of each owner's wanted secret (MASK or SELF); never both of one owner.
+
+        signatures: of the list of clients that uploaded, by client, if there is a witness.
+        """
+        if self.witness is not None:
+            listed = self._listed or ()
+            self.witness.check_list(listed, self._keys, signatures or {}, self.threshold)
+            if false := [owner for owner, kind in wanted.items() if (kind == SELF) != (owner in listed)]:
+                raise RoundAborted(f"client {self.id} is asked for a secret of client {false[0]} against the list")
         for owner, kind in wanted.items():
             if self._revealed.setdefault(owner, kind) != kind:
                 raise RoundAborted(f"client {self.id} refuses to reveal both secrets of client {owner}")
         return {owner: self.held[owner][SHARE_OF[kind]] for owner, kind in wanted.items()}
+
+    @property
+    def _public(self) -> bytes:
+        """The public keys for ciphertexts and for masks."""
+        return b"".join(key.public_key().public_bytes_raw() for key in (self._cipher_key, self._mask_key))
 
     def _box(self, other: int) -> AESGCM:
         """The cipher for messages from and to a neighbour."""

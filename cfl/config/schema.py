@@ -103,6 +103,9 @@ class SecureConfig(Section):
         None,
         description="clients with which a client shares masks; null: the fewest that are safe, about log(cohort)",
     )
+    consistency: bool = Field(
+        False, description="whether clients sign keys and lists, against a server that breaks the protocol"
+    )
 
 
 class PrivacyConfig(Section):

@@ -90,6 +90,8 @@ def check(settings: RunConfig, wait_for: int = 0) -> None:
         raise ConfigError(f"{engine} does not name an engine for the nodes; use loop, pool, or vmapped with a block")
     if settings.secagg == "sum":
         raise ConfigError("secagg=sum only simulates secure aggregation; use full or none")
+    if settings.secure.consistency:
+        raise ConfigError("clients on nodes have no registered keys to sign with; set secure.consistency=false")
     if settings.attack.name != "none":
         raise ConfigError(f"attack.name={settings.attack.name} simulates hostile clients, and nodes are real; set none")
     if settings.eval_local:

@@ -1,6 +1,6 @@
 """The clients of secure aggregation on their nodes: their keys and secrets never reach the server."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ class RemoteParties:
         self.missing: dict[int, str] = {}
         self.sealed: dict[int, dict[int, bytes]] = {}
 
-    def advertise(self, ids: Iterable[int], threshold: int) -> dict[int, bytes]:
+    def advertise(self, ids: Iterable[int], threshold: int, signed: bool) -> dict[int, bytes]:
         asked = dict.fromkeys(ids, threshold)
         return self._ask("query.keys", asked, lambda id, answer: _bytes(answer, 2 * PUBLIC))
 
@@ -39,7 +39,12 @@ class RemoteParties:
     def mask(self, id: int, vector: np.ndarray) -> np.ndarray:
         return vector  # the node has masked it
 
-    def reveal(self, wanted: Mapping[int, Mapping[int, str]]) -> dict[int, dict[int, bytes]]:
+    def confirm(self, uploaded: Mapping[int, Sequence[int]]) -> dict[int, bytes]:
+        raise NotImplementedError("nodes have no keys to sign with; `apps.check` refuses secure.consistency=true")
+
+    def reveal(
+        self, wanted: Mapping[int, Mapping[int, str]], signatures: Mapping[int, bytes] | None
+    ) -> dict[int, dict[int, bytes]]:
         def read(id: int, answer: Any) -> dict[int, bytes]:
             if answer.keys() != wanted[id].keys():
                 raise ValueError("it revealed other shares than asked for")

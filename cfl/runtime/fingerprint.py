@@ -108,6 +108,8 @@ def decisive(options: Options) -> dict[str, Any]:
     """
     new = {"start": None, "validation": 0.0, "precision": "float32", "compile": None, "text": dict(TextConfig())}
     new |= {"attack": dict(AttackConfig())}
+    secure = {name: own for name, own in options.get("secure", {}).items() if (name, own) != ("consistency", False)}
+    options = {**options, "secure": secure}
     later = {name for name, value in new.items() if options.get(name, value) == value}
     model = {name: own for name, own in options.get("model", {}).items() if (name, own) != ("weights", None)}
     if model.get("adapter", "none") == "none":

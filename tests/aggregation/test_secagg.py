@@ -17,9 +17,10 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cfl.aggregation import secagg
+from cfl.aggregation import parties
 from cfl.aggregation.mask_graph import ABORT, BREACH, CORRUPT, accomplices, connected, degree, graph, needed
-from cfl.aggregation.secagg import LocalParties, SecureSum
+from cfl.aggregation.parties import LocalParties
+from cfl.aggregation.secagg import SecureSum
 from cfl.aggregation.secagg_client import CHUNK, MASK, SELF, SHARE_OF, Client
 from cfl.contract import STAGES
 from cfl.core import RoundAborted
@@ -165,7 +166,7 @@ def test_clients_that_are_saved_and_restored_between_the_stages_give_the_same_su
         with pytest.raises(RoundAborted, match=f"client {i} refuses to mask a second vector"):
             parties.clients[i].mask(vectors[i])
         with pytest.raises(RoundAborted, match=f"client {i} refuses to reveal both secrets of client {i}"):
-            parties.reveal({i: {i: MASK}})
+            parties.reveal({i: {i: MASK}}, None)
 
 
 def test_a_vector_longer_than_a_chunk_of_the_mask():
@@ -204,7 +205,7 @@ class Recorder:
 
 def _recorded(monkeypatch, ids, dropped=None, **kwargs):
     """Run a whole round; return its clients, which record their messages, and the round."""
-    monkeypatch.setattr(secagg, "Client", Recorder)
+    monkeypatch.setattr(parties, "Client", Recorder)
     secure = _round(ids, dropped, **kwargs)
     total, why = _sum(secure, _vectors(ids, 10_000))
     assert why is None
@@ -317,10 +318,10 @@ def _tamper(monkeypatch, name, client, change_arguments=lambda x: x, change_answ
     """Change the messages to one client, or its answers."""
     method = getattr(Client, name)
 
-    def changed(self, message):
+    def changed(self, message, *more):
         if self.id != client:
-            return method(self, message)
-        return change_answer(method(self, change_arguments(message)))
+            return method(self, message, *more)
+        return change_answer(method(self, change_arguments(message), *more))
 
     monkeypatch.setattr(Client, name, changed)
 

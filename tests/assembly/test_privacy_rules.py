@@ -442,6 +442,7 @@ SINGLE = {  # (can be protected at dp.level=example, why)
     "feddf": (True, "logits of the trained model on public data: made of protected gradients alone"),
     "feddyn": (True, "a term of the weights, and a state made of earlier protected updates"),
     "fedet": (False, "shows each client's logits, and weighs them by its number of samples"),
+    "bulyan": (True, "made of updates, and of no sample; shows each update"),
     "fednova": (False, "sends the number of its steps, which tells that of its samples"),
     "fedntd": (True, "a mean of single divergences from the global model"),
     "fedproj": (True, "projects the protected gradient, by public data"),
@@ -461,7 +462,7 @@ SINGLE = {  # (can be protected at dp.level=example, why)
 }  # fmt: skip
 
 
-RULES = ("krum", "median", "norm_bound", "rfa", "trimmed_mean")  # which combine the updates
+RULES = ("bulyan", "krum", "median", "norm_bound", "rfa", "trimmed_mean")  # which combine the updates
 
 
 def own():

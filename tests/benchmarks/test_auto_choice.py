@@ -12,6 +12,7 @@ def scripts(script, monkeypatch):
     return script("auto_choice"), script("throughput_work")
 
 
+@pytest.mark.slow
 def test_choices_are_compared_with_the_fastest(scripts, monkeypatch):
     auto_choice, work = scripts
     monkeypatch.setattr(auto_choice, "FIXED", [("loop", None), ("vmapped", 2)])

@@ -17,6 +17,7 @@ def collect(script):
     return script("collect")
 
 
+@pytest.mark.slow
 def test_the_page_is_the_one_of_the_stored_runs(collect):
     assert collect.PAGE.read_text(encoding="utf-8") == collect.page(), "run python benchmarks/collect.py"
 

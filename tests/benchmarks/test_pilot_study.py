@@ -61,6 +61,7 @@ def test_the_global_model_does_not_lose_by_projection():
     assert fedproj >= 0.9 and fedproj > fedavg
 
 
+@pytest.mark.slow
 def test_the_study_runs_from_the_command_line(tmp_path, capsys):
     folder, short = tmp_path / "run", ("--set", "rounds=3")
     with pytest.raises(SystemExit) as stop:

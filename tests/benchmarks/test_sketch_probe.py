@@ -278,6 +278,7 @@ def run(monkeypatch, *arguments):
     sp.main()
 
 
+@pytest.mark.slow
 def test_the_probe_runs_from_the_command_line(tmp_path, capsys, monkeypatch):
     run(monkeypatch, "--clients", "5", "--seeds", "1", "--output", str(tmp_path / "new"))
     stored = json.loads((tmp_path / "new" / "probe.json").read_text())

@@ -24,6 +24,7 @@ def compare(folder, methods, *more):
     return json.loads((folder / "compare.json").read_text())
 
 
+@pytest.mark.slow
 def test_figures_command_and_curves_are_those_of_the_last_comparison(store_compare, tmp_path):
     compare(tmp_path, "fot", "--seeds", "7", "--set", "local.lr=0.2")
     written = compare(tmp_path, "fedavg,fot", "--seeds", "0,1", "--vary", "strategy.threshold=0.8,0.95")

@@ -294,6 +294,7 @@ def test_the_command_stores_what_it_prints(tp, work, monkeypatch, tmp_path, caps
 # -- processes
 
 
+@pytest.mark.slow
 def test_the_peak_is_the_best_of_all_ways(scripts):
     """Two flops for each of the n^3 products of a multiplication; sizes and ways are told apart."""
     found = scripts["_peak"].peak(sizes=(32, 64), bursts=1, seconds=0.01)

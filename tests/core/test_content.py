@@ -125,6 +125,7 @@ def test_the_code_of_another_package_counts_and_that_of_this_one_does_not(tmp_pa
     assert not content.foreign(nn.Linear) and not content.foreign(content.digest) and not content.foreign(np.mean)
 
 
+@pytest.mark.slow
 def test_a_script_counts_by_what_its_classes_use(tmp_path):
     """The call that resumes a run stands in the same file."""
 

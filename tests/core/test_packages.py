@@ -102,6 +102,7 @@ def test_extras_are_those_of_the_package():
     assert extras["all"].strip() == f"cfl[{','.join(sorted(packages.EXTRAS))}]"
 
 
+@pytest.mark.slow
 def test_avalanche_can_be_imported_after_cfl():
     """Also where torchvision was built for CUDA and torch was not, as `pip install` combines them here."""
     code = "import cfl, sys; assert 'torchvision' not in sys.modules; import avalanche.benchmarks, torchvision"

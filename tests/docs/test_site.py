@@ -56,6 +56,7 @@ def pages(site):
     return found
 
 
+@pytest.mark.slow
 def test_links_and_anchors_lead_somewhere(site, pages):
     broken = []
     for url, page in pages.items():
@@ -95,6 +96,7 @@ def test_the_reference_has_the_public_names_and_all_options(site, pages):
             assert section and all(f"<td><code>{row['name']}</code></td>" in section for row in rows), name
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine to open the site in")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_pages_open_on_phones_and_desks(site, scheme, tmp_path):

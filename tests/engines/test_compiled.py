@@ -92,6 +92,7 @@ def test_steps_that_draw_are_traced(compilations):
     assert largest(found, weights("model.dropout=[0.2,0.2]")) < 1e-5  # the same draws
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "rounds"),
     [

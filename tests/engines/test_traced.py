@@ -46,10 +46,11 @@ def assert_same_bits(one, other):
     assert list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize(
-    ("label", "multi_head"),
-    [("fedavg", True), ("fot+fedsol", False), ("ewc", True), ("er", True), ("gpm+scaffold", False), ("moon", False)],
-)
+LABELS = [("fedavg", True), ("ewc", True), ("er", True), ("fot+fedsol", False), ("gpm+scaffold", False)]
+LABELS += [("moon", False)]
+
+
+@pytest.mark.parametrize(("label", "multi_head"), toy.quick(("fot+fedsol", False), ("er", True), of=LABELS))
 def test_a_run_has_the_same_bits_with_and_without_traces(label, multi_head, after):
     tries = after(1)
     at_once = weights(label, "model.dropout=[0.2,0.2]", multi_head=multi_head)
@@ -59,7 +60,7 @@ def test_a_run_has_the_same_bits_with_and_without_traces(label, multi_head, afte
     assert not tries
 
 
-@pytest.mark.parametrize("norm_stats", ["per_task", "running", "batch"])
+@pytest.mark.parametrize("norm_stats", toy.quick("running", of=["per_task", "running", "batch"]))
 def test_buffers_are_those_of_the_untraced_step(norm_stats, after):
     after(2)
     options, module = (f"model.norm_stats={norm_stats}", "local.momentum=0.9"), normed()

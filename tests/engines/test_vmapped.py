@@ -133,7 +133,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("mlp", "adam", "conv", "norm, running", "memories", "all tasks at once", "drop-outs", "sum")
+
+
+@pytest.mark.parametrize("case", toy.quick(*QUICK, of=CASES))
 def test_a_run_equals_that_of_the_loop_engine(case):
     make, stream, options, method = CASES[case]
     names = [*BLOCKS, *POOLS] if case == "mlp" else ["vmapped, 3", "pool+vmapped, 2"]

@@ -19,6 +19,7 @@ from cfl.report import reproduced
 CELLS = [(table, cell) for table in reproduce.tables().values() for cell in table.cells]
 
 
+@pytest.mark.slow
 def test_every_cell_resolves_at_every_scale():
     for table, cell in CELLS:
         for scale in ("paper", "small", "smoke") if "method" in cell.spec else ():
@@ -27,6 +28,7 @@ def test_every_cell_resolves_at_every_scale():
             assert run.config.benchmark in plugins.benchmarks.names(), table.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column, size", [("5-Datasets", 32), ("Mini-ImageNet", 84)])
 def test_columns_that_need_a_download_run_with_every_method(column, size):
     # Random images replace the data: a method that cannot train the preset's network fails at the start of the run.

@@ -189,6 +189,7 @@ def test_data_that_are_nowhere_are_refused(tmp_path):
         (["secagg=sum"], "only simulates"),
         (["eval_local=1"], "local models stay"),
         (["attack.name=label_flip"], "simulates hostile clients, and nodes are real"),
+        (["secure.consistency=true"], "clients on nodes have no registered keys to sign with"),
         (["dp.noise_multiplier=1", "agg.weights=uniform", "dp.amplify=false"], "dp.noise_seed=system"),
     ],
 )

@@ -176,6 +176,7 @@ def test_runs_of_versions_without_adapters_can_be_resumed():
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "more"),
     [("fot", ["tasks=2"]), *(pytest.param(name, [], marks=pytest.mark.slow) for name in ("fedavg", "fot"))],

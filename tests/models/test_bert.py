@@ -125,7 +125,7 @@ def test_dropout_and_heads():
     assert handle(make()).head(1) == ("classifier.weight@1", "classifier.bias@1")
 
 
-@pytest.mark.parametrize("engine", ["vmapped", "pool", "pool+vmapped"])
+@pytest.mark.parametrize("engine", toy.quick("vmapped", of=["vmapped", "pool", "pool+vmapped"]))
 def test_engines_agree(engine):
     # clients of unequal size, so that a block has texts that are all padding
     options = (*RUN, "local.lr=0.5", "partition.name=dirichlet", "rounds=1")

@@ -82,6 +82,7 @@ def test_updates_smaller_than_a_bfloat16_step_are_not_lost() -> None:
     assert all(0 < step < 1e-5 for step in steps.values()), steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "more"),
     [("fot", ["tasks=2"]), *(pytest.param(name, [], marks=pytest.mark.slow) for name in ("fedavg", "fot", "er"))],

@@ -144,6 +144,7 @@ def test_a_run_starts_from_a_folder(prefix, tmp_path):
     assert heads == {f"classifier.{kind}@{task}" for kind in ("weight", "bias") for task in (0, 1)}
 
 
+@pytest.mark.slow
 def test_adapters_go_beside_the_layers_of_a_folder_on_all_engines(tmp_path):
     folder = bert_folder(tmp_path / "weights")
     options = (f"model.weights={folder}", "model.adapter=lora", "model.adapter_targets=[query,value]", "local.lr=0.5")

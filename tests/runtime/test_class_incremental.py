@@ -43,6 +43,7 @@ def test_without_replay_only_the_last_task_is_left():
     assert found[2, :2].tolist() == [0, 0]
 
 
+@pytest.mark.slow
 def test_all_data_at_once_are_learned():
     assert run("rounds=40", "local.lr=0.3", "cohort=4", "model.hidden=[16]", method="joint").metrics["acc"] > 0.9
 

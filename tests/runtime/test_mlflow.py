@@ -29,6 +29,7 @@ def run(folder, *others, **more):
         sink.close()
 
 
+@pytest.mark.slow
 def test_a_store_has_the_options_rounds_and_results_also_of_a_resumed_run(tmp_path, capfd):
     with pytest.raises(Killed):  # in task 1, one round after a checkpoint
         run(tmp_path / "mine", Stop(7), callbacks=[Length()])

@@ -118,6 +118,7 @@ def test_a_pair_is_encoded_by_the_template_of_pairs_and_cut_to_the_length():
     assert int(long[1].sum()) == 16 and (long[0] == 3).sum() == 2  # both ends are there
 
 
+@pytest.mark.slow
 def test_training_is_the_same_in_every_process():
     """The package numbers characters by a hash table of its own, unless it is told their numbers."""
     code = f"""

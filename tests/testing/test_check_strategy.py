@@ -17,6 +17,7 @@ from cfl.methods.strategies.replay import Replay
 from cfl.testing import ConformanceError, check_strategy, toy_config, toy_stream
 from cfl.testing.hooks import Faults
 from cfl.testing.runs import check_engines
+from tests import toy
 
 CALLS = itertools.count()
 BEFORE = [-2, -1]
@@ -444,6 +445,7 @@ class MasksByKey(cfl.LocalRegularizer):
         return {name: leaf * torch.from_numpy(source.random(leaf.shape) < 0.5) for name, leaf in grads.items()}
 
 
+@pytest.mark.slow
 def test_a_mask_drawn_with_numpy_from_the_key_is_the_same_under_all_engines():
     check_strategy(MasksByKey())
     ends = []
@@ -470,14 +472,17 @@ def test_an_engine_with_different_results_is_named_with_a_remedy(method, pool, t
         assert hook == "run" and all(part in text for part in texts), text
 
 
+@pytest.mark.slow
 def test_arguments_may_have_any_names():
     check_strategy(OtherNames())
 
 
+@pytest.mark.slow
 def test_tasks_may_be_inferred_from_each_sample():
     check_strategy(Infers())
 
 
+@pytest.mark.slow
 def test_the_growing_head_is_left_out_where_it_is_refused():
     class TaskLabels(OneHeadGrown):
         not_class_incremental: ClassVar = "it needs the task"
@@ -516,10 +521,11 @@ BUILT_IN = [*((plugins.strategies, name) for name in plugins.strategies.names())
 BUILT_IN += [*((plugins.local, name) for name in plugins.local.names())]
 
 
+QUICK = {"fedavg", "fot", "gpm", "ewc", "er", "scaffold", "fedsol", "fedproj", "krum", "norm_bound"}  # of each kind
 each_built_in = pytest.mark.parametrize(("registry", "name"), BUILT_IN, ids=[name for _, name in BUILT_IN])
 
 
-@each_built_in
+@pytest.mark.parametrize(("registry", "name"), toy.quick(*(one for one in BUILT_IN if one[1] in QUICK), of=BUILT_IN))
 def test_every_built_in_method_keeps_the_rules(registry, name):
     check_strategy(registry.get(name)(**SHORT.get(name, {})), config=toy_config("tasks=2"))
 

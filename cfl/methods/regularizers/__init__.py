@@ -1,6 +1,7 @@
 """Local regularizers, one file each: methods that compose with any strategy, some of them with a server half."""
 
 from cfl.contract import LocalRegularizer
+from cfl.methods.regularizers.bulyan import Bulyan
 from cfl.methods.regularizers.fedasam import FedASAM
 from cfl.methods.regularizers.fedavgm import FedAvgM
 from cfl.methods.regularizers.feddf import FedDF
@@ -24,7 +25,7 @@ from cfl.methods.regularizers.scaffold import Scaffold
 from cfl.methods.regularizers.trimmed_mean import TrimmedMean
 
 __all__ = [
-    "KL", "RFA", "FedASAM", "FedAvgM", "FedDF", "FedDyn", "FedET", "FedNTD", "FedNova", "FedProj", "FedProx", "FedRCL",
-    "FedSAM", "FedSOL", "Krum", "LocalRegularizer", "Median", "Moon", "NormBound", "ProxProjection", "Scaffold",
-    "TrimmedMean",
+    "KL", "RFA", "Bulyan", "FedASAM", "FedAvgM", "FedDF", "FedDyn", "FedET", "FedNTD", "FedNova", "FedProj", "FedProx",
+    "FedRCL", "FedSAM", "FedSOL", "Krum", "LocalRegularizer", "Median", "Moon", "NormBound", "ProxProjection",
+    "Scaffold", "TrimmedMean",
 ]  # fmt: skip

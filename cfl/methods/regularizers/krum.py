@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from cfl.contract import LocalRegularizer, RoundInfo
 from cfl.core import Tree, option, plugins, tree
-from cfl.methods.regularizers.stacks import rows
+from cfl.methods.regularizers.stacks import distances, krum_scores, rows
 
 
 @plugins.local.register("krum")
@@ -39,11 +38,8 @@ class Krum(LocalRegularizer):
         return None
 
     def aggregate(self, updates: Tree, weights: Tensor, info: RoundInfo) -> Tree:
-        vectors = rows(updates)
-        clients, f = len(vectors), self._hostile(len(vectors))
-        distances = torch.stack([(vectors - own).square().sum(dim=1) for own in vectors])
-        nearest = max(1, clients - f - 2) + 1  # with the client itself, at distance 0
-        scores = distances.sort(dim=1).values[:, :nearest].sum(dim=1)
+        clients, f = len(weights), self._hostile(len(weights))
+        scores = krum_scores(distances(rows(updates)), f)
         best = scores.argsort(stable=True)[: self.chosen or clients - f].sort().values
         return tree.weighted_mean(tree.map(lambda leaf: leaf[best], updates), [1.0] * len(best))
 

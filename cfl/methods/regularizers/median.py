@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cfl.contract import LocalRegularizer, RoundInfo
 from cfl.core import Tree, plugins, tree
+from cfl.methods.regularizers.stacks import median
 
 
 @plugins.local.register("median")
@@ -23,10 +24,4 @@ class Median(LocalRegularizer):
     decides: ClassVar[str] = "how updates are combined"
 
     def aggregate(self, updates: Tree, weights: Tensor, info: RoundInfo) -> Tree:
-        return tree.map(_median, updates)
-
-
-def _median(leaf: Tensor) -> Tensor:
-    """Median over the first dimension."""
-    ordered, clients = leaf.sort(dim=0).values, len(leaf)
-    return (ordered[(clients - 1) // 2] + ordered[clients // 2]) / 2
+        return tree.map(median, updates)

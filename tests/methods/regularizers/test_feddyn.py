@@ -108,6 +108,7 @@ def optimum(weights):
     return over / sum(p * x * x for p, x in zip(weights, SLOPES, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "weights"),
     [

@@ -16,13 +16,13 @@ from cfl.contract.combining import STRATEGY, WEIGHTS, WORK, gathers
 from cfl.contract.composed import ComposedMethod
 from cfl.core import ConfigError, tree
 from cfl.core.options import build
-from cfl.methods.regularizers import RFA, Krum, Median, NormBound, TrimmedMean
+from cfl.methods.regularizers import RFA, Bulyan, Krum, Median, NormBound, TrimmedMean
 from cfl.methods.strategies.fot import FOT
 from cfl.methods.subspace.sketch import pack, unpack
 from tests import toy
 
 ALIKE = torch.ones(5, dtype=torch.float64)
-RULES = (Median(), TrimmedMean(), Krum(), RFA(), NormBound())
+RULES = (Median(), TrimmedMean(), Krum(), Bulyan(), RFA(), NormBound())
 by_name = pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 
 
@@ -73,6 +73,40 @@ def test_krum_refuses_more_hostile_clients_than_its_proof_allows():
     with pytest.raises(ConfigError, match=text):
         toy.config("partition.clients=10", "cohort=10", "regularizer.krum.hostile=0.4", method="krum")
     toy.config("partition.clients=11", "cohort=11", "regularizer.krum.hostile=0.4", method="krum")  # 2 * 4 + 2 < 11
+
+
+def test_bulyan_against_loops():
+    """Eleven clients, of which two may be hostile (4 f + 3 = 11): 7 are selected, and 3 of 7 values count."""
+    stacked, n, f = updates(11), 11, 2  # floor(0.19 * 11)
+    vectors = [toy.flat(own) for own in toy.unstacked(stacked)]
+
+    def score(i, among):
+        distances = sorted(float(((vectors[i] - vectors[j]) ** 2).sum()) for j in among if j != i)
+        return sum(distances[: len(among) - f - 2])
+
+    left, values, expected = [*range(n)], [], []
+    while len(values) < n - 2 * f:
+        best = min(left, key=lambda i: score(i, left))
+        left.remove(best)
+        values.append(vectors[best].numpy())
+    for column in np.stack(values).T:
+        middle = np.median(column)
+        expected.append(np.mean(sorted(column, key=lambda value, middle=middle: abs(value - middle))[:3]))
+    found = Bulyan(hostile=0.19).aggregate(stacked, torch.ones(n), None)
+    assert np.allclose(toy.flat(found).numpy(), expected, atol=1e-12, rtol=0)
+
+
+def test_bulyan_by_hand():
+    # f = 1. The scores among seven, by four neighbours: 15, 10, far, 10, 15, 30, 30, so 2 is selected; then 3 (score
+    # 9), 1 (10), 4 (1) and 5 (25, as 0 has, which comes later). Of 1 to 5, 2, 3 and 4 are nearest to the median 3.
+    assert Bulyan(hostile=0.15).aggregate(of(1, 2, 60, 3, 4, 5, 0), torch.ones(7), None)["w"].item() == 3
+
+
+def test_bulyan_refuses_more_hostile_clients_than_its_proof_allows():
+    text = r"regularizer.bulyan.hostile=0.2 is 2 of 10 clients, and n >= 4 f \+ 3; lower it"
+    with pytest.raises(ConfigError, match=text):
+        toy.config("partition.clients=10", "cohort=10", "regularizer.bulyan.hostile=0.2", method="bulyan")
+    toy.config("partition.clients=11", "cohort=11", "regularizer.bulyan.hostile=0.2", method="bulyan")
 
 
 def test_rfa_minimises_the_weighted_sum_of_distances():
@@ -133,7 +167,9 @@ def test_a_poisoned_sketch_is_as_large_as_the_clients_own_and_alike_in_all_direc
 
 
 @pytest.mark.parametrize(
-    "rule", [TrimmedMean(trim=0.0), Krum(chosen=5, hostile=0.0), NormBound(bound=1e30)], ids=["trim", "krum", "bound"]
+    "rule",
+    [TrimmedMean(trim=0.0), Krum(chosen=5, hostile=0.0), Bulyan(hostile=0.0), NormBound(bound=1e30)],
+    ids=["trim", "krum", "bulyan", "bound"],
 )
 def test_limits_are_the_mean(rule):
     stacked = updates(5, torch.float32)
@@ -184,11 +220,13 @@ def test_rules_stack_updates_and_one_alone_stacks_sketches(rule):
     assert STRATEGY not in at_client and at_client[WORK] == "sum"
 
 
+@pytest.mark.slow
 @by_name
 def test_rules_pass_the_conformance_kit(rule):
     cfl.testing.check_strategy(rule)
 
 
+@pytest.mark.slow
 def test_a_client_that_bounds_its_own_update_passes_the_conformance_kit():
     cfl.testing.check_strategy(NormBound(bound=0.5, at="client"))
 

@@ -126,6 +126,7 @@ def test_uploads_by_hand():
 # --- conformance -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [("tasks=2",), pytest.param((), marks=pytest.mark.slow)])
 def test_conformance_with_adapters(more):
     check_strategy(LoRM(), config=toy_config(*ADAPTED, *more))

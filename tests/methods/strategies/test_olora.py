@@ -88,6 +88,7 @@ def test_more_strength_leaves_less_overlap():
 # --- conformance -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [("tasks=2", "model.adapter_rank=2"), pytest.param((), marks=pytest.mark.slow)])
 def test_conformance(more):
     check_strategy(OLoRA(), config=toy_config(*ADAPTED, *more))

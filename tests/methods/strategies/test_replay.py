@@ -356,7 +356,10 @@ class KillAt(NullSink):
             raise Killed
 
 
-@pytest.mark.parametrize(("select", "budget"), [("balanced", "per_task"), ("reservoir", "total")])
+WAYS = [("balanced", "per_task"), ("reservoir", "total")]
+
+
+@pytest.mark.parametrize(("select", "budget"), toy.quick(WAYS[0], of=WAYS))
 def test_killed_at_any_round_the_memory_and_its_draws_are_the_same(select, budget, tmp_path):
     config = toy.config("local.momentum=0.9", "partition.name=shards", method="er")
     options = dict(memory=6, select=select, budget=budget)  # more than a batch of four, so steps draw from it
@@ -386,6 +389,7 @@ def test_killed_at_any_round_the_memory_and_its_draws_are_the_same(select, budge
     assert left == [9 * rounds for rounds in (6, 5, 4, 4, 3, 2, 2, 1, 0)]
 
 
+@pytest.mark.slow
 def test_killed_at_any_round_a_run_of_glfc_ends_with_the_same_bytes(tmp_path):
     config = toy.config("strategy.memory=3", "model.dropout=[0.2,0.2]", method="glfc")
 

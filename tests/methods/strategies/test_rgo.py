@@ -361,6 +361,7 @@ def test_encoding_is_by_the_seed_and_group_by_group():
     assert RGO().init_server(models[0].params, models[0]) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [("tasks=2",), pytest.param((), marks=pytest.mark.slow)])
 def test_encoding_keeps_the_rules_of_a_strategy(more):
     check_strategy(RGO(encode=True, share=1.0), config=toy_config(*more))

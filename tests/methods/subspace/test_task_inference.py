@@ -265,6 +265,7 @@ def test_secure_sums_are_the_plain_ones(strategy):
     assert secure.metrics["task_accuracy"] == pytest.approx(plain.metrics["task_accuracy"], abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", INFERRING, ids=lambda s: type(s).__name__)
 def test_conformance(strategy):
     check_strategy(strategy, config=toy.config("scenario=class", "tasks=2", "rounds=1", method="fedavg"))
