@@ -24,6 +24,7 @@ from cfl.aggregation.secagg import SecureSum
 from cfl.aggregation.secagg_client import CHUNK, MASK, SELF, SHARE_OF, Client
 from cfl.contract import STAGES
 from cfl.core import RoundAborted
+from tests import toy
 
 stages = st.sampled_from(STAGES)
 
@@ -124,6 +125,47 @@ def test_on_a_sparse_graph_a_round_ends_as_the_rules_say(data):
     assert rounds[0].bytes_up == rounds[1].bytes_up and rounds[0].bytes_down == rounds[1].bytes_down
     survivors = _survivors(rounds[0].graph, dropped, threshold)
     assert total == (None if survivors is None else _plain(survivors, vectors))
+
+
+@pytest.mark.parametrize("count", toy.quick(3, 4, 5, 10, 21, of=range(3, 201)))
+def test_drop_outs_to_the_quorum_leave_the_sum_and_one_more_ends_the_round(count):
+    """At every stage, on the complete graph. Masks do not change who is left, so only some cohorts have them."""
+    ids, vectors = range(count), _vectors(range(count))
+    most = count - _fewest(0.55, count)
+    for stage in STAGES:
+        for masked in {False, count <= 24 or count % 50 == 0}:
+            dropped = dict.fromkeys(range(most), stage)
+            left = ids if stage == "unmask" else ids[most:]
+            secure = _round(ids, dropped, threshold=0.55, masked=masked)
+            assert _sum(secure, vectors) == (_plain(left, vectors), None), stage
+            _, why = _sum(_round(ids, dropped | {most: stage}, threshold=0.55, masked=masked), vectors)
+            assert why.startswith(f"{count - most - 1} of {count} clients are left after stage {stage}, "), stage
+
+
+class Shuffled(LocalParties):
+    """Clients whose messages arrive in the opposite order at every stage."""
+
+    def __getattribute__(self, name):
+        found = super().__getattribute__(name)
+        if name not in ("share", "receive", "reveal"):
+            return found
+
+        def backwards(messages, *more):
+            turned = {id: dict(reversed(own.items())) for id, own in reversed(messages.items())}
+            answer = found(turned, *more)
+            return answer and dict(reversed(answer.items()))
+
+        return backwards
+
+
+@pytest.mark.parametrize("dropped", [{}, dict(zip((0, 3, 7, 8), STAGES))])
+def test_the_order_of_messages_does_not_matter(dropped):
+    vectors, secure = _vectors(range(12)), _round(range(12), dropped, parties=Shuffled())
+    secure.setup()
+    for i in reversed(secure.uploading):
+        secure.add(i, vectors[i])
+    left = [i for i in range(12) if dropped.get(i) in (None, "unmask")]
+    assert secure.close().tolist() == _plain(left, vectors)
 
 
 def test_a_drop_out_whose_neighbours_all_drop_out_leaves_the_sum_exact():
@@ -337,6 +379,24 @@ def test_a_ciphertext_for_another_is_seen(monkeypatch):
     _tamper(monkeypatch, "receive", 2, lambda sealed: sealed | {1: sealed[3], 3: sealed[1]})
     _, why = _sum(_round(range(5)), _vectors(range(5)))
     assert why.startswith("client 2 cannot decrypt the shares of client 1")
+
+
+def test_ciphertexts_of_another_round_are_seen(monkeypatch):
+    """Replayed: the same clients had sent them, under the keys of their earlier round."""
+    before = _round(range(5))
+    before.setup()
+    _tamper(monkeypatch, "receive", 2, lambda sealed: sealed | {1: before._sent[1].sealed[2]})
+    _, why = _sum(_round(range(5)), _vectors(range(5)))
+    assert why.startswith("client 2 cannot decrypt the shares of client 1")
+
+
+def test_shares_of_another_round_are_seen(monkeypatch):
+    before = _round(range(5))
+    _sum(before, _vectors(range(5)))
+    old = before.parties.clients[0].reveal(dict.fromkeys(range(5), SELF))
+    _tamper(monkeypatch, "reveal", 0, change_answer=lambda told: told | old)
+    _, why = _sum(_round(range(5)), _vectors(range(5)))
+    assert why == "the revealed shares do not rebuild client 0's self seed"
 
 
 @pytest.mark.parametrize("half", ["cipher", "mask"])

@@ -2,8 +2,9 @@
 
 import os
 import pickle
+import random
 import subprocess
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from cfl.core import DataError
 from cfl.streams import pickles
 
+CASES = int(os.environ.get("CFL_FUZZ", "0"))
 DATA = {
     "image_data": np.arange(24, dtype=np.uint8).reshape(2, 3, 4),
     "labels": [np.int64(3), 4, (5, 6.5, None, True)],
@@ -50,11 +52,48 @@ class Runs:
 )
 def test_functions_are_refused_and_not_run(tmp_path, function, named):
     mark = tmp_path / "ran"
-    payload = [np.array([Runs(function, f"touch {mark}")], dtype=object)]  # also inside an array of objects
-    (tmp_path / "x.pkl").write_bytes(pickle.dumps(payload))
+    call = Runs(function, f"touch {mark}")
+    (tmp_path / "x.pkl").write_bytes(pickle.dumps([call]))
     with pytest.raises(DataError, match=rf"x\.pkl cannot be read .*{named}, which is no array"):
         pickles.load(tmp_path / "x.pkl")
+    (tmp_path / "x.pkl").write_bytes(pickle.dumps(np.array([call], dtype=object)))
+    with pytest.raises(DataError, match="it holds an array of object, not of numbers or strings"):
+        pickles.load(tmp_path / "x.pkl")
     assert not mark.exists()
+
+
+@pytest.mark.parametrize(("kind", "order"), [("<f4", "C"), (">i8", "F"), ("S3", "C"), ("<U2", "F"), ("?", "C")])
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_arrays_of_any_plain_kind_and_order_are_loaded(tmp_path, kind, order, protocol):
+    array = np.asarray(np.arange(6).reshape(2, 3).astype(kind), order=order)
+    (tmp_path / "x.pkl").write_bytes(pickle.dumps({"a": array, "again": array, "one": array[0, 1]}, protocol))
+    found = pickles.load(tmp_path / "x.pkl")
+    expected = pickle.loads((tmp_path / "x.pkl").read_bytes())["a"]  # of the machine's byte order in old protocols
+    assert found["a"].dtype == expected.dtype and (found["a"] == array).all() and found["again"] is found["a"]
+    assert found["one"] == array[0, 1]
+
+
+def damaged(draws):
+    """A pickle of DATA in which some bytes are changed, cut or added."""
+    content = bytearray(pickle.dumps(DATA, draws.randrange(6)))
+    for _ in range(draws.choice([1, 1, 2, 5])):
+        at, count = draws.randrange(len(content)), draws.randrange(1, 6)
+        old, new = draws.choice([(count, count), (count, 0), (0, count)])
+        content[at : at + old] = draws.randbytes(new)
+    return bytes(content)
+
+
+def test_damaged_pickles_are_loaded_or_refused_and_do_not_crash(tmp_path):
+    """Some of these files crash Python's unpickler in C, or `__setstate__` of NumPy's arrays and dtypes."""
+    draws, ends = random.Random(0), Counter()
+    for _ in range(max(300, CASES)):
+        (tmp_path / "x.pkl").write_bytes(damaged(draws))
+        try:
+            pickles.load(tmp_path / "x.pkl")
+            ends["loaded"] += 1
+        except DataError:
+            ends["refused"] += 1
+    assert ends["loaded"] and ends["refused"]
 
 
 def test_other_names_of_numpy_are_refused(tmp_path):
