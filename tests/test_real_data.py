@@ -8,6 +8,7 @@ from tests.toy import need_data
 pytestmark = pytest.mark.data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "benchmark, parameters, layers, options",
     [

@@ -77,6 +77,7 @@ def test_its_hooks_by_hand(site, monkeypatch):
     assert Slowdown().finish(params, ctx, 1)[1] == {"rounds": torch.tensor(3.0)}
 
 
+@pytest.mark.slow
 def test_its_method_conforms(site, monkeypatch):
     monkeypatch.syspath_prepend(site)
     from cfl_slowdown import Slowdown

@@ -80,6 +80,7 @@ def test_smoke_runs_end(benchmark: str) -> None:
         assert 0 <= metrics["acc"] <= 1 and len(metrics["accuracy_matrix"]) == (config.tasks or 1)
 
 
+@pytest.mark.slow
 @pytest.mark.data
 @pytest.mark.parametrize(
     "benchmark, method, data",

@@ -71,6 +71,7 @@ def test_links_and_anchors_lead_somewhere(site, pages):
     assert len(pages) > 30 and broken == []
 
 
+@pytest.mark.slow
 def test_pages_show_notebooks_and_the_script(site):
     first = (site / "tutorials/first-run/index.html").read_text(encoding="utf-8")
     assert "ACC is the mean of the last row" in first and list((site / "tutorials/first-run-files").glob("*.png"))

@@ -76,6 +76,7 @@ def test_engines_agree_on_a_transformer():
     assert_same_run(bert, texts, ("local.lr=0.05",), ("vmapped, 99", "pool, 2"))
 
 
+@pytest.mark.slow
 def test_engines_agree_where_a_batch_has_samples_of_two_tasks():
     """Replayed texts of the first task are shorter than those of the second; `joint` draws batches of both."""
     assert_same_run(Mean, texts, ("strategy.memory=5", "tasks=2"), ENGINES, "er")

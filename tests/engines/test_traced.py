@@ -69,6 +69,7 @@ def test_buffers_are_those_of_the_untraced_step(norm_stats, after):
     assert_same_bits(some, weights("fedavg", *options, model=module))
 
 
+@pytest.mark.slow
 def test_a_method_that_reads_the_step_number_is_not_traced(after):
     tries = after(1)
     found = weights("fedproj")  # FedProj picks its memory batch by ctx.step

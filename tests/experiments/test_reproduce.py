@@ -44,6 +44,7 @@ def test_every_row_of_the_papers_has_a_method():
     assert {cell.row for _, cell in CELLS if "method" not in cell.spec and any(cell.paper.values())} == set()
 
 
+@pytest.mark.slow
 def test_cells_of_a_table_are_different_runs():
     for table in reproduce.tables().values():
         runs = [run for cell in table.cells for run in cell.runs([0], "paper", [], Path())]

@@ -213,6 +213,7 @@ def bernstein(trials, chance, risk):
     return level / 3 + math.sqrt((level / 3) ** 2 + 2 * level * variance)
 
 
+@pytest.mark.slow
 def test_with_fewer_places_than_tasks_each_task_is_held_with_the_same_chance():
     """Two places. After the third task each of the three tasks has one with chance 2/3, after the fourth with 2/4. Keys
     are fixed; other draws of a correct method would fail with a chance below 1e-6."""
