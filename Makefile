@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTEST_ARGS ?= -n 3 --dist worksteal -q
 
 .DEFAULT_GOAL := help
-.PHONY: help install test slow deployment lint demo docs notebooks dist bench clean
+.PHONY: help install test slow deployment lint audit demo docs notebooks dist bench clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,14 @@ lint: install  ## Check style, formatting and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy cfl
 
+audit: .venv-audit/.installed  ## Look up known weaknesses of the pinned packages, which takes the network
+	.venv-audit/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip
+
+.venv-audit/.installed:
+	"$(PYTHON)" -m venv .venv-audit
+	.venv-audit/bin/pip install --quiet --disable-pip-version-check pip-audit
+	touch $@
+
 demo: install  ## Compare FOT with FedAvg on a small permuted stream, into runs/demo
 	$(BIN)/cfl-run compare permuted-digits --methods fedavg,fot --seeds 0 --matrix --output runs/demo
 
@@ -53,5 +61,5 @@ bench: install  ## Time the sketches of GPSE against a local epoch
 	$(BIN)/python benchmarks/gpse.py
 
 clean:  ## Remove what the other targets made, .venv included; runs/ stays
-	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-audit build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

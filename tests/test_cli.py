@@ -142,6 +142,7 @@ def test_compare_takes_an_engine_as_train_does(tmp_path):
     assert json.loads((tmp_path / "compare.json").read_text())["command"].endswith("--engine vmapped")
 
 
+@pytest.mark.slow
 def test_compare_shows_the_epsilon_of_methods(tmp_path, capsys):
     private = ("dp.noise_multiplier=1", "agg.weights=uniform", "cohort=4", "dp.accountant=rdp")
     settings = [text for one in private for text in ("--set", one)]

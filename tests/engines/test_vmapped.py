@@ -133,7 +133,7 @@ CASES = {
 }
 
 
-QUICK = ("mlp", "adam", "conv", "norm, running", "memories", "all tasks at once", "drop-outs", "sum")
+QUICK = ("mlp", "norm, running", "memories", "drop-outs", "sum")
 
 
 @pytest.mark.parametrize("case", toy.quick(*QUICK, of=CASES))

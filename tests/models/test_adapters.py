@@ -232,6 +232,7 @@ def test_a_finished_run_is_loaded_evaluated_exported_and_resumed(tmp_path):
     assert torch.equal(toy.flat(again.params), toy.flat(result.params))
 
 
+@pytest.mark.slow
 def test_a_file_for_other_programs_has_no_adapters(tmp_path):
     pytest.importorskip("onnxscript", reason="onnxscript is not installed")
     reference = pytest.importorskip("onnx.reference", reason="onnx is not installed")

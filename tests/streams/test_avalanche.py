@@ -25,6 +25,7 @@ def _assert_holds(part, x, y, rows):
         assert len(row) == 1 and int(y[row[0]]) == int(label)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("from_zero", [True, False])
 def test_from_benchmark_reads_class_splits_with_task_labels(from_zero):
     from avalanche.benchmarks import nc_benchmark

@@ -141,6 +141,7 @@ def test_a_single_client_trains_as_under_fedavg():
     assert all(torch.allclose(ends[0][name], leaf, atol=1e-12, rtol=0) for name, leaf in ends[1].items())
 
 
+@pytest.mark.slow
 def test_the_drift_of_unlike_clients_vanishes():
     """With full participation the fixed point is the optimum of the mean loss; that of FedAvg is not."""
     slopes, options = {}, ("rounds=60", "cohort=4", "partition.name=shards", "partition.shards=1", "local.epochs=4")

@@ -216,6 +216,7 @@ def test_heads_of_earlier_tasks_stay_to_the_bit_unless_they_are_to_train(train_o
         assert not torch.equal(result.params[name], seen[2][name])
 
 
+@pytest.mark.slow
 def test_replay_keeps_the_first_task():
     """One head, and the second task swaps the labels of the first: without replay the first task is forgotten.
 

@@ -241,6 +241,7 @@ def test_at_the_teacher_the_distillation_has_no_gradient():
 # --- property --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_old_heads_keep_their_outputs_on_the_new_data_the_better_the_stronger():
     moved = []
     for strength in (0.0, 1.0, 10.0):
