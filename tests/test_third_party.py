@@ -139,7 +139,12 @@ def test_a_finished_run_resumes_to_the_same_metrics(cfl_run, trained):
     ("args", "value", "named"),
     [
         (("--method", "slowdown"), "strategy.rate=-1", "strategy.rate must be a number in [0, inf), not -1"),
-        (("--local", "sparse-steps"), "regularizer.sparse-steps.mi=1", "'regularizer.sparse-steps.mu'"),
+        pytest.param(
+            ("--local", "sparse-steps"),
+            "regularizer.sparse-steps.mi=1",
+            "'regularizer.sparse-steps.mu'",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_wrong_option_exits_2_with_a_line_that_names_it(cfl_run, args, value, named):

@@ -109,6 +109,7 @@ MODULE = "STRENGTH = {strength}\n\n\ndef helper(x):\n    return x * {helper}\n\n
 CALL = "        return helper(x) * STRENGTH\n"
 
 
+@pytest.mark.slow
 def test_the_code_of_another_package_counts_and_that_of_this_one_does_not(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 

@@ -91,7 +91,7 @@ OPTIONS = {
 
 
 @pytest.mark.filterwarnings("ignore:the noise hides all directions")
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", toy.quick("privacy of samples", "drop-outs of secure sums", "16 bits", of=OPTIONS))
 def test_options_change_the_figures_as_under_the_loop(name, tmp_path):
     options, method = OPTIONS[name]
     settings, own = config(*options, method=method), {"model": toy.mlp(8, 6, 6, 2)}

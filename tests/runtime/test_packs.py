@@ -103,6 +103,7 @@ SMALL = {"LARGEST": 5 * TREE, "SMALL": 2 * TREE, "MANY": 2}  # so that few trees
 CHANGES = st.lists(st.tuples(st.sampled_from("abcdefgh"), st.sampled_from(["new", "gone", "same"])), max_size=6)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(history=st.lists(st.tuples(CHANGES, st.booleans()), min_size=1, max_size=12))
 def test_whatever_came_before_the_last_two_checkpoints_load_exactly(tmp_path, monkeypatch, history):

@@ -148,6 +148,7 @@ def test_exported_parameters_load_into_the_plain_network(scenario, tmp_path):
     assert torch.equal(network(x), run.logits(x, task))
 
 
+@pytest.mark.slow
 def test_an_onnx_file_computes_the_same_logits(tmp_path):
     pytest.importorskip("onnxscript", reason="onnxscript is not installed")
     reference = pytest.importorskip("onnx.reference", reason="onnx is not installed")

@@ -51,6 +51,7 @@ def run(folder, *others, **more):
 CONFIG = toy.config("eval_every=1", "checkpoint_every=2")
 
 
+@pytest.mark.slow
 def test_offline_files_have_the_options_rounds_and_results_also_of_a_resumed_run(tmp_path, capfd):
     with pytest.raises(Killed):  # in task 1, one round after a checkpoint
         run(tmp_path, Stop(7))
