@@ -50,11 +50,11 @@ class LocalParties:
         self.clients: dict[int, Client] = {}
 
     def advertise(self, ids: Iterable[int], threshold: int, signed: bool) -> dict[int, bytes]:
-        keys = {i: Ed25519PrivateKey.generate() for i in ids}
+        ids = tuple(ids)
+        keys = {i: Ed25519PrivateKey.generate() for i in ids if signed}
         known = {i: key.public_key().public_bytes_raw() for i, key in keys.items()}
-        self.clients = {
-            i: Client(i, threshold, Witness(i, key, known, b"") if signed else None) for i, key in keys.items()
-        }
+        witnesses = {i: Witness(i, key, known, b"") for i, key in keys.items()}
+        self.clients = {i: Client(i, threshold, witnesses.get(i)) for i in ids}
         return {i: client.advertise() for i, client in self.clients.items()}
 
     def share(self, keys: Mapping[int, Mapping[int, bytes]]) -> dict[int, Shares]:
