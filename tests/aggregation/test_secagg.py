@@ -129,11 +129,11 @@ def test_on_a_sparse_graph_a_round_ends_as_the_rules_say(data):
 
 @pytest.mark.parametrize("count", toy.quick(3, 4, 5, 10, 21, of=range(3, 201)))
 def test_drop_outs_to_the_quorum_leave_the_sum_and_one_more_ends_the_round(count):
-    """At every stage, on the complete graph. Masks do not change who is left, so only some cohorts have them."""
+    """At every stage, on the complete graph. Masks do not change who is left, so only small cohorts have them."""
     ids, vectors = range(count), _vectors(range(count))
     most = count - _fewest(0.55, count)
     for stage in STAGES:
-        for masked in {False, count <= 24 or count % 50 == 0}:
+        for masked in {False, count <= 24}:
             dropped = dict.fromkeys(range(most), stage)
             left = ids if stage == "unmask" else ids[most:]
             secure = _round(ids, dropped, threshold=0.55, masked=masked)
