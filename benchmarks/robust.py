@@ -23,6 +23,7 @@ import cfl
 
 OPTIONS = ("partition.clients=20", "cohort=20", "engine=vmapped", "block=20")
 RULES = ("", "median", "trimmed_mean", "krum", "bulyan", "rfa", "norm_bound")
+TOLD = {"bulyan": ("regularizer.bulyan.hostile=0.2",)}  # as krum is by default
 ATTACKS = ("sign_flip", "scale", "label_flip", "alie", "ipm")
 
 
@@ -42,9 +43,6 @@ def cases(hostile: list[int], sketch: list[int]) -> Iterator[Case]:
         if method == "fot":
             yield from (Case(method, rule, "sketch", count) for rule in ("", "norm_bound") for count in sketch)
         yield from (Case(method, rule, attack, n) for n in hostile for attack in ATTACKS for rule in RULES)
-
-
-TOLD = {"bulyan": ("regularizer.bulyan.hostile=0.2",)}  # as krum is by default
 
 
 def measured(case: Case, options: tuple[str, ...], seeds: range) -> dict[str, Any]:

@@ -8,7 +8,6 @@ Clients count alike, whatever agg.weights says: a hostile client may claim any n
 lower id comes first.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from cfl.contract import LocalRegularizer, RoundInfo
 from cfl.core import Tree, option, plugins, tree
-from cfl.methods.regularizers.stacks import distances, krum_scores, median, rows
+from cfl.methods.regularizers.stacks import distances, krum_scores, median, part, rows
 
 
 @plugins.local.register("bulyan")
@@ -33,14 +32,14 @@ class Bulyan(LocalRegularizer):
 
     def refuses(self, run: Mapping[str, Any]) -> str | None:
         clients = min(run["cohort"], run["partition"]["clients"])
-        f = self._hostile(clients)
+        f = part(self.hostile, clients)
         if f and 4 * f + 3 > clients:  # the theorem's condition
             share = f"regularizer.bulyan.hostile={self.hostile:g}"
             return f"{share} is {f} of {clients} clients, and n >= 4 f + 3; lower it"
         return None
 
     def aggregate(self, updates: Tree, weights: Tensor, info: RoundInfo) -> Tree:
-        clients, f = len(weights), self._hostile(len(weights))
+        clients, f = len(weights), part(self.hostile, len(weights))
         squared, left, selected = distances(rows(updates)), [*range(clients)], list[int]()
         for _ in range(max(1, clients - 2 * f)):  # theta
             best = int(krum_scores(squared[left][:, left], f).argmin())
@@ -48,9 +47,6 @@ class Bulyan(LocalRegularizer):
         kept = max(1, len(selected) - 2 * f)  # beta
         middle = tree.map(lambda leaf: _near_median(leaf[sorted(selected)], kept), updates)
         return tree.weighted_mean(middle, [1.0] * kept)
-
-    def _hostile(self, clients: int) -> int:
-        return math.floor(self.hostile * clients + 1e-9)  # 0.2 of 5 clients is one
 
 
 def _near_median(leaf: Tensor, kept: int) -> Tensor:

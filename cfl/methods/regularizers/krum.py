@@ -6,7 +6,6 @@ with the lowest scores. Updates are compared whole, running statistics included.
 agg.weights says: a hostile client may claim any number of samples. Equal scores: the lower id comes first.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from cfl.contract import LocalRegularizer, RoundInfo
 from cfl.core import Tree, option, plugins, tree
-from cfl.methods.regularizers.stacks import distances, krum_scores, rows
+from cfl.methods.regularizers.stacks import distances, krum_scores, part, rows
 
 
 @plugins.local.register("krum")
@@ -32,16 +31,13 @@ class Krum(LocalRegularizer):
 
     def refuses(self, run: Mapping[str, Any]) -> str | None:
         clients = min(run["cohort"], run["partition"]["clients"])
-        f = self._hostile(clients)
+        f = part(self.hostile, clients)
         if f and 2 * f + 2 >= clients:  # Proposition 1
             return f"regularizer.krum.hostile={self.hostile:g} is {f} of {clients} clients, and 2 f + 2 < n; lower it"
         return None
 
     def aggregate(self, updates: Tree, weights: Tensor, info: RoundInfo) -> Tree:
-        clients, f = len(weights), self._hostile(len(weights))
+        clients, f = len(weights), part(self.hostile, len(weights))
         scores = krum_scores(distances(rows(updates)), f)
         best = scores.argsort(stable=True)[: self.chosen or clients - f].sort().values
         return tree.weighted_mean(tree.map(lambda leaf: leaf[best], updates), [1.0] * len(best))
-
-    def _hostile(self, clients: int) -> int:
-        return math.floor(self.hostile * clients + 1e-9)  # 0.2 of 5 clients is one

@@ -1,9 +1,16 @@
 """Arithmetic on the stacked updates of a round, for rules that combine them: trees with leaves (clients, ...)."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from cfl.core import Tree
+
+
+def part(share: float, clients: int) -> int:
+    """The number of clients that a share of them makes, rounded down."""
+    return math.floor(share * clients + 1e-9)  # 0.2 of 5 clients is one
 
 
 def rows(updates: Tree) -> Tensor:

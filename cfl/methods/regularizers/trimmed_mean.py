@@ -5,7 +5,6 @@ mean of the others is taken. The paper needs beta to be at least the share of ho
 whatever agg.weights says: a hostile client may claim any number of samples.
 """
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from cfl.contract import LocalRegularizer, RoundInfo
 from cfl.core import Tree, option, plugins, tree
+from cfl.methods.regularizers.stacks import part
 
 
 @plugins.local.register("trimmed_mean")
@@ -30,7 +30,7 @@ class TrimmedMean(LocalRegularizer):
 
     def aggregate(self, updates: Tree, weights: Tensor, info: RoundInfo) -> Tree:
         clients = len(weights)
-        out = math.floor(self.trim * clients + 1e-9)  # 0.2 of 5 clients is one
+        out = part(self.trim, clients)
         kept = clients - 2 * out
         ordered = updates if not out else tree.map(lambda leaf: leaf.sort(dim=0).values[out : clients - out], updates)
         return tree.weighted_mean(ordered, [1.0] * kept)
