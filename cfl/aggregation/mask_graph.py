@@ -66,13 +66,18 @@ def _splits(clients: int, population: int, bad: int, config: RunConfig) -> str |
     """Return why the consistency check does not bind a server with `bad` accomplices and what to change, or None."""
     if config.secure.neighbours is not None:
         return "secure.consistency=true makes all clients neighbours; set secure.neighbours to null"
-    if 2 * needed(config.secure.quorum, clients) > clients + bad:
+    if binds(needed(config.secure.quorum, clients), clients, bad):
         return None
     enough = math.ceil(1000 * ((clients + bad) // 2 + 1) / clients) / 1000
     return (
         f"secure.quorum={config.secure.quorum:g} lets a server with {bad} accomplices get two lists of {clients} "
         f"clients signed; raise it to {enough:g}{', or raise cohort' * (clients < population)}"
     )
+
+
+def binds(signatures: int, clients: int, bad: int) -> bool:
+    """Whether two lists cannot both have so many signatures of `clients`, of which `bad` sign both lists."""
+    return 2 * signatures > clients + bad
 
 
 @cache

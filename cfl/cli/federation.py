@@ -55,6 +55,10 @@ def join(
         Path | None, typer.Option(help="Certificate of the authority that signed the server's (default: no TLS).")
     ] = None,
     key: Annotated[Path | None, typer.Option(help="Private key of the node, if the server asks for one.")] = None,
+    signing_keys: Annotated[
+        Path | None,
+        typer.Option(help="Folder with clients' keys for secure.consistency: 3 and all *.pub for client 3."),
+    ] = None,
     data_root: DataRoot = None,
 ) -> None:
     """Join the federation at ADDRESS, host:port, as a node, until interrupted.
@@ -64,5 +68,6 @@ def join(
     from cfl.flower import supernode  # loads Flower
 
     supernode.join(
-        address, folder, clients, name=name, data=data, data_root=data_root, certificate=certificate, key=key
-    )
+        address, folder, clients, name=name, data=data, data_root=data_root, certificate=certificate, key=key,
+        signing_keys=signing_keys,
+    )  # fmt: skip

@@ -7,7 +7,7 @@ import time
 from functools import lru_cache, partial
 from pathlib import Path
 
-from flwr.app import Context, RecordDict
+from flwr.app import Context, RecordDict, UserConfig
 from flwr.serverapp import Grid, ServerApp
 
 from cfl.assembly import methods, resolve
@@ -20,6 +20,7 @@ from cfl.flower import link, node, own_data
 from cfl.flower.deployment import DeploymentEngine, MemberPopulation, RemoteRounds
 from cfl.flower.home import HomeNode
 from cfl.flower.members import Members
+from cfl.flower.signing import SigningKeys
 from cfl.runtime import checkpoint
 from cfl.runtime.builder import EngineParts, Place, build_session
 from cfl.runtime.fingerprint import Fingerprint, decisive
@@ -70,8 +71,9 @@ def answer(action: str, config: Path, records: RecordDict, context: Context) -> 
     """Return the answer of a node to the records of a message. config: the run's resolved config.yaml.
 
     Of the node's options, `clients` names its clients, such as "0-3,7", `folder` is where it keeps their states, `name`
-    stands in messages, `data-root` is the folder of the data sets, and `data` is data of its own. Without them, as in a
-    simulation, the clients are divided among the nodes.
+    stands in messages, `data-root` is the folder of the data sets, `data` is data of its own, and `signing-keys` the
+    folder of the keys for `secure.consistency`. Without them, as in a simulation, the clients are divided among the
+    nodes.
     """
     return node.answer(partial(_node, config, context), action, records, context)
 
@@ -90,8 +92,6 @@ def check(settings: RunConfig, wait_for: int = 0) -> None:
         raise ConfigError(f"{engine} does not name an engine for the nodes; use loop, pool, or vmapped with a block")
     if settings.secagg == "sum":
         raise ConfigError("secagg=sum only simulates secure aggregation; use full or none")
-    if settings.secure.consistency:
-        raise ConfigError("clients on nodes have no registered keys to sign with; set secure.consistency=false")
     if settings.attack.name != "none":
         raise ConfigError(f"attack.name={settings.attack.name} simulates hostile clients, and nodes are real; set none")
     if settings.eval_local:
@@ -182,8 +182,18 @@ def _node(config: Path, context: Context) -> HomeNode:
     if data and len(clients) != 1:
         raise ConfigError(f"a node with data of its own has one client, not {len(clients)}; start a node for each")
     settings, made = _built(config, data, clients[0] if data else None, data_root)
-    options = hash_of(settings)
-    return HomeNode(*made, Path(folder), name=name, clients=clients, options=options, own_data=bool(data))
+    options, signing = hash_of(settings), _signing(settings, given, clients)
+    return HomeNode(
+        *made, Path(folder), name=name, clients=clients, options=options, own_data=bool(data), signing=signing
+    )
+
+
+def _signing(settings: RunConfig, given: UserConfig, clients: tuple[int, ...]) -> SigningKeys | None:
+    if not settings.secure.consistency:
+        return None
+    if "signing-keys" not in given:
+        raise ConfigError("secure.consistency=true needs keys to sign with; start the node with --signing-keys FOLDER")
+    return SigningKeys(Path(str(given["signing-keys"])), clients, settings.partition.clients)
 
 
 @lru_cache(maxsize=1)  # a node has one run at a time; the virtual nodes of a process share theirs

@@ -15,7 +15,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 from flwr.clientapp import ClientApp
 
 Answer = Callable[[str, Path, RecordDict, Context], RecordDict]
-ACTIONS = ("join", "keys", "shares", "unmask")  # queries of the server, beside "train"
+ACTIONS = ("join", "keys", "shares", "confirm", "unmask")  # queries of the server, beside "train"
 
 
 class Stream(Protocol):

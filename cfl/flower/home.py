@@ -8,7 +8,8 @@ from typing import Any
 
 from flwr.app import ConfigRecord, Context, RecordDict
 
-from cfl.aggregation.mask_graph import needed
+from cfl.aggregation.consistency import Witness
+from cfl.aggregation.mask_graph import accomplices, binds, needed
 from cfl.aggregation.secagg_client import Client as Party
 from cfl.contract import RoundInfo
 from cfl.core import ConfigError
@@ -18,6 +19,7 @@ from cfl.flower import client_states, wire
 from cfl.flower.client_states import ClientStates
 from cfl.flower.messages import rebuilt
 from cfl.flower.node import Node
+from cfl.flower.signing import SigningKeys
 from cfl.runtime.fingerprint import Fingerprint
 from cfl.runtime.rounds import Rounds
 
@@ -27,7 +29,8 @@ _SECRETS = "cfl-secagg"  # record of the node's memory: they are never on disk
 class HomeNode(Node):
     """A node whose folder holds the states of its clients. name: for messages; clients: their ids.
 
-    options: hash of the resolved configuration; own_data: whether the data are the node's own, not the benchmark's.
+    options: hash of the resolved configuration; own_data: whether the data are the node's own, not the benchmark's;
+    signing: keys of the consistency check, None without it.
     """
 
     def __init__(
@@ -41,10 +44,11 @@ class HomeNode(Node):
         clients: tuple[int, ...],
         options: str,
         own_data: bool = False,
+        signing: SigningKeys | None = None,
     ) -> None:
         super().__init__(engine, rounds, fingerprint, folder / "trees")
         self.name, self.clients, self.options, self.own_data = name, clients, options, own_data
-        self.folder, self._token = folder, folder / "token"
+        self.signing, self.folder, self._token = signing, folder, folder / "token"
 
     def join(self, request: Any, records: RecordDict, context: Context) -> dict[str, Any]:
         if not self._token.exists():
@@ -84,25 +88,37 @@ class HomeNode(Node):
 
     def keys(self, request: Any, records: RecordDict, context: Context) -> dict[int, bytes]:
         """Stage "keys" of secure aggregation, with fresh secrets. request: clients to thresholds."""
-        parties = {id: Party(id, int(threshold)) for id, threshold in self._own(request["clients"]).items()}
-        self._remember(context, request["round"], parties)
+        asked, round = self._own(request["clients"]), request["round"]
+        parties = {id: Party(id, int(threshold), self._witness(id, round)) for id, threshold in asked.items()}
+        self._remember(context, round, parties)
         return {id: party.advertise() for id, party in parties.items()}
 
     def shares(self, request: Any, records: RecordDict, context: Context) -> dict[int, Any]:
         """Stage "shares". request: clients to the public keys of their neighbours."""
         asked, parties = self._own(request["clients"]), self._recalled(context, request["round"])
-        least = self.rounds.config.secure.quorum
+        least, population = self.rounds.config.secure.quorum, self.rounds.config.partition.clients
         for id, keys in asked.items():
-            if parties[id].threshold < needed(least, len(keys) + 1):
+            threshold, clients = parties[id].threshold, len(keys) + 1
+            if threshold < needed(least, clients):
                 raise ConfigError(f"the server asks client {id} for a lower threshold than secure.quorum={least} gives")
+            if self.signing and not binds(threshold, clients, accomplices(clients, population)):
+                raise ConfigError(f"two lists of {clients} clients could be signed by the {threshold} that client {id} "
+                                  "is to ask for; raise secure.quorum")  # fmt: skip
         found = {id: parties[id].share(keys) for id, keys in asked.items()}
         self._remember(context, request["round"], parties)
         return found
 
-    def unmask(self, request: Any, records: RecordDict, context: Context) -> dict[int, dict[int, bytes]]:
-        """Stage "unmask". request: clients to the secret that is wanted of each owner."""
+    def confirm(self, request: Any, records: RecordDict, context: Context) -> dict[int, bytes]:
+        """The consistency check. request: clients to the list of clients that uploaded. Returns signatures."""
         asked, parties = self._own(request["clients"]), self._recalled(context, request["round"])
-        found = {id: parties[id].reveal(wanted) for id, wanted in asked.items()}
+        found = {id: parties[id].confirm(listed) for id, listed in asked.items()}
+        self._remember(context, request["round"], parties)
+        return found
+
+    def unmask(self, request: Any, records: RecordDict, context: Context) -> dict[int, dict[int, bytes]]:
+        """Stage "unmask". request: clients to the secret that is wanted of each owner; signatures of `confirm`."""
+        asked, parties = self._own(request["clients"]), self._recalled(context, request["round"])
+        found = {id: parties[id].reveal(wanted, request["signatures"]) for id, wanted in asked.items()}
         self._remember(context, request["round"], parties)
         return found
 
@@ -157,4 +173,8 @@ class HomeNode(Node):
         saved = wire.value(str(context.state.config_records[_SECRETS]["text"]))
         if saved["round"] != round:
             raise ConfigError(f"node '{self.name}' has keys of another round")
-        return {id: Party.restored(one) for id, one in saved["parties"].items()}
+        return {id: Party.restored(one, self._witness(id, round)) for id, one in saved["parties"].items()}
+
+    def _witness(self, id: int, round: int) -> Witness | None:
+        """What signs for a client in a round, if the run has the consistency check."""
+        return self.signing.witness(id, f"{self.options} {round}") if self.signing else None

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from cfl.aggregation.consistency import SIGNATURE
 from cfl.aggregation.secagg_client import CIPHERTEXT, COMMITMENT, PUBLIC, SEED, Shares
 from cfl.flower.members import Members
 
@@ -21,8 +22,8 @@ class RemoteParties:
         self.sealed: dict[int, dict[int, bytes]] = {}
 
     def advertise(self, ids: Iterable[int], threshold: int, signed: bool) -> dict[int, bytes]:
-        asked = dict.fromkeys(ids, threshold)
-        return self._ask("query.keys", asked, lambda id, answer: _bytes(answer, 2 * PUBLIC))
+        asked, size = dict.fromkeys(ids, threshold), 2 * PUBLIC + SIGNATURE * signed
+        return self._ask("query.keys", asked, lambda id, answer: _bytes(answer, size))
 
     def share(self, keys: Mapping[int, Mapping[int, bytes]]) -> dict[int, Shares]:
         def read(id: int, answer: Any) -> Shares:
@@ -40,7 +41,8 @@ class RemoteParties:
         return vector  # the node has masked it
 
     def confirm(self, uploaded: Mapping[int, Sequence[int]]) -> dict[int, bytes]:
-        raise NotImplementedError("nodes have no keys to sign with; `apps.check` refuses secure.consistency=true")
+        asked = {id: list(listed) for id, listed in uploaded.items()}
+        return self._ask("query.confirm", asked, lambda id, answer: _bytes(answer, SIGNATURE))
 
     def reveal(
         self, wanted: Mapping[int, Mapping[int, str]], signatures: Mapping[int, bytes] | None
@@ -50,14 +52,20 @@ class RemoteParties:
                 raise ValueError("it revealed other shares than asked for")
             return {owner: _bytes(share, SEED) for owner, share in answer.items()}
 
-        return self._ask("query.unmask", wanted, read)
+        return self._ask("query.unmask", wanted, read, signatures=signatures)
 
-    def _ask(self, kind: str, asked: Mapping[int, Any], read: Callable[[int, Any], Any]) -> dict[int, Any]:
-        """Send each client's node what it is asked, and return the answers of those that answer properly."""
+    def _ask(
+        self, kind: str, asked: Mapping[int, Any], read: Callable[[int, Any], Any], **for_all: Any
+    ) -> dict[int, Any]:
+        """Send each client's node what it is asked, and return the answers of those that answer properly.
+
+        for_all: what each request holds beside that.
+        """
         homes, absent = self.members.of(asked)
         self.missing |= dict.fromkeys(absent, "its node is not connected")
         requests = {
-            node: {"round": self.round, "clients": {id: asked[id] for id in ids}} for node, ids in homes.items()
+            node: {"round": self.round, "clients": {id: asked[id] for id in ids}, **for_all}
+            for node, ids in homes.items()
         }
         found = {}
         for node, answer in self.members.ask(kind, requests).items():

@@ -27,12 +27,14 @@ def join(
     data_root: Path | None = None,
     certificate: Path | None = None,
     key: Path | None = None,
+    signing_keys: Path | None = None,
 ) -> None:
     """Run a node until it is interrupted; if the SuperLink ends or forgets it, it joins again. address: host:port.
 
     folder: of the states of its clients; clients: their ids, such as "0-3"; name: for messages, else the folder's;
     data: a folder or a benchmark, see `own_data.read`; certificate: of the authority that signed the server's, None: no
-    TLS; key: the node's private key, where the server knows its nodes by their keys.
+    TLS; key: the node's private key, where the server knows its nodes by their keys; signing_keys: folder, see
+    `SigningKeys`.
     """
     host, port = programs.split(address)
     apps.numbers(clients)
@@ -42,6 +44,7 @@ def join(
     given = {
         "clients": clients, "folder": folder.absolute(), "name": name or folder.absolute().name,
         "data": data, "data-root": data_root and data_root.absolute(),
+        "signing-keys": signing_keys and signing_keys.absolute(),
     }  # fmt: skip
     options = {option: str(value) for option, value in given.items() if value}
     if quoted := next((value for value in options.values() if '"' in value), None):

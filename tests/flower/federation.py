@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
@@ -27,6 +29,7 @@ from cfl.flower.in_process import InProcessGrid
 from cfl.flower.link import Link
 from cfl.flower.members import Members
 from cfl.flower.node import client_app
+from cfl.flower.signing import SigningKeys
 from cfl.runtime import checkpoint
 from cfl.runtime.builder import EngineParts, Place, build_session
 from cfl.runtime.result import Result
@@ -169,6 +172,7 @@ class Federation:
         self.members = {**methods.build(config), **own.get("members", {})}
         self.network, self.said, self.nodes = Network(), list[str](), dict[int, int]()
         self._ids = iter(ids)
+        self.keys = signing_keys(folder / "keys", config.partition.clients) if config.secure.consistency else None
         for number in range(nodes):
             self.start(number)
 
@@ -181,7 +185,10 @@ class Federation:
             self.config, changes.pop("stream", self.stream), changes.pop("members", self.members), self.own.get("model")
         )
         folder = changes.pop("folder", self.folder / f"node {number}")
-        given = {"name": f"n{number}", "clients": self.clients(number), "options": OPTIONS, **changes}
+        signing = self.keys and SigningKeys(self.keys, self.clients(number), self.config.partition.clients)
+        given = {
+            "name": f"n{number}", "clients": self.clients(number), "options": OPTIONS, "signing": signing, **changes
+        }  # fmt: skip
         return HomeNode(session.engine, session.rounds, session.recorder.fingerprint, folder, **given)
 
     def start(self, number: int, **changes: Any) -> int:
@@ -243,6 +250,17 @@ def alone(
     place = Place(engine=lambda made_from: LeavesOut(made_from, lost or {}))
     stream = stream or toy_stream(config.tasks or 3)
     return carry_out(config, stream, members, own.get("model"), sink=log, place=place), log
+
+
+def signing_keys(folder: Path, clients: int) -> Path:
+    """Write the files of `SigningKeys` for all clients."""
+    folder.mkdir()
+    for id in range(clients):
+        key = Ed25519PrivateKey.generate()
+        (folder / str(id)).write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+        (folder / str(id)).chmod(0o600)  # or ssh-keygen does not read it
+        (folder / f"{id}.pub").write_bytes(key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH))
+    return folder
 
 
 def app_of(node: HomeNode) -> ClientApp:

@@ -97,10 +97,12 @@ class Machines:
         clients: str,
         key: Path | None | EllipsisType = ...,
         certificate: Path | None = None,
+        signing_keys: Path | None = None,
         **more: str,
     ) -> Terminal:
         """Start a node. key: ... for its own, None for none; certificate: None for that of the server's authority."""
         own = ("--key", self.keys / f"{name}.key" if key is ... else key) if key else ()
+        own += ("--signing-keys", signing_keys) if signing_keys else ()
         return self.run(
             name, "cfl-run", "join", self.address, "--clients", clients, "--folder", self.folder / name,
             "--certificate", certificate or self.tls / "ca.crt", *own, **more,

@@ -15,6 +15,7 @@ from cfl.flower.in_process import InProcessGrid
 from cfl.flower.link import Link
 from cfl.runtime.population import Population
 from tests import toy
+from tests.flower.federation import signing_keys
 
 OPTIONS = ("tasks=2", "rounds=2", "partition.clients=3", "cohort=3", "seed=1")
 
@@ -46,6 +47,22 @@ def test_nodes_with_a_part_of_the_benchmark_have_the_figures_of_one_machine(tmp_
     found, expected = served(path, tmp_path, nodes), cfl.run(config).metrics
     assert found["accuracy_matrix"] == expected["accuracy_matrix"]
     assert (found["bytes_up"], found["bytes_down"]) == (expected["bytes_up"], expected["bytes_down"])
+
+
+def test_clients_of_nodes_sign_with_the_keys_in_a_folder(tmp_path):
+    config, path = written(tmp_path, "secagg=full", "secure.consistency=true", "secure.quorum=0.9")
+    keys = signing_keys(tmp_path / "keys", 3)
+    nodes = [{"clients": ids, "folder": str(tmp_path / ids), "signing-keys": str(keys)} for ids in ("0,2", "1")]
+    found, expected = served(path, tmp_path, nodes), cfl.run(config).metrics
+    assert found["accuracy_matrix"] == expected["accuracy_matrix"]
+    assert (found["bytes_up"], found["bytes_down"]) == (expected["bytes_up"], expected["bytes_down"])
+    del nodes[1]["signing-keys"]
+    grid = InProcessGrid([client(path, lambda: apps.answer) for _ in nodes], nodes)
+    answers = Link(grid, deadline=5.0).ask("query.join", {1: None, 2: None})
+    assert answers[1].fault is None
+    assert answers[2].fault == (
+        "secure.consistency=true needs keys to sign with; start the node with --signing-keys FOLDER"
+    )
 
 
 LOCAL = [(f"engine={name}", secagg) for name in ("pool", "vmapped", "pool+vmapped") for secagg in ("none", "full")]
@@ -189,7 +206,6 @@ def test_data_that_are_nowhere_are_refused(tmp_path):
         (["secagg=sum"], "only simulates"),
         (["eval_local=1"], "local models stay"),
         (["attack.name=label_flip"], "simulates hostile clients, and nodes are real"),
-        (["secure.consistency=true"], "clients on nodes have no registered keys to sign with"),
         (["dp.noise_multiplier=1", "agg.weights=uniform", "dp.amplify=false"], "dp.noise_seed=system"),
     ],
 )

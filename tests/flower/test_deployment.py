@@ -85,13 +85,16 @@ OPTIONS = {
     "cohorts by chance": ((*HIDDEN, "cohort=1"), "fedavg"),
     "drop-outs": (("drop_rate=0.3", "partition.clients=8", "cohort=6"), "scaffold"),
     "drop-outs of secure sums": (("secagg=full", "drop_rate=0.3", "partition.clients=8", "cohort=6"), "scaffold"),
+    "signed lists": (("secagg=full", "secure.consistency=true", "secure.quorum=0.8", *ALL), "scaffold"),
     "16 bits": (("secagg=full", "secure.bits=16", "secure.fraction_bits=6", "agg.weights=uniform"), "fedavg"),
     "other shares": (("partition.name=lda", "partition.min_samples=3", "local.batch_size=3", *ALL), "er"),
 }
 
 
 @pytest.mark.filterwarnings("ignore:the noise hides all directions")
-@pytest.mark.parametrize("name", toy.quick("privacy of samples", "drop-outs of secure sums", "16 bits", of=OPTIONS))
+@pytest.mark.parametrize(
+    "name", toy.quick("privacy of samples", "drop-outs of secure sums", "signed lists", "16 bits", of=OPTIONS)
+)
 def test_options_change_the_figures_as_under_the_loop(name, tmp_path):
     options, method = OPTIONS[name]
     settings, own = config(*options, method=method), {"model": toy.mlp(8, 6, 6, 2)}

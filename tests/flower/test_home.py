@@ -29,7 +29,7 @@ def federation(tmp_path):
 
 def ask(federation, kind, clients, round=0, **more):
     """Send node 1 a request; return its answer and its fault."""
-    id = federation.nodes[1]
+    id, more = federation.nodes[1], {"signatures": None, **more} if kind == "unmask" else more
     found = Link(federation.network, 60.0).ask(f"query.{kind}", {id: {"round": round, "clients": clients, **more}})
     return found[id].value, found[id].fault
 

@@ -7,6 +7,7 @@ import pytest
 import cfl
 from cfl.flower import project
 from cfl.flower.programs import VARIABLES
+from tests.flower.federation import signing_keys
 from tests.flower.terminals import Machines, write_certificates, write_keys
 
 pytestmark = pytest.mark.deployment
@@ -20,11 +21,13 @@ def machines(tmp_path):
 
 
 def test_a_federation_whose_server_is_killed_and_resumed_has_the_figures_of_one_machine(machines):
-    config = cfl.resolve("permuted-digits", method="fot", overrides=[*SMALL, "strategy.measure_coverage=false"])
+    options = (*SMALL, "secure.consistency=true", "secure.quorum=0.9", "strategy.measure_coverage=false")
+    config = cfl.resolve("permuted-digits", method="fot", overrides=options)
+    keys = signing_keys(machines.folder / "clients", 4)
     written = machines.write(config)
     server = machines.serve(written)
     for name, clients in {"a": "0-1", "b": "2-3"}.items():
-        machines.join(name, clients)
+        machines.join(name, clients, signing_keys=keys)
     server.until(lambda: len(machines.rows()) >= 2)
     server.kill()
     assert not (machines.output / "metrics.json").exists()

@@ -1,0 +1,190 @@
+"""The consistency check of secure sums on nodes: registered keys, and a server that breaks the protocol."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from cfl.aggregation.secagg_client import MASK, PUBLIC, SELF
+from cfl.core import ConfigError
+from cfl.flower import link, wire
+from cfl.flower.link import Link
+from cfl.flower.signing import SigningKeys
+from tests import toy
+from tests.flower.federation import Clock, Federation, Log, at, read, signing_keys
+from tests.flower.test_deployment import ALL
+
+SIGNED = ("tasks=1", "rounds=2", *ALL, "secagg=full", "secure.consistency=true", "secure.quorum=0.8")  # 5 of 6
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    monkeypatch.setattr(link, "time", Clock())
+
+
+@pytest.fixture
+def federation(tmp_path):
+    """Three nodes with two clients each, of which node 1 has the clients 1 and 4, after a round with the check."""
+    found = Federation(toy.config(*SIGNED, method="fedavg"), tmp_path)
+    found.session().round(0)
+    return found
+
+
+def requested(federation, kind):
+    """The last request of a kind to node 1."""
+    sent = [one for one in federation.network.sent if (one.node, one.kind) == (federation.nodes[1], kind)]
+    return wire.unpack(read(sent[-1].request))
+
+
+def asked(federation, kind, request):
+    """Node 1's answer to a request, and why it refuses."""
+    id = federation.nodes[1]
+    found = Link(federation.network, 60.0).ask(f"query.{kind}", {id: request})[id]
+    return found.value, found.fault
+
+
+# --- a server that breaks the protocol -------------------------------------------------------------------------------
+
+
+def test_a_node_signs_one_list_also_after_it_has_read_its_memory_again(federation):
+    request = requested(federation, "query.confirm")
+    assert request["clients"] == {1: [*range(6)], 4: [*range(6)]}
+    signed, fault = asked(federation, "confirm", request)
+    assert fault is None and {len(one) for one in signed.values()} == {64}
+    text = "client 1 refuses to sign a second list of clients that uploaded"
+    assert asked(federation, "confirm", {**request, "clients": {1: [0, 1, 2, 3, 4]}}) == (None, text)
+
+
+@pytest.mark.parametrize("count", [0, 4])
+def test_a_node_reveals_nothing_for_a_list_that_too_few_have_signed(count, federation):
+    request = requested(federation, "query.unmask")
+    assert len(request["signatures"]) == 6
+    few = {id: request["signatures"][id] for id in range(count)}
+    found = asked(federation, "unmask", {**request, "signatures": few})
+    assert found == (None, f"{count} clients signed the list of clients that uploaded, client 1 needs 5")
+
+
+def test_a_node_reveals_nothing_against_the_list(federation):
+    request = requested(federation, "query.unmask")
+    assert set(request["clients"][1].values()) == {SELF}
+    found = asked(federation, "unmask", {**request, "clients": {1: {0: MASK}}})
+    assert found == (None, "client 1 is asked for a secret of client 0 against the list")
+
+
+def test_a_node_refuses_keys_that_their_owner_did_not_sign(federation):
+    """The server puts keys of its own in the place of client 0's, with client 0's signature."""
+    keys, near = asked(federation, "keys", {"round": 0, "clients": {1: 5}})[0], requested(federation, "query.shares")
+    assert len(keys[1]) == 2 * PUBLIC + 64
+    false = {**near["clients"][1], 0: keys[1][: 2 * PUBLIC] + near["clients"][1][0][2 * PUBLIC :]}
+    text = "client 1 got public keys that client 0 did not sign in this round"
+    assert asked(federation, "shares", {"round": 0, "clients": {1: false}}) == (None, text)
+    assert asked(federation, "shares", {"round": 0, "clients": {1: near["clients"][1]}})[1] is None
+
+
+def test_a_node_refuses_the_signed_keys_of_another_round(federation):
+    asked(federation, "keys", {"round": 1, "clients": {1: 5}})
+    near = requested(federation, "query.shares")["clients"][1]
+    text = "client 1 got public keys that client 0 did not sign in this round"
+    assert asked(federation, "shares", {"round": 1, "clients": {1: near}}) == (None, text)
+
+
+@pytest.mark.parametrize(("others", "threshold", "fits"), [(7, 5, False), (8, 6, True)])
+def test_a_node_refuses_a_group_in_which_two_lists_could_be_signed(others, threshold, fits, tmp_path):
+    """Two of 20 clients may be accomplices, who sign both lists. Of 8 clients that leaves six, who sign one each: five
+    signatures under both lists. Of 9 clients it leaves seven, and one list has 2 + 3 signatures at most. The quorum of
+    0.6 is 5 of 8, and 6 of 9."""
+    options = (
+        "partition.clients=20",
+        "cohort=20",
+        "local.batch_size=2",
+        "secagg=full",
+        "secure.consistency=true",
+        "secure.quorum=0.6",
+    )
+    federation = Federation(toy.config("tasks=1", "rounds=1", *options, method="fedavg"), tmp_path, nodes=1)
+    id, clients = federation.nodes[0], dict.fromkeys(range(others + 1), threshold)
+    federation.run()
+    link = Link(federation.network, 60.0)
+    keys = link.ask("query.keys", {id: {"round": 0, "clients": clients}})[id].value
+    near = {other: key for other, key in keys.items() if other != 1}
+    found = link.ask("query.shares", {id: {"round": 0, "clients": {1: near}}})[id]
+    refused = f"two lists of {others + 1} clients could be signed by the {threshold} that client 1 is to ask for"
+    assert found.fault == (None if fits else f"{refused}; raise secure.quorum")
+
+
+def test_a_round_in_which_the_server_splits_the_clients_is_aborted(tmp_path):
+    """Node 1 is told that client 0 did not upload: its signatures are of another list, and no node reveals."""
+    federation, log = Federation(toy.config(*SIGNED, method="fedavg"), tmp_path), Log()
+
+    def split(message, deliver):
+        request = wire.unpack(message.content)
+        lists = {id: listed[1:] for id, listed in request["clients"].items()}
+        message.content = wire.pack({**request, "clients": lists})
+        return deliver()
+
+    federation.network.fault = at("query.confirm", {0}, {federation.nodes[1]}, split)
+    federation.run(log)
+    first, second = log.rows
+    assert "0 of 6 clients are left after stage unmask" in first["aborted"] and second["aborted"] is None
+    assert "client 0 got no valid signature of client 1 for the list" in first["missing"][0]
+
+
+# --- keys ------------------------------------------------------------------------------------------------------------
+
+
+def test_keys_of_ssh_keygen(tmp_path):
+    if not (program := shutil.which("ssh-keygen")):
+        pytest.skip("ssh-keygen is not installed")
+    for id in range(3):
+        subprocess.run([program, "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / str(id))], check=True)
+    (tmp_path / "2").unlink()  # of another node
+    keys = SigningKeys(tmp_path, [0, 1], 3)
+    message = keys.witness(0, "round").sign_keys(b"keys")
+    assert keys.witness(1, "round").keys_of(0, message) == b"keys"
+
+
+def _without_public(folder):
+    (folder / "2.pub").unlink()
+
+
+def _without_private(folder):
+    (folder / "0").unlink()
+
+
+def _exchanged(folder):
+    shutil.copy(folder / "1.pub", folder / "0.pub")
+
+
+def _damaged(folder):
+    (folder / "1.pub").write_text("ssh-ed25519 AAAA")
+
+
+def _locked(folder):
+    subprocess.run(["ssh-keygen", "-q", "-p", "-N", "secret", "-f", str(folder / "0")], check=True)
+
+
+def _of_another_kind(folder):
+    (folder / "0").unlink()
+    subprocess.run(["ssh-keygen", "-q", "-t", "ecdsa", "-N", "", "-f", str(folder / "0")], check=True)
+    shutil.copy(folder / "1.pub", folder / "0.pub")
+
+
+FAULTS = [
+    (_without_public, "lacks 2.pub: all nodes need the public keys of all clients; a client's keys are made by"),
+    (_without_private, "0' is not a private key without a passphrase"),
+    (_exchanged, "0.pub' is not the public key of '"),
+    (_damaged, "1.pub' is not a public key"),
+    (_locked, "0' is not a private key without a passphrase"),
+    (_of_another_kind, "0' is not an Ed25519 key"),
+]
+
+
+@pytest.mark.parametrize(("harm", "text"), FAULTS)
+def test_keys_that_do_not_serve_are_named(harm, text, tmp_path):
+    folder = signing_keys(tmp_path / "keys", 3)
+    if harm in (_locked, _of_another_kind) and not shutil.which("ssh-keygen"):
+        pytest.skip("ssh-keygen is not installed")
+    harm(folder)
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        SigningKeys(folder, [0], 3)
