@@ -1,5 +1,6 @@
 """Comparisons: planned runs, parallel processes, kills, and two comparisons in one folder."""
 
+import contextlib
 import importlib
 import json
 import multiprocessing
@@ -396,6 +397,25 @@ def test_a_run_without_parent_process_is_interrupted_once(monkeypatch):
     for _ in range(2):
         sink.warn("text")
     assert sent == [signal.SIGINT]
+
+
+def test_a_process_that_is_interrupted_while_it_ends_says_nothing(capfd):
+    """The parent closes the channel and interrupts the process at any moment from then on."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["cfl.runtime.runner"])
+    for _ in range(3):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=parallel._serve, args=(theirs, None, False))
+        process.start()
+        theirs.close()
+        ours.send(({}, Path("nowhere")))  # an empty configuration fails, so the process is in its loop
+        assert ours.recv()[0] == "failed" and ours.recv()[0] == "end"
+        ours.close()
+        while process.exitcode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGINT)
+        assert process.exitcode == 0
+    assert capfd.readouterr().err == ""
 
 
 def test_ctrl_c_tells_how_to_continue(tmp_path, monkeypatch, capsys):
