@@ -3,6 +3,8 @@
 import hashlib
 import pickle
 import sys
+import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -221,6 +223,24 @@ def test_failed_download_is_a_data_error(tmp_path, monkeypatch):
     monkeypatch.setattr("torchvision.datasets.CIFAR10", offline)
     with pytest.raises(DataError, match="'cifar10'.*cannot download it .*no route"):
         load("cifar10", tmp_path, download=True)
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100", "notmnist"])
+def test_an_archive_with_another_checksum_is_not_unpacked(name, tmp_path, monkeypatch):
+    """Its member `../outside` would be written beside the data root. torchvision unpacks whatever has the checksum."""
+    written = []
+
+    def download(address, file, *options):
+        with tarfile.open(file, "w:gz") as archive:
+            archive.addfile(tarfile.TarInfo("../outside"))
+        written.append(Path(file).name)
+
+    monkeypatch.setattr("torchvision.datasets.utils._get_redirect_url", lambda address, **options: address)
+    monkeypatch.setattr("torchvision.datasets.utils._urlretrieve", download)
+    with pytest.raises(DataError, match=f"'{name}'.* cannot .*corrupted"):
+        load(name, tmp_path / "data", download=True)
+    assert written and all(file.endswith(".tar.gz") for file in written)
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
 def test_missing_data_names_the_places_and_the_remedies(tmp_path):
