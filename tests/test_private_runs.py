@@ -331,8 +331,17 @@ class Spoils(cfl.Strategy):
         return tree.scale(upload, kept), {"rounds": state["rounds"] + (kept != 0)}
 
 
-@pytest.mark.parametrize("options", [(), ("secagg=full",), ("secagg=sum", "engine=pool", "workers=2", "block=1"),
-                                     ("engine=pool", "workers=1"), ("engine=vmapped",)], ids="+".join)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("secagg=full",),
+        pytest.param(("secagg=sum", "engine=pool", "workers=2", "block=1"), marks=pytest.mark.slow),
+        pytest.param(("engine=pool", "workers=1"), marks=pytest.mark.slow),
+        pytest.param(("engine=vmapped",), marks=pytest.mark.slow),
+    ],
+    ids="+".join,
+)
 @pytest.mark.parametrize("reaction", ["raise", "exclude"])
 def test_a_client_whose_update_is_not_finite_counts_as_zero_where_clients_are_protected(reaction, options):
     """Neither who is in the sum, nor the divisor, nor the noise tells that client 2 sent NaN: all is as if it had sent

@@ -85,6 +85,7 @@ def test_its_method_conforms(site, monkeypatch):
     check_strategy(Slowdown(rate=0.5), config=toy_config("tasks=2"))
 
 
+@pytest.mark.slow
 def test_list_shows_name_summary_and_source(cfl_run):
     status, shown, errors = cfl_run("list")
     assert status == 0, errors
@@ -135,6 +136,7 @@ def test_a_finished_run_resumes_to_the_same_metrics(cfl_run, trained):
     assert len((folder / "rounds.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "value", "named"),
     [

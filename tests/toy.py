@@ -93,6 +93,10 @@ def consolidation(model: Model, task: int = 0, clients: Sequence[int] = (0,), ke
     )
 
 
+# Methods of each kind of state and upload: of those with many repeats the others are marked slow.
+STRATEGIES, RULES = ("fedavg", "er", "fot", "glfc"), ("moon", "scaffold", "feddf", "fedsol", "krum")
+
+
 def quick(*kept: Any, of: Iterable[Any]) -> list[Any]:
     """Values of a parameter `of` a test, all but the kept ones marked slow; a tuple holds several parameters."""
     values = list(of)

@@ -69,9 +69,9 @@ def test_unsampled_releases_compose_as_one(count, sigma, delta):
     ("plan", "sigma", "delta"),
     [
         ([Releases(0.01, 1000)], 1.0, 1e-5),
-        ([Releases(0.5, 10)], 2.0, 1e-3),
+        pytest.param([Releases(0.5, 10)], 2.0, 1e-3, marks=pytest.mark.slow),
         ([Releases(0.999999, 10)], 2.0, 1e-5),
-        ([Releases(0.5, 100), Releases(1.0, 4)], 20.0, 1e-5),
+        pytest.param([Releases(0.5, 100), Releases(1.0, 4)], 20.0, 1e-5, marks=pytest.mark.slow),
         pytest.param([Releases(0.3, 20), Releases(0.9, 3), Releases(0.05, 50)], 3.0, 1e-6, marks=pytest.mark.slow),
     ],
 )
@@ -86,7 +86,12 @@ def test_sampled_releases_against_dp_accounting(plan, sigma, delta):
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
 @pytest.mark.parametrize(
     ("plan", "target"),
-    [(TYPICAL, 5.0), ([Releases(1.0, 20)], 0.1), ([Releases(1.0, 3)], 600.0), ([Releases(0.01, 300)], 2.0)],
+    [
+        (TYPICAL, 5.0),
+        ([Releases(1.0, 20)], 0.1),
+        pytest.param([Releases(1.0, 3)], 600.0, marks=pytest.mark.slow),
+        pytest.param([Releases(0.01, 300)], 2.0, marks=pytest.mark.slow),
+    ],
 )
 def test_noise_multiplier_inverts_epsilon(accountant, plan, target):
     sigma = noise_multiplier(plan, target, DELTA, accountant)

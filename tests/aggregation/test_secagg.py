@@ -127,7 +127,7 @@ def test_on_a_sparse_graph_a_round_ends_as_the_rules_say(data):
     assert total == (None if survivors is None else _plain(survivors, vectors))
 
 
-@pytest.mark.parametrize("count", toy.quick(3, 4, 5, 10, 21, of=range(3, 201)))
+@pytest.mark.parametrize("count", toy.quick(3, 4, 10, of=range(3, 201)))
 def test_drop_outs_to_the_quorum_leave_the_sum_and_one_more_ends_the_round(count):
     """At every stage, on the complete graph. Masks do not change who is left, so only small cohorts have them."""
     ids, vectors = range(count), _vectors(range(count))

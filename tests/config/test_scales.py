@@ -10,6 +10,7 @@ from cfl.config.presets import preset
 from cfl.core import plugins
 from cfl.core.plugins import DEFAULT_METHOD
 from cfl.experiments.reproduce import tables
+from tests import toy
 from tests.toy import need_data
 
 BENCHMARKS = [name for name in plugins.benchmarks.names() if preset(name)]
@@ -73,7 +74,7 @@ def test_fedprojs_tables_compare_like_with_like(scale: str, tmp_path: Path) -> N
     assert len(mus) == 1
 
 
-@pytest.mark.parametrize("benchmark", WITHOUT_FILES)
+@pytest.mark.parametrize("benchmark", toy.quick("permuted-digits", "split-topics", of=WITHOUT_FILES))
 def test_smoke_runs_end(benchmark: str) -> None:
     for method in methods(benchmark)[:2]:
         config, metrics = run(benchmark, method)

@@ -78,6 +78,7 @@ def test_pages_show_notebooks_and_the_script(site):
     assert "rotated_fashion" in (site / "tutorials/new-user/index.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_no_page_loads_from_another_host(site, pages):
     assert {load for page in pages.values() for load in page.loads if not load.startswith((HOST, "data:"))} == set()
     styles = "".join(path.read_text(encoding="utf-8") for path in site.rglob("*.css"))

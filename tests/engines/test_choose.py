@@ -175,7 +175,14 @@ def test_trials_take_few_steps(monkeypatch):
         assert len(short) == 16 and short.steps(4) == module.STEPS and set(short.shares) == {0, 1}
 
 
-@pytest.mark.parametrize("options", [(), ("secagg=full",), ("sampling=poisson", "cohort=1")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        pytest.param(("secagg=full",), marks=pytest.mark.slow),
+        pytest.param(("sampling=poisson", "cohort=1"), marks=pytest.mark.slow),
+    ],
+)
 def test_a_measurement_changes_nothing_and_is_written_down(options, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "CLIENTS", 2)
     monkeypatch.setattr(module, "CLOSE", math.inf)

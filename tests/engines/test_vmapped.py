@@ -133,7 +133,7 @@ CASES = {
 }
 
 
-QUICK = ("mlp", "norm, running", "memories", "drop-outs", "sum")
+QUICK = ("mlp", "norm, running", "memories", "drop-outs")
 
 
 @pytest.mark.parametrize("case", toy.quick(*QUICK, of=CASES))
@@ -160,7 +160,14 @@ def test_the_clients_of_these_runs_have_unequal_sizes():
 PRIVATE = ("dp.noise_multiplier=0.5", "dp.accountant=rdp", "agg.weights=uniform", "sampling=poisson", "dp.clip=0.1")
 
 
-@pytest.mark.parametrize("more", [(), ("secagg=sum", "secure.fraction_bits=40"), ("cohort=1", "dp.amplify=true")])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param((), marks=pytest.mark.slow),
+        ("secagg=sum", "secure.fraction_bits=40"),
+        pytest.param(("cohort=1", "dp.amplify=true"), marks=pytest.mark.slow),
+    ],
+)
 def test_noise_on_uploads_equals_that_of_the_loop_engine(more):
     """The noise key depends on round and client, not on the block. With cohort=1 some rounds draw no client."""
     options = ("tasks=1", "rounds=4", *PRIVATE, "dp.amplify=false", *more)
@@ -192,7 +199,7 @@ OPTIONS = {
     ("multi_head", "engine"),
     toy.quick((True, "vmapped, 3"), of=[(True, "vmapped, 3"), (False, "vmapped, 3"), (True, "pool, 2")]),
 )
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", toy.quick(*toy.STRATEGIES[1:], *toy.RULES, of=METHODS))
 def test_every_method_equals_its_run_with_the_loop_engine(method, multi_head, engine):
     options = ("local.momentum=0.5",) if method not in ("scaffold", "fednova") else ()
     make = single if method == "joint" else plain  # joint's loss accepts float32 only

@@ -63,12 +63,11 @@ def same(plain, found, config, tolerance=1e-10):
 
 
 PLAIN = [(method, "none") for method in METHODS]
+QUICK = [*((name, "none") for name in (*toy.STRATEGIES, *toy.RULES)), ("fot", "full"), ("scaffold", "full")]
 SECURE = [(name, "full") for name in METHODS if not shows_each((STRATEGIES | LOCAL)[name]())]
 
 
-@pytest.mark.parametrize(
-    ("method", "secagg"), toy.quick(*PLAIN, ("fot", "full"), ("scaffold", "full"), of=[*PLAIN, *SECURE])
-)
+@pytest.mark.parametrize(("method", "secagg"), toy.quick(*QUICK, of=[*PLAIN, *SECURE]))
 def test_every_method_has_the_figures_of_the_loop(method, secagg, tmp_path):
     settings, own = config(f"secagg={secagg}", method=method), {"model": toy.mlp(8, 6, 6, 2)}
     found = deployed(settings, tmp_path, **own)
@@ -246,7 +245,7 @@ def dies():
     raise Killed
 
 
-@pytest.mark.parametrize("method", RESUMED)
+@pytest.mark.parametrize("method", toy.quick("er", "fot", of=RESUMED))
 def test_a_killed_server_resumes_with_the_states_on_its_nodes(method, tmp_path):
     settings = config(f"secagg={RESUMED[method]}", method=method)
     whole = Federation(settings, tmp_path / "whole")
@@ -276,7 +275,7 @@ def test_a_server_may_resume_from_the_checkpoint_before_the_last(tmp_path):
 
 
 @pytest.mark.parametrize("secagg", ["none", "full"])
-@pytest.mark.parametrize("method", ["scaffold", "er"])
+@pytest.mark.parametrize("method", toy.quick("er", of=["scaffold", "er"]))
 def test_a_node_that_restarts_takes_up_the_states_of_its_clients(method, secagg, tmp_path):
     settings = config(f"secagg={secagg}", *ALL, "rounds=3", method=method)
     federation = Federation(settings, tmp_path)

@@ -46,7 +46,7 @@ def test_every_method_has_the_figures_of_the_loop(method):
     assert list(unlike(loop, flower, 1e-6)) == []
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", toy.quick(*toy.STRATEGIES, *toy.RULES, of=METHODS))
 def test_in_float64_every_method_has_the_weights_of_the_loop(method):
     loop, flower = of_toys(method=method), of_toys(*IN_PROCESS, method=method)
     assert list(unlike(figures(*loop), figures(*flower), 1e-10)) == []
@@ -66,7 +66,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", toy.quick("drop-outs of secure sums", "privacy of clients", "local models", of=OPTIONS)
+)
 def test_options_change_the_figures_as_under_the_loop(name):
     options = OPTIONS[name]
     method = "fedavg" if "privacy" in name or "chance" in name else "scaffold"
@@ -91,7 +93,11 @@ def test_every_node_gets_blocks_as_long_as_there_are_some(workers, used, monkeyp
     assert set(asked) == used and len(asked) == 2 * 2 * len(used)  # tasks, rounds, nodes
 
 
-@pytest.mark.parametrize("options", [(), ("secagg=full",), ("block=2",)], ids=["plain", "secagg", "block"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param((), marks=pytest.mark.slow), pytest.param(("secagg=full",), marks=pytest.mark.slow), ("block=2",)],
+    ids=["plain", "secagg", "block"],
+)
 def test_the_number_of_workers_changes_no_bit(options):
     runs = [of_toys(*options, *IN_PROCESS[:2], f"workers={count}", method="scaffold") for count in (1, 2, 3, 5)]
     first, *others = (figures(*run) for run in runs)

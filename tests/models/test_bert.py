@@ -125,6 +125,7 @@ def test_dropout_and_heads():
     assert handle(make()).head(1) == ("classifier.weight@1", "classifier.bias@1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", toy.quick("vmapped", of=["vmapped", "pool", "pool+vmapped"]))
 def test_engines_agree(engine):
     # clients of unequal size, so that a block has texts that are all padding

@@ -9,6 +9,7 @@ import torch
 
 from cfl.report import html, runs
 from cfl.runtime import contact_sheet
+from tests import toy
 from tests.report.browser import PROGRAM, Browser
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine to open the page in")
@@ -56,7 +57,7 @@ def any_page(request):
     return request.getfixturevalue(request.param)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", toy.quick(390, of=WIDTHS))
 def test_the_page_opens_without_errors_and_without_the_network(browser, any_page, width):
     url = any_page
     browser.open(url, width)

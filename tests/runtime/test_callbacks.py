@@ -52,7 +52,14 @@ class At(cfl.Callback):
         return self.what if (last["task"], last["phase"], last["round"]) == (self.task, "train", 0) else None
 
 
-@pytest.mark.parametrize("engine", [("engine=loop",), ("engine=vmapped", "block=2"), ("engine=pool", "workers=1")])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        ("engine=loop",),
+        ("engine=vmapped", "block=2"),
+        pytest.param(("engine=pool", "workers=1"), marks=pytest.mark.slow),
+    ],
+)
 def test_an_observer_changes_no_bit_under_any_engine(engine, tmp_path):
     plain = run(options=engine, method="fot", output=tmp_path / "plain")
     seen = run(Probe(), options=engine, method="fot", output=tmp_path / "seen")
@@ -181,7 +188,7 @@ def test_the_reference_stops_each_task_early(reference):
     assert [stop["task"] for stop in reference[1].metrics["stopped"]] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("after", range(1, 10))
+@pytest.mark.parametrize("after", toy.quick(1, 4, 9, of=range(1, 10)))
 def test_killed_in_every_round_a_run_with_decisions_ends_with_the_same_bytes(after, reference, tmp_path):
     assert reference[0][1].count("\n") == 10  # two rounds of training a task, and twice gpse and coverage
     with pytest.raises(BaseException) as death:

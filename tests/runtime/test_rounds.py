@@ -65,7 +65,10 @@ def test_every_strategy_keeps_them(method, multi_head):
     assert ran(method=method, multi_head=multi_head, fixed=body)[1] == ALL - body  # but for the head, nothing trains
 
 
-@pytest.mark.parametrize("regularizer", plugins.local.names())
+@pytest.mark.parametrize(
+    "regularizer",
+    toy.quick(*toy.RULES, of=plugins.local.names()),
+)
 def test_every_regularizer_keeps_them(regularizer):
     public = ["public.name=stream"] if plugins.local.get(regularizer).needs_public else []
     assert ran(*public, method=f"gpm+{regularizer}")[1] == ALL - set(FIRST)

@@ -142,6 +142,7 @@ def test_streams_of_other_samples_are_refused(root):
         public("cifar-100", _stream("cifar10", root), data_root=root)
 
 
+@pytest.mark.slow
 @pytest.mark.data
 @pytest.mark.parametrize(
     ("benchmark", "name", "total"),

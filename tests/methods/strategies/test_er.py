@@ -125,7 +125,7 @@ def test_one_step_of_two_parameters_by_hand(combine, slope):
 
 
 @pytest.mark.parametrize("combine", COMBINE)
-@pytest.mark.parametrize("multi_head", [False, True])
+@pytest.mark.parametrize("multi_head", toy.quick(True, of=[False, True]))
 def test_without_memory_it_is_fedavg_to_the_byte(multi_head, combine):
     options = ("local.momentum=0.9", "local.weight_decay=0.01", "model.dropout=[0.2,0.2]")
     stream = toy.stream(multi_head=multi_head)

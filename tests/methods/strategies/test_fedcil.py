@@ -169,7 +169,7 @@ def test_the_servers_learning_rate_scales_the_step():
 
 
 @pytest.mark.parametrize("share", ["later", "always"])
-@pytest.mark.parametrize("scenario", ["task", "class", "domain"])
+@pytest.mark.parametrize("scenario", toy.quick("class", of=["task", "class", "domain"]))
 def test_bytes_are_one_model_in_the_first_task_then_model_and_generator(scenario, share):
     """FOT's Table 13: p in the first task, then p + g, both ways, in each round. Numbers have 4 bytes."""
     sink = toy.Rows()

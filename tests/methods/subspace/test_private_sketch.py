@@ -378,7 +378,7 @@ IMAGES = [  # 3 tasks of 48 images
 
 @pytest.mark.parametrize("project_at", ["client", "server"])
 @pytest.mark.parametrize("protection", [[], ["dp.noise_multiplier=0.01", "sampling=poisson"], ["secagg=sum"]], ids=str)
-@pytest.mark.parametrize("net", ["mlp", "cnn"])
+@pytest.mark.parametrize("net", toy.quick("mlp", of=["mlp", "cnn"]))
 @pytest.mark.filterwarnings("ignore:the noise hides all")
 def test_with_the_first_layer_frozen_nothing_of_its_inputs_is_ever_sent(net, protection, project_at):
     """Its inputs are the data. After the first task no upload contains its weights, which stay bit-identical."""
