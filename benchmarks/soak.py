@@ -3,9 +3,10 @@
     python benchmarks/soak.py [--minutes 5] [--parts kills faults workers folder memory] [--json FILE]
 
 kills: runs of several engines and of `cfl-run compare` are killed (SIGKILL) at random moments and resumed, for the
-    given minutes in all.
-faults: a run is cut at each of its writes: killed before or after, or in the middle of the data; then full disks and
-    flushes that fail, which must end in an error of cfl. Each is resumed.
+    given minutes in all. After every other kill the clock is set back by a day: all files are then from tomorrow.
+faults: a run, a run with a pool and a comparison are cut at each write of their main process: killed before or after,
+    or in the middle of the data; then full disks and flushes that fail, which must end in an error of cfl. Each is
+    resumed. The runs of a comparison write in processes of their own, as a run does.
 workers: the workers of a pool are killed at random moments; the run must go on.
 folder: two comparisons and a report work on one folder at once.
 memory: memory (MiB) and open files of a process after each of ten tasks of many rounds.
@@ -16,6 +17,7 @@ one, so that a kill does not cost an import. The exit status is 1 if a run ended
 
 import argparse
 import contextlib
+import json
 import os
 import random
 import re
@@ -113,6 +115,14 @@ def digest(folder: Path) -> dict[str, bytes]:
     return found
 
 
+def set_clock_back(folder: Path) -> None:
+    """Let all files of a run be from tomorrow, as if the clock had been set back by a day."""
+    tomorrow = time.time() + 24 * 3600
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # a process of a comparison that was killed may still end
+            os.utime(path, (tomorrow, tomorrow))
+
+
 class Soak:
     """The parts. failures: what ended otherwise than it has to, as text."""
 
@@ -123,7 +133,7 @@ class Soak:
     def kills(self, seconds: float) -> dict[str, Any]:
         """Kill runs of all engines, and comparisons, in turns."""
         works = {name: partial(run, engine=name) for name in ENGINES} | {"compare": _compare}
-        calm, kills, runs = {}, dict.fromkeys(works, 0), dict.fromkeys(works, 0)
+        calm, kills, runs, clocks = {}, dict.fromkeys(works, 0), dict.fromkeys(works, 0), 0
         lasted = {}
         for name, work in works.items():
             began = time.monotonic()
@@ -137,28 +147,34 @@ class Soak:
             # The longer a run lasts, the longer the pauses: a comparison that never gets past its start never ends.
             while killed(forked(works[name], target), self.draws.uniform(0.0, 1.2) ** 2 * lasted[name]):
                 kills[name] += 1
+                if sum(kills.values()) % 2:
+                    set_clock_back(target)
+                    clocks += 1
             # The last process ended by itself: once more, for its exit status.
             self._expect(ended(forked(works[name], target)) == OK, f"{name}: the run does not end")
             self._expect(digest(target) == calm[name], f"{name}: other bytes after kills ({target.name})")
             shutil.rmtree(target)
             runs[name] += 1
-        return {"kills": kills, "runs": runs, "all": sum(kills.values())}
+        return {"kills": kills, "runs": runs, "all": sum(kills.values()), "clock_set_back": clocks}
 
     def faults(self, every: int = 1) -> dict[str, Any]:
-        """Let each write of a run fail in each way. every: only each so many."""
-        calm = self.folder / "faults-calm"
-        made = Writes(calm)
-        with faulty(made):
-            run(calm, "loop")
+        """Let each write fail in each way. every: only each so many."""
+        works = {name: partial(run, engine=name) for name in ("loop", "pool")} | {"compare": _compare}
+        return {name: self._faults_of(name, work, every) for name, work in works.items()}
+
+    def _faults_of(self, name: str, work: Callable[[Path], None], every: int) -> dict[str, int]:
+        calm, listed = self.folder / f"faults-calm-{name}", self.folder / f"writes-{name}.json"
+        self._expect(ended(forked(_counted, work, calm, listed)) == OK, f"{name}: the calm run failed")
+        made = Writes(calm, made=json.loads(listed.read_text()))
         expected, counts = digest(calm), dict.fromkeys(KINDS, 0)
         for kind in KINDS:
             for at in range(0, replace(made, kind=kind).met, every):
                 target = self.folder / "faults"
                 shutil.rmtree(target, ignore_errors=True)
-                status = ended(forked(_faulty, target, at, kind))
-                what = f"{kind} at {ONLY.get(kind, 'write')} {at}"
+                status = ended(forked(_faulty, work, target, at, kind))
+                what = f"{name}: {kind} at {ONLY.get(kind, 'write')} {at}"
                 self._expect(status == 137 if kind in CUTS else status in (OK, REFUSED), f"{what}: status {status}")
-                self._expect(ended(forked(run, target, "loop")) == OK, f"{what}: cannot be resumed")
+                self._expect(ended(forked(work, target)) == OK, f"{what}: cannot be resumed")
                 self._expect(digest(target) == expected, f"{what}: other bytes")
                 counts[kind] += 1
         return {"writes": len(made.made), **counts}
@@ -240,9 +256,16 @@ def _compare(folder: Path) -> None:
             raise UpdateError(f"cfl-run compare ended with status {end.code}") from None
 
 
-def _faulty(folder: Path, at: int, kind: str) -> None:
+def _faulty(work: Callable[[Path], None], folder: Path, at: int, kind: str) -> None:
     with faulty(Writes(folder, at, kind)):
-        run(folder, "loop")
+        work(folder)
+
+
+def _counted(work: Callable[[Path], None], folder: Path, listed: Path) -> None:
+    """Work, and list the writes in a file."""
+    with faulty(Writes(folder)) as writes:
+        work(folder)
+    listed.write_text(json.dumps(writes.made))
 
 
 @contextlib.contextmanager

@@ -50,8 +50,8 @@ def unsafe(clients: int, population: int, config: RunConfig) -> str | None:
             f"secure.quorum={threshold:g} lets {quorum} of {clients} clients open a sum, and {bad} may collude with "
             f"the server; raise it to {enough:g}{', or raise cohort' * (clients < population)}"
         )
-    if config.secure.consistency:
-        return _splits(clients, population, bad, config)
+    if config.secure.consistency:  # whose accomplices nodes count among all clients
+        return _splits(clients, population, max(bad, accomplices(clients, config.partition.clients)), config)
     k = None if neighbours is None else links(clients, neighbours)
     if k in (None, clients - 1) or _suffices(k, clients, population, threshold, dropped):
         return None

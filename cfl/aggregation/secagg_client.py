@@ -106,6 +106,8 @@ class Client:
         """Stage "shares". keys: as neighbours advertised."""
         if self.witness is not None:
             keys = {other: self.witness.keys_of(other, message) for other, message in keys.items()}
+        if self._keys:  # shares of the same secrets among others would make two groups, each with a list of its own
+            raise RoundAborted(f"client {self.id} refuses to share its secrets a second time")
         self._keys = {**keys, self.id: self._public}
         split = [Shamir.split(self.threshold, len(self._keys), self.seeds[kind], ssss=False) for kind in SHARE_OF]
         shares = {holder: mask + own for holder, (_, mask), (_, own) in zip(sorted(self._keys), *split, strict=True)}
@@ -143,7 +145,7 @@ class Client:
     def confirm(self, uploaded: Iterable[int]) -> bytes:
         """Stage "consistency": return the signature of the list of clients that uploaded; of one list only."""
         assert self.witness is not None
-        listed = tuple(sorted(uploaded))
+        listed = tuple(sorted(set(uploaded)))
         if self._listed not in (None, listed):
             raise RoundAborted(f"client {self.id} refuses to sign a second list of clients that uploaded")
         if self.id not in listed or len(listed) < self.threshold or not self.held.keys() >= set(listed):

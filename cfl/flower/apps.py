@@ -7,7 +7,7 @@ import time
 from functools import lru_cache, partial
 from pathlib import Path
 
-from flwr.app import Context, RecordDict, UserConfig
+from flwr.app import Context, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
 from cfl.assembly import methods, resolve
@@ -182,18 +182,24 @@ def _node(config: Path, context: Context) -> HomeNode:
     if data and len(clients) != 1:
         raise ConfigError(f"a node with data of its own has one client, not {len(clients)}; start a node for each")
     settings, made = _built(config, data, clients[0] if data else None, data_root)
-    options, signing = hash_of(settings), _signing(settings, given, clients)
+    options, signing = hash_of(settings), _signing(settings, str(given.get("signing-keys", "")), clients)
     return HomeNode(
         *made, Path(folder), name=name, clients=clients, options=options, own_data=bool(data), signing=signing
     )
 
 
-def _signing(settings: RunConfig, given: UserConfig, clients: tuple[int, ...]) -> SigningKeys | None:
-    if not settings.secure.consistency:
-        return None
-    if "signing-keys" not in given:
+def _signing(settings: RunConfig, folder: str, clients: tuple[int, ...]) -> SigningKeys | None:
+    """Return the keys of the consistency check. Raises ConfigError if only the run has the check, or only the node."""
+    checked = settings.secagg == "full" and settings.secure.consistency
+    if checked and not folder:
         raise ConfigError("secure.consistency=true needs keys to sign with; start the node with --signing-keys FOLDER")
-    return SigningKeys(Path(str(given["signing-keys"])), clients, settings.partition.clients)
+    if folder and not checked:
+        raise ConfigError("this node has --signing-keys, and the server's config.yaml no consistency check; set "
+                          "secagg=full and secure.consistency=true, or leave --signing-keys out")  # fmt: skip
+    return _signing_keys(Path(folder), clients, settings.partition.clients) if checked else None
+
+
+_signing_keys = lru_cache(maxsize=1)(SigningKeys)
 
 
 @lru_cache(maxsize=1)  # a node has one run at a time; the virtual nodes of a process share theirs

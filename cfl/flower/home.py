@@ -2,7 +2,7 @@
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,20 +96,16 @@ class HomeNode(Node):
     def shares(self, request: Any, records: RecordDict, context: Context) -> dict[int, Any]:
         """Stage "shares". request: clients to the public keys of their neighbours."""
         asked, parties = self._own(request["clients"]), self._recalled(context, request["round"])
-        least, population = self.rounds.config.secure.quorum, self.rounds.config.partition.clients
         for id, keys in asked.items():
-            threshold, clients = parties[id].threshold, len(keys) + 1
-            if threshold < needed(least, clients):
-                raise ConfigError(f"the server asks client {id} for a lower threshold than secure.quorum={least} gives")
-            if self.signing and not binds(threshold, clients, accomplices(clients, population)):
-                raise ConfigError(f"two lists of {clients} clients could be signed by the {threshold} that client {id} "
-                                  "is to ask for; raise secure.quorum")  # fmt: skip
+            self._check_group(id, parties[id].threshold, keys, request["round"])
         found = {id: parties[id].share(keys) for id, keys in asked.items()}
         self._remember(context, request["round"], parties)
         return found
 
     def confirm(self, request: Any, records: RecordDict, context: Context) -> dict[int, bytes]:
         """The consistency check. request: clients to the list of clients that uploaded. Returns signatures."""
+        if self.signing is None:
+            raise ConfigError("the run has secure.consistency=false, so its clients sign nothing")
         asked, parties = self._own(request["clients"]), self._recalled(context, request["round"])
         found = {id: parties[id].confirm(listed) for id, listed in asked.items()}
         self._remember(context, request["round"], parties)
@@ -174,6 +170,21 @@ class HomeNode(Node):
         if saved["round"] != round:
             raise ConfigError(f"node '{self.name}' has keys of another round")
         return {id: Party.restored(one, self._witness(id, round)) for id, one in saved["parties"].items()}
+
+    def _check_group(self, id: int, threshold: int, others: Collection[int], round: int) -> None:
+        """Raise ConfigError if the server could learn too much from a sum over a client and others."""
+        least, clients = self.rounds.config.secure.quorum, len(others) + 1
+        if threshold < needed(least, clients):
+            raise ConfigError(f"the server asks client {id} for a lower threshold than secure.quorum={least} gives")
+        if self.signing is None:
+            return
+        if not self.own_data:  # else the cohort depends on the data of all nodes
+            cohort = self.rounds.info(round).clients
+            if threshold < needed(least, len(cohort)) or not set(others) <= set(cohort):
+                raise ConfigError(f"the server asks client {id} for a sum over others than the cohort of the round")
+        if not binds(threshold, clients, accomplices(clients, self.rounds.config.partition.clients)):
+            raise ConfigError(f"two lists of {clients} clients could be signed by the {threshold} that client {id} is "
+                              "to ask for; raise secure.quorum")  # fmt: skip
 
     def _witness(self, id: int, round: int) -> Witness | None:
         """What signs for a client in a round, if the run has the consistency check."""

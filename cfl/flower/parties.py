@@ -41,8 +41,7 @@ class RemoteParties:
         return vector  # the node has masked it
 
     def confirm(self, uploaded: Mapping[int, Sequence[int]]) -> dict[int, bytes]:
-        asked = {id: list(listed) for id, listed in uploaded.items()}
-        return self._ask("query.confirm", asked, lambda id, answer: _bytes(answer, SIGNATURE))
+        return self._ask("query.confirm", uploaded, lambda id, answer: _bytes(answer, SIGNATURE))
 
     def reveal(
         self, wanted: Mapping[int, Mapping[int, str]], signatures: Mapping[int, bytes] | None

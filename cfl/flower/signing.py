@@ -1,6 +1,6 @@
 """The registered keys of a federation's clients, with which they sign in the consistency check of secure sums."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -19,17 +19,26 @@ class SigningKeys:
     must have. Raises ConfigError for keys that are missing, unreadable or do not fit.
     """
 
-    def __init__(self, folder: Path, own: Iterable[int], population: int) -> None:
+    def __init__(self, folder: Path, own: Sequence[int], population: int) -> None:
+        if absent := [str(id) for id in own if not (folder / str(id)).exists()]:
+            raise ConfigError(
+                f"'{folder}' lacks private keys of this node's clients: {few(absent, FEW_NAMES)}; make one with: "
+                f"ssh-keygen -t ed25519 -N '' -f {folder / absent[0]}"
+            )
         if absent := [f"{id}.pub" for id in range(population) if not (folder / f"{id}.pub").exists()]:
             raise ConfigError(
-                f"'{folder}' lacks {few(absent, FEW_NAMES)}: all nodes need the public keys of all clients; a client's "
-                f"keys are made by: ssh-keygen -t ed25519 -N '' -f {(folder / absent[0]).with_suffix('')}"
+                f"'{folder}' lacks public keys: {few(absent, FEW_NAMES)}; a node needs those of all clients, from "
+                "those who made them"
             )
         self._registered = {id: _public(folder / f"{id}.pub") for id in range(population)}
         self._own = {id: _private(folder / str(id)) for id in own}
         for id, key in self._own.items():
             if key.public_key().public_bytes_raw() != self._registered[id]:
                 raise ConfigError(f"'{folder / f'{id}.pub'}' is not the public key of '{folder / str(id)}'")
+        owners: dict[bytes, int] = {}
+        for id, public in self._registered.items():
+            if (other := owners.setdefault(public, id)) != id:
+                raise ConfigError(f"clients {other} and {id} have the same key in '{folder}'; each needs its own")
 
     def witness(self, id: int, label: str) -> Witness:
         """Return what signs and checks for a client of this node. label: names the round."""

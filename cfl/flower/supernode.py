@@ -38,6 +38,8 @@ def join(
     """
     host, port = programs.split(address)
     apps.numbers(clients)
+    if signing_keys is not None and not signing_keys.is_dir():
+        raise ConfigError(f"there is no folder '{signing_keys}' with the keys of clients")
     if data:
         own_data.check(data)
         data = str(Path(data).absolute()) if Path(data).is_dir() else data

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
 from cfl.assembly import arguments, network, resolve
@@ -14,7 +15,7 @@ from cfl.config.overrides import flat, read_yaml
 from cfl.config.schema import RunConfig
 from cfl.contract import Server, Strategy
 from cfl.contract.composed import STRATEGY
-from cfl.core import ConfigError, DataError, Tree, tree
+from cfl.core import CheckpointError, ConfigError, DataError, Tree, tree
 from cfl.core.metrics import percent
 from cfl.core.typed import typed
 from cfl.models import Model, adapters
@@ -159,7 +160,7 @@ def load(
     """
     folder = Path(folder)
     trees, latest = checkpointed(folder)
-    about, config = read_json(folder / MODEL), resolve.load(read_yaml(folder / "config.yaml"))
+    about, config = _about(folder / MODEL), resolve.load(read_yaml(folder / "config.yaml"))
     for name, given in (("model", model), ("strategy", strategy)):
         if given is None and about[name] is not None:
             raise ConfigError(f"the run in '{folder}' has a {name} of its own, {about[name]}; pass it as {name}=...")
@@ -187,6 +188,44 @@ def checkpointed(folder: Path) -> tuple[Server, int]:
     trees, meta = found
     server = {name.removeprefix("server/"): leaves for name, leaves in trees.items() if name.startswith("server/")}
     return server, max(meta["last_task"].values(), default=0)
+
+
+_Size = Annotated[int, Field(ge=1)]
+
+
+class _Pixels(BaseModel):
+    """Numbers or nested lists of them, see `Pixels`."""
+
+    model_config = ConfigDict(extra="forbid")
+    mean: list[Any] | float | None = None
+    std: list[Any] | float | None = None
+
+
+class _About(BaseModel):
+    """Contents of model.json, see `description`; an earlier version wrote no vocabulary."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    input_shape: list[_Size]
+    classes: list[_Size]
+    outputs: _Size
+    vocabulary: _Size | None = None
+    scenario: Literal["task", "domain", "class"]
+    stream: str
+    tasks: list[str]
+    pixels: _Pixels
+    model: str | None
+    strategy: str | None
+
+
+def _about(path: Path) -> dict[str, Any]:
+    """Read model.json. Raises CheckpointError for a damaged file."""
+    try:
+        return _About.model_validate(read_json(path)).model_dump()
+    except ValidationError as error:
+        (place, *_), what = error.errors()[0]["loc"], error.errors()[0]["msg"]
+        raise CheckpointError(
+            f"'{path}' is damaged ({place}: {what}); continue the run with --resume, which writes it again"
+        ) from None
 
 
 def _shapes(params: Tree) -> dict[str, torch.Size]:

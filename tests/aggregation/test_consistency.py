@@ -137,7 +137,7 @@ def test_without_the_check_the_same_server_gets_both():
 
 def test_signatures_of_the_other_side_are_false():
     parties = Splitting({0, 1}, lambda i, told: range(COUNT - 1))
-    with pytest.raises(RoundAborted, match="client 0 got no valid signature of client 2 for the list"):
+    with pytest.raises(RoundAborted, match="2 clients signed the list of clients that uploaded, client 0 needs 7"):
         total(secure(parties=parties))
 
 
@@ -158,6 +158,30 @@ def test_a_client_signs_one_list():
     assert one.confirm([3, 0, 1]) == one.confirm([0, 1, 3])
     with pytest.raises(RoundAborted, match="client 0 refuses to sign a second list"):
         one.confirm([0, 1, 2])
+
+
+def test_a_client_shares_its_secrets_once():
+    """Shares among two groups of neighbours would let each group sign a list of its own and reveal one secret."""
+    clients = met().clients
+    keys = {i: clients[i].advertise() for i in (1, 2)}
+    with pytest.raises(RoundAborted, match="client 0 refuses to share its secrets a second time"):
+        clients[0].share(keys)
+
+
+@pytest.mark.parametrize("false", [bytes(SIGNATURE), b"", None, "text"])
+def test_false_signatures_do_not_count_and_do_not_end_the_round(false):
+    """The quorum is three of four."""
+    parties = met()
+    signatures = {i: parties.clients[i].confirm(range(4)) for i in range(4)}
+    few = {**signatures, 2: false, 3: false}
+    with pytest.raises(RoundAborted, match="2 clients signed the list of clients that uploaded, client 0 needs 3"):
+        parties.clients[0].reveal({1: SELF}, few)
+    assert parties.clients[0].reveal({1: SELF}, {**signatures, 3: false, 9: signatures[3]}).keys() == {1}
+
+
+def test_a_client_that_is_listed_twice_counts_once():
+    with pytest.raises(RoundAborted, match="client 0 refuses to sign a list of 2 clients that cannot be right"):
+        met().clients[0].confirm([0, 1, 1, 1])
 
 
 @pytest.mark.parametrize("listed", [(1, 2, 3), (0, 1), (0, 1, 7)])
@@ -181,7 +205,7 @@ def test_signatures_of_the_keys_of_another_round_do_not_count():
     old, new = met(), met()
     signatures = {i: old.clients[i].confirm(range(4)) for i in range(4)}
     new.clients[0].confirm(range(4))
-    with pytest.raises(RoundAborted, match="client 0 got no valid signature of client 0"):
+    with pytest.raises(RoundAborted, match="0 clients signed the list of clients that uploaded, client 0 needs 3"):
         new.clients[0].reveal({1: SELF}, signatures)
 
 

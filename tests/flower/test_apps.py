@@ -65,6 +65,15 @@ def test_clients_of_nodes_sign_with_the_keys_in_a_folder(tmp_path):
     )
 
 
+@pytest.mark.parametrize("options", [("secagg=full",), ("secagg=none",)])
+def test_a_node_with_signing_keys_joins_no_run_without_the_check(options, tmp_path):
+    _, path = written(tmp_path, *options)
+    nodes = [{"clients": "0-2", "folder": str(tmp_path / "n"), "signing-keys": str(signing_keys(tmp_path / "keys", 3))}]
+    grid = InProcessGrid([client(path, lambda: apps.answer)], nodes)
+    fault = Link(grid, deadline=5.0).ask("query.join", {1: None})[1].fault
+    assert fault.startswith("this node has --signing-keys, and the server's config.yaml no consistency check; set ")
+
+
 LOCAL = [(f"engine={name}", secagg) for name in ("pool", "vmapped", "pool+vmapped") for secagg in ("none", "full")]
 
 

@@ -209,6 +209,19 @@ def test_a_node_lost_at_any_stage_is_left_out(kind, act, tmp_path):
     expect(settings, federation, {1: STAGES[kind]}, NAMED + text, tmp_path / "output")
 
 
+@pytest.mark.parametrize("act", toy.quick("late", of=ACTS))
+def test_a_node_lost_while_clients_sign_the_list_has_uploaded(act, tmp_path):
+    """Four of six clients sign, so the uploads of the others count, as if they had dropped out at the next stage."""
+    settings, (act, text) = config("secagg=full", "secure.consistency=true", "secure.quorum=0.66"), ACTS[act]
+    federation, log = Federation(settings, tmp_path), Log()
+    federation.network.fault = at("query.confirm", [1], [federation.nodes[1]], act)
+    found, plain = federation.run(log), alone(bare(settings), lost={1: dict.fromkeys((1, 4), "unmask")})[0]
+    assert all(torch.equal(leaf, plain.params[name]) for name, leaf in found.params.items())
+    assert [[*row.get("missing", {})] for row in log.rows] == [[], [1, 4], []]
+    assert all(re.fullmatch(NAMED + text, why) for why in log.rows[1]["missing"].values())
+    assert [row["aborted"] for row in log.rows] == [None] * 3
+
+
 @pytest.mark.parametrize("kind", STAGES)
 def test_a_node_that_goes_at_any_stage_is_missing_from_then_on(kind, tmp_path):
     settings = config("secagg=full")
@@ -322,6 +335,7 @@ ANY = {  # options, kind of the request, and how many of the cases are tried: on
     "shares": (("secagg=full",), "query.shares", 7),
     "train, secagg": (("secagg=full",), "train", 19),
     "unmask": (("secagg=full",), "query.unmask", 7),
+    "confirm": (("secagg=full", "secure.consistency=true", "secure.quorum=0.9"), "query.confirm", 1),
 }
 
 

@@ -43,7 +43,7 @@ def last(federation, kind):
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["keys", "shares", "unmask"])
+@pytest.mark.parametrize("kind", ["keys", "shares", "unmask"])  # test_signing.py has "confirm"
 def test_a_node_refuses_clients_that_are_not_its_own(kind, federation):
     assert ask(federation, kind, {1: 4, 0: 4, 2: 4}) == (None, "node 'n1' has no client 0, 2")
 

@@ -49,7 +49,7 @@ def asked(federation, kind, request):
 
 def test_a_node_signs_one_list_also_after_it_has_read_its_memory_again(federation):
     request = requested(federation, "query.confirm")
-    assert request["clients"] == {1: [*range(6)], 4: [*range(6)]}
+    assert request["clients"] == {1: (*range(6),), 4: (*range(6),)}
     signed, fault = asked(federation, "confirm", request)
     assert fault is None and {len(one) for one in signed.values()} == {64}
     text = "client 1 refuses to sign a second list of clients that uploaded"
@@ -62,7 +62,24 @@ def test_a_node_reveals_nothing_for_a_list_that_too_few_have_signed(count, feder
     assert len(request["signatures"]) == 6
     few = {id: request["signatures"][id] for id in range(count)}
     found = asked(federation, "unmask", {**request, "signatures": few})
-    assert found == (None, f"{count} clients signed the list of clients that uploaded, client 1 needs 5")
+    assert found[0] is None
+    assert found[1].startswith(f"{count} clients signed the list of clients that uploaded, client 1 needs 5")
+
+
+def test_a_node_signs_for_its_own_clients_in_the_round_of_their_keys(federation):
+    request = requested(federation, "query.confirm")
+    listed = request["clients"][1]
+    assert asked(federation, "confirm", {**request, "clients": {0: listed}}) == (None, "node 'n1' has no client 0")
+    assert asked(federation, "confirm", {**request, "round": 1}) == (None, "node 'n1' has keys of another round")
+
+
+def test_a_node_reveals_nothing_without_signatures(federation):
+    request = requested(federation, "query.unmask")
+    for signatures in (None, {id: b"" for id in range(6)}, dict.fromkeys(range(6), "text")):
+        value, fault = asked(federation, "unmask", {**request, "signatures": signatures})
+        assert value is None and fault.startswith(
+            "0 clients signed the list of clients that uploaded, client 1 needs 5"
+        )
 
 
 def test_a_node_reveals_nothing_against_the_list(federation):
@@ -77,34 +94,48 @@ def test_a_node_refuses_keys_that_their_owner_did_not_sign(federation):
     keys, near = asked(federation, "keys", {"round": 0, "clients": {1: 5}})[0], requested(federation, "query.shares")
     assert len(keys[1]) == 2 * PUBLIC + 64
     false = {**near["clients"][1], 0: keys[1][: 2 * PUBLIC] + near["clients"][1][0][2 * PUBLIC :]}
-    text = "client 1 got public keys that client 0 did not sign in this round"
-    assert asked(federation, "shares", {"round": 0, "clients": {1: false}}) == (None, text)
+    fault = asked(federation, "shares", {"round": 0, "clients": {1: false}})[1]
+    assert fault.startswith("client 1 got public keys that client 0 did not sign in this round")
     assert asked(federation, "shares", {"round": 0, "clients": {1: near["clients"][1]}})[1] is None
 
 
 def test_a_node_refuses_the_signed_keys_of_another_round(federation):
     asked(federation, "keys", {"round": 1, "clients": {1: 5}})
     near = requested(federation, "query.shares")["clients"][1]
-    text = "client 1 got public keys that client 0 did not sign in this round"
-    assert asked(federation, "shares", {"round": 1, "clients": {1: near}}) == (None, text)
+    fault = asked(federation, "shares", {"round": 1, "clients": {1: near}})[1]
+    assert fault.startswith("client 1 got public keys that client 0 did not sign in this round")
+
+
+def test_a_node_shares_the_secrets_of_a_client_once(federation):
+    asked(federation, "keys", {"round": 0, "clients": {1: 5}})
+    near = requested(federation, "query.shares")["clients"][1]
+    assert asked(federation, "shares", {"round": 0, "clients": {1: near}})[1] is None
+    others = {id: near[id] for id in (0, 2, 3, 4)}
+    text = "client 1 refuses to share its secrets a second time"
+    assert asked(federation, "shares", {"round": 0, "clients": {1: others}}) == (None, text)
+
+
+@pytest.mark.parametrize(("threshold", "others"), [(2, [0]), (4, [0, 2, 3, 4]), (5, [0, 2, 3, 4, 6])])
+def test_a_node_refuses_groups_other_than_the_cohort(threshold, others, federation):
+    """The cohort has all six clients, of which five have to stay."""
+    asked(federation, "keys", {"round": 0, "clients": {1: threshold}})
+    near = requested(federation, "query.shares")["clients"][1]
+    text = "the server asks client 1 for a sum over others than the cohort of the round"
+    group = {id: near.get(id, near[0]) for id in others}
+    assert asked(federation, "shares", {"round": 0, "clients": {1: group}}) == (None, text)
 
 
 @pytest.mark.parametrize(("others", "threshold", "fits"), [(7, 5, False), (8, 6, True)])
-def test_a_node_refuses_a_group_in_which_two_lists_could_be_signed(others, threshold, fits, tmp_path):
-    """Two of 20 clients may be accomplices, who sign both lists. Of 8 clients that leaves six, who sign one each: five
-    signatures under both lists. Of 9 clients it leaves seven, and one list has 2 + 3 signatures at most. The quorum of
-    0.6 is 5 of 8, and 6 of 9."""
-    options = (
-        "partition.clients=20",
-        "cohort=20",
-        "local.batch_size=2",
-        "secagg=full",
-        "secure.consistency=true",
-        "secure.quorum=0.6",
-    )
+def test_a_node_with_data_of_its_own_refuses_a_group_in_which_two_lists_could_be_signed(
+    others, threshold, fits, tmp_path
+):
+    """Such a node does not know the cohort. Two of 20 clients may be accomplices, who sign both lists. Of 8 clients
+    that leaves six, who sign one each: five signatures under both lists. Of 9 clients it leaves seven, and one list has
+    2 + 3 signatures at most. The quorum of 0.6 is 5 of 8, and 6 of 9."""
+    sizes = ("partition.clients=20", "cohort=20", "local.batch_size=2")
+    options = (*sizes, "secagg=full", "secure.consistency=true", "secure.quorum=0.6")
     federation = Federation(toy.config("tasks=1", "rounds=1", *options, method="fedavg"), tmp_path, nodes=1)
-    id, clients = federation.nodes[0], dict.fromkeys(range(others + 1), threshold)
-    federation.run()
+    id, clients = federation.start(0, own_data=True), dict.fromkeys(range(others + 1), threshold)
     link = Link(federation.network, 60.0)
     keys = link.ask("query.keys", {id: {"round": 0, "clients": clients}})[id].value
     near = {other: key for other, key in keys.items() if other != 1}
@@ -113,8 +144,29 @@ def test_a_node_refuses_a_group_in_which_two_lists_could_be_signed(others, thres
     assert found.fault == (None if fits else f"{refused}; raise secure.quorum")
 
 
+def test_clients_of_a_run_without_the_check_sign_nothing(tmp_path):
+    federation = Federation(toy.config(*SIGNED[:-2], method="fedavg"), tmp_path)
+    federation.session().round(0)
+    found = asked(federation, "confirm", {"round": 0, "clients": {1: [*range(6)]}})
+    assert found == (None, "the run has secure.consistency=false, so its clients sign nothing")
+
+
+def test_clients_without_data_of_the_task_are_no_obstacle(tmp_path):
+    """Of 12 clients half have data. Server and nodes count accomplices among all 12, so that they agree."""
+    options = (
+        "partition.clients=12",
+        "partition.task_share=0.5",
+        "cohort=12",
+        "local.batch_size=2",
+        *SIGNED[2 + len(ALL) :],
+    )
+    federation, log = Federation(toy.config("tasks=2", "rounds=1", *options, method="fedavg"), tmp_path), Log()
+    federation.run(log)
+    assert [row["aborted"] for row in log.rows] == [None, None] and [row["clients"] for row in log.rows] == [6, 6]
+
+
 def test_a_round_in_which_the_server_splits_the_clients_is_aborted(tmp_path):
-    """Node 1 is told that client 0 did not upload: its signatures are of another list, and no node reveals."""
+    """Node 1 is told that client 0 did not upload: of the other list there are four signatures, and five are needed."""
     federation, log = Federation(toy.config(*SIGNED, method="fedavg"), tmp_path), Log()
 
     def split(message, deliver):
@@ -127,7 +179,7 @@ def test_a_round_in_which_the_server_splits_the_clients_is_aborted(tmp_path):
     federation.run(log)
     first, second = log.rows
     assert "0 of 6 clients are left after stage unmask" in first["aborted"] and second["aborted"] is None
-    assert "client 0 got no valid signature of client 1 for the list" in first["missing"][0]
+    assert "4 clients signed the list of clients that uploaded, client 0 needs 5" in first["missing"][0]
 
 
 # --- keys ------------------------------------------------------------------------------------------------------------
@@ -156,6 +208,15 @@ def _exchanged(folder):
     shutil.copy(folder / "1.pub", folder / "0.pub")
 
 
+def _twice(folder):
+    shutil.copy(folder / "1.pub", folder / "2.pub")
+
+
+def _public_of_another_kind(folder):
+    (folder / "1").unlink()
+    subprocess.run(["ssh-keygen", "-q", "-t", "ecdsa", "-N", "", "-f", str(folder / "1")], check=True, input=b"y")
+
+
 def _damaged(folder):
     (folder / "1.pub").write_text("ssh-ed25519 AAAA")
 
@@ -171,8 +232,10 @@ def _of_another_kind(folder):
 
 
 FAULTS = [
-    (_without_public, "lacks 2.pub: all nodes need the public keys of all clients; a client's keys are made by"),
-    (_without_private, "0' is not a private key without a passphrase"),
+    (_without_public, "lacks public keys: 2.pub; a node needs those of all clients"),
+    (_without_private, "lacks private keys of this node's clients: 0; make one with: ssh-keygen -t ed25519 -N '' -f "),
+    (_twice, "clients 1 and 2 have the same key in '"),
+    (_public_of_another_kind, "1.pub' is not an Ed25519 key"),
     (_exchanged, "0.pub' is not the public key of '"),
     (_damaged, "1.pub' is not a public key"),
     (_locked, "0' is not a private key without a passphrase"),
@@ -183,7 +246,7 @@ FAULTS = [
 @pytest.mark.parametrize(("harm", "text"), FAULTS)
 def test_keys_that_do_not_serve_are_named(harm, text, tmp_path):
     folder = signing_keys(tmp_path / "keys", 3)
-    if harm in (_locked, _of_another_kind) and not shutil.which("ssh-keygen"):
+    if harm in (_locked, _of_another_kind, _public_of_another_kind) and not shutil.which("ssh-keygen"):
         pytest.skip("ssh-keygen is not installed")
     harm(folder)
     with pytest.raises(ConfigError, match=re.escape(text)):

@@ -159,6 +159,26 @@ def test_an_onnx_file_computes_the_same_logits(tmp_path):
     assert len(x) > 2 and np.allclose(found, run.logits(x).numpy(), atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "place"),
+    [
+        ('"model"', '"modem"', "model"),
+        ('"input_shape": [', '"input_shape": [0,', "input_shape"),
+        ('"scenario": "task"', '"scenario": "tusk"', "scenario"),
+        ('"pixels": {}', '"pixels": {"mead": 0.5}', "pixels"),
+    ],
+)
+def test_a_damaged_description_of_the_model_is_refused(old, new, place, tmp_path):
+    trained(tmp_path)
+    text = (tmp_path / "model.json").read_text()
+    assert old in text
+    (tmp_path / "model.json").write_text(text.replace(old, new))
+    with pytest.raises(CheckpointError, match=rf"model.json' is damaged \({place}: .*; continue the run with --resume"):
+        cfl.load(tmp_path)
+    trained(tmp_path, resume=True)
+    assert cfl.load(tmp_path).about["model"] is None
+
+
 def test_an_export_that_is_not_clear_is_refused(tmp_path):
     trained(tmp_path)
     run = cfl.load(tmp_path)
