@@ -135,6 +135,7 @@ def run_of(folder, method, seed=0):
     return found
 
 
+@pytest.mark.slow
 def test_compare_takes_an_engine_as_train_does(tmp_path):
     args = ("compare", "permuted-digits", "--methods", "fedavg", *SMALL, "--set", "block=2", "--set", "engine=loop")
     assert invoke(*args, "--engine", "vmapped", "--quiet", "--no-plot", "--output", str(tmp_path)) == 0

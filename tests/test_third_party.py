@@ -108,6 +108,7 @@ def test_describe_shows_options_with_default_and_range(cfl_run):
     assert "0.1" in row and "[0, inf)" in row and "divides its gradients" in row
 
 
+@pytest.mark.slow
 def test_train_uses_all_four_parts(trained):
     folder, _, _ = trained
     metrics, config = json.loads((folder / "metrics.json").read_text()), read_yaml(folder / "config.yaml")

@@ -111,6 +111,7 @@ def test_any_drop_outs_that_leave_enough_clients_give_the_exact_sum(data):
     assert all((vectors[i] == before[i]).all() for i in ids)
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=12, deadline=None)
 def test_on_a_sparse_graph_a_round_ends_as_the_rules_say(data):

@@ -13,6 +13,8 @@ from scipy import integrate, stats
 import cfl
 from cfl.streams import datasets
 
+pytestmark = pytest.mark.slow
+
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 NAMES = ("fidelity", "fidelity_baselines", "fidelity_fot", "fidelity_local", "fidelity_tables")
 SHORT = ("tasks=2", "rounds=1")
@@ -84,7 +86,6 @@ def test_coverage_is_that_of_the_marchenko_pastur_law(fot):
     assert flat[5] < 0.96
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:FOT's eq. 12")
 def test_ranks_by_brute_force_and_runs_of_each_rule(fot):
     table, runs = fot.ranks((0,), *SHORT)
@@ -206,7 +207,6 @@ def test_a_basis_covers_of_another_client_what_they_have_in_common(baselines):
     assert all(1 > own > other > 0 for *_, own, other in table.rows)
 
 
-@pytest.mark.slow
 def test_encoding_acts_without_the_matrices_too(baselines):
     (table,) = baselines.encoding((0,), *SHORT)
     scores = {name: own for name, *own in table.rows}

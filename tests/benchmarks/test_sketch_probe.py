@@ -14,6 +14,8 @@ from sklearn.metrics import roc_auc_score
 
 from cfl.core import rng
 
+pytestmark = pytest.mark.slow
+
 # by its path: benchmarks is no package, and Opacus installs one of that name
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "sketch_probe.py"
 SPEC = importlib.util.spec_from_file_location("sketch_probe", SCRIPT)
@@ -278,7 +280,6 @@ def run(monkeypatch, *arguments):
     sp.main()
 
 
-@pytest.mark.slow
 def test_the_probe_runs_from_the_command_line(tmp_path, capsys, monkeypatch):
     run(monkeypatch, "--clients", "5", "--seeds", "1", "--output", str(tmp_path / "new"))
     stored = json.loads((tmp_path / "new" / "probe.json").read_text())

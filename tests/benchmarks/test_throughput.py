@@ -14,6 +14,8 @@ import torch
 
 from cfl.core import plugins
 
+pytestmark = pytest.mark.slow
+
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -207,7 +209,6 @@ def test_installed_looks_without_importing(tp):
     assert not tp.installed("no_such_package", sys.executable)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pfl", "pfl-2", "flower", "jax"])
 def test_the_other_simulators_make_the_same_step(tp, work, name):
     package = tp.PACKAGES[name]
@@ -294,7 +295,6 @@ def test_the_command_stores_what_it_prints(tp, work, monkeypatch, tmp_path, caps
 # -- processes
 
 
-@pytest.mark.slow
 def test_the_peak_is_the_best_of_all_ways(scripts):
     """Two flops for each of the n^3 products of a multiplication; sizes and ways are told apart."""
     found = scripts["_peak"].peak(sizes=(32, 64), bursts=1, seconds=0.01)
@@ -327,7 +327,6 @@ def test_a_point_times_rounds_and_draws(scaling, tmp_path):
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"cohort.png", "population.png", "tasks.png"}
 
 
-@pytest.mark.slow
 def test_scaling_as_a_command(tmp_path):
     path = tmp_path / "scaling.json"
     options = "--engine loop --cohorts 2 --populations 10 --tasks 2 --rounds 1".split()

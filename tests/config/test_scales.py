@@ -74,7 +74,7 @@ def test_fedprojs_tables_compare_like_with_like(scale: str, tmp_path: Path) -> N
     assert len(mus) == 1
 
 
-@pytest.mark.parametrize("benchmark", toy.quick("permuted-digits", "split-topics", of=WITHOUT_FILES))
+@pytest.mark.parametrize("benchmark", toy.quick("permuted-digits", of=WITHOUT_FILES))
 def test_smoke_runs_end(benchmark: str) -> None:
     for method in methods(benchmark)[:2]:
         config, metrics = run(benchmark, method)

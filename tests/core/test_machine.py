@@ -40,6 +40,7 @@ def test_the_peak_grows_with_what_is_written_to():
     assert machine.peak_bytes(CPU) >= before > 2**20 and len(held) > 64 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_the_peak_is_this_programs_and_not_that_of_the_one_that_started_it():
     held = torch.ones(1 << 30, dtype=torch.uint8)

@@ -85,6 +85,7 @@ def test_no_page_loads_from_another_host(site, pages):
     assert styles and "url(http" not in styles and "@import" not in styles
 
 
+@pytest.mark.slow
 def test_the_reference_has_the_public_names_and_all_options(site, pages):
     ids = set().union(*(page.ids for url, page in pages.items() if "/reference/" in url))
     last = {name.rpartition(".")[2] for name in ids}

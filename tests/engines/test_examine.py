@@ -44,7 +44,7 @@ class Adjusts(cfl.LocalRegularizer):
         return {name: leaf + 1 / torch.tensor(ctx.step - 2.0) for name, leaf in grads.items()}
 
 
-@pytest.mark.parametrize("engine", toy.quick("loop", "vmapped", of=ENGINES))
+@pytest.mark.parametrize("engine", toy.quick("vmapped", of=ENGINES))
 @pytest.mark.parametrize(
     ("rule", "message"),
     [

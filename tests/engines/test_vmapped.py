@@ -133,7 +133,7 @@ CASES = {
 }
 
 
-QUICK = ("mlp", "norm, running", "memories", "drop-outs")
+QUICK = ("norm, running", "memories")
 
 
 @pytest.mark.parametrize("case", toy.quick(*QUICK, of=CASES))

@@ -122,6 +122,7 @@ def test_clients_whose_nodes_have_left_keep_their_weight():
     assert (population.fraction((0,), (0,)), population.fraction((1,), (0,))) == (0.75, 0.25)
 
 
+@pytest.mark.slow
 def test_nodes_of_a_simulation_share_the_clients(tmp_path):
     config, path = written(tmp_path)
     nodes = [{"partition-id": str(place), "num-partitions": "2"} for place in range(2)]
@@ -142,6 +143,7 @@ def test_nodes_with_files_have_the_figures_of_the_same_data_on_one_machine(tmp_p
     assert found["bytes_up"] == expected["bytes_up"]
 
 
+@pytest.mark.slow
 def test_nodes_hold_the_same_samples_of_the_benchmark_out(tmp_path):
     config, path = written(tmp_path, "validation=0.1")
     found = served(path, tmp_path, [{"clients": "0-2", "folder": str(tmp_path / "n")}])

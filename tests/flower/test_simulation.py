@@ -38,15 +38,13 @@ def of_toys(*options, method="fedavg", model=None, **more):
     return cfl.run(config, stream=toy.stream(2), model=model or toy.mlp(8, 6, 6, 2), sink=log, **more), log
 
 
-@pytest.mark.parametrize(
-    "method", toy.quick("fedavg", "fot", "scaffold", of=[name for name in METHODS if name not in PUBLIC])
-)
+@pytest.mark.parametrize("method", toy.quick("fot", of=[name for name in METHODS if name not in PUBLIC]))
 def test_every_method_has_the_figures_of_the_loop(method):
     loop, flower = of_digits(method=method), of_digits(*IN_PROCESS, method=method)
     assert list(unlike(loop, flower, 1e-6)) == []
 
 
-@pytest.mark.parametrize("method", toy.quick(*toy.STRATEGIES, *toy.RULES, of=METHODS))
+@pytest.mark.parametrize("method", toy.quick("er", "scaffold", of=METHODS))
 def test_in_float64_every_method_has_the_weights_of_the_loop(method):
     loop, flower = of_toys(method=method), of_toys(*IN_PROCESS, method=method)
     assert list(unlike(figures(*loop), figures(*flower), 1e-10)) == []
@@ -66,9 +64,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", toy.quick("drop-outs of secure sums", "privacy of clients", "local models", of=OPTIONS)
-)
+@pytest.mark.parametrize("name", toy.quick("drop-outs of secure sums", "local models", of=OPTIONS))
 def test_options_change_the_figures_as_under_the_loop(name):
     options = OPTIONS[name]
     method = "fedavg" if "privacy" in name or "chance" in name else "scaffold"

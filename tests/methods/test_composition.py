@@ -53,7 +53,7 @@ def second_task(rounds):
 @pytest.mark.parametrize(
     ("rules", "multi_head"),
     toy.quick(
-        *((rule, False) for rule in ("fedsol", "fednova", "scaffold", "moon", "feddf", "fedavgm", *TOGETHER)),
+        *((rule, False) for rule in ("fedsol", "scaffold", "feddf", *TOGETHER)),
         ("fedproj", True),
         of=[
             *((rule, False) for rule in (*ALONE, *OTHERS, *TOGETHER)),

@@ -266,6 +266,7 @@ def spends(plan, multiplier):
     return accounting.epsilon(plan, multiplier, 1e-5, "rdp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "heaviest"), [(1.0, 0), (11.7, 1)])
 def test_a_target_is_kept_whichever_plan_is_the_heaviest(target, heaviest, monkeypatch):
     """Little noise undoes the amplification by sampling, so the order of two plans turns with the noise."""

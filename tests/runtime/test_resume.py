@@ -333,7 +333,7 @@ def last_trees(folder: Path) -> dict:
     [
         ("engine=vmapped", "block=2"),
         pytest.param(("engine=pool", "block=2"), marks=pytest.mark.slow),
-        ("engine=pool+vmapped", "block=2"),
+        pytest.param(("engine=pool+vmapped", "block=2"), marks=pytest.mark.slow),
     ],
     ids=lambda options: options[0],
 )

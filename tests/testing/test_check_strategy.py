@@ -527,7 +527,7 @@ BUILT_IN = [*((plugins.strategies, name) for name in plugins.strategies.names())
 BUILT_IN += [*((plugins.local, name) for name in plugins.local.names())]
 
 
-QUICK = {"fot", "scaffold", "krum"}  # of each kind
+QUICK = {"fot", "scaffold"}  # a strategy, and a regularizer with states
 each_built_in = pytest.mark.parametrize(("registry", "name"), BUILT_IN, ids=[name for _, name in BUILT_IN])
 
 

@@ -325,6 +325,7 @@ def test_running_statistics_are_averaged_and_stay_in_the_consolidation():
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["task", "class"])
 def test_the_pool_gives_the_bytes_of_the_loop(scenario):
     loop = run("engine=loop", "cohort=4", scenario=scenario)

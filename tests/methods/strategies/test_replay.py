@@ -360,6 +360,7 @@ class KillAt(NullSink):
 WAYS = [("balanced", "per_task"), ("reservoir", "total")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("select", "budget"), toy.quick(WAYS[0], of=WAYS))
 def test_killed_at_any_round_the_memory_and_its_draws_are_the_same(select, budget, tmp_path):
     config = toy.config("local.momentum=0.9", "partition.name=shards", method="er")
