@@ -592,11 +592,16 @@ def test_figures_of_the_page_on_hostile_clients_are_the_stored_ones():
 
 
 def test_figures_of_the_page_on_reliability_are_the_stored_ones():
-    folder, kinds = ROOT / "benchmarks/results/reliability", ("kill before", "kill after", "torn write", "full disk", "flush fails")
+    folder, kinds = (
+        ROOT / "benchmarks/results/reliability",
+        ("kill before", "kill after", "torn write", "full disk", "flush fails"),
+    )
     stored = [json.loads(path.read_text()) for path in sorted(folder.glob("soak-*.json"))]
     assert all(one["failures"] == [] and one["command"].startswith("python benchmarks/soak.py ") for one in stored)
     kills = [one["kills"] for one in stored if "kills" in one]
-    (workers,), (faults,), (memory,) = ([one[part] for one in stored if part in one] for part in ("workers", "faults", "memory"))
+    (workers,), (faults,), (memory,) = (
+        [one[part] for one in stored if part in one] for part in ("workers", "faults", "memory")
+    )
     told = {part.strip("`"): [int(number.replace(",", "")) for number in re.findall(r"\b\d[\d,]*\b(?!\.\d)", text)]
             for part, text, _ in rows(ROOT / "docs/reliability.md", after="What we found")}  # fmt: skip
     assert told["kills"] == [
