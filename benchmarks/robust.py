@@ -5,8 +5,7 @@ ACC, FGT, the accuracy on each task right after it was learned, and the share of
 protects after the first task. Most rules see updates only, so the attack on sketches runs without a rule and with the
 one that caps sketches.
 
-    python benchmarks/robust.py [--seeds 1] [--hostile 1 2 4] [--sketch 1 2 4] [--rules krum bulyan ...]
-        [--set OPTION ...] [--json FILE]
+    python benchmarks/robust.py [--seeds 1] [--hostile 1 2 4] [--sketch 1 2 4] [--set OPTION ...] [--json FILE]
 """
 
 from __future__ import annotations
@@ -65,14 +64,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--hostile", type=int, nargs="*", default=[1, 2, 4], help="hostile clients, of 20")
     parser.add_argument("--sketch", type=int, nargs="*", default=[1, 2, 4], help="the same, for the attack on sketches")
-    parser.add_argument("--rules", nargs="*", choices=RULES[1:], help="these alone (default: all, and the mean)")
     parser.add_argument("--set", nargs="*", default=[], help="more options of the runs")
     parser.add_argument("--json", type=Path, help="where to store the figures")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     options, rows = (*OPTIONS, *given.set), []
-    wanted = (case for case in cases(given.hostile, given.sketch) if case.rule in (given.rules or RULES))
-    for case in wanted:
+    for case in cases(given.hostile, given.sketch):
         rows.append(row := measured(case, options, range(given.seeds)))
         print(*case, *(f"{key} {row[key]}" for key in ("acc", "learned")), flush=True)
         store(given.json, {"options": options, "seeds": given.seeds, "rows": rows}, "torch")

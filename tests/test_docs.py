@@ -6,7 +6,7 @@ import shlex
 from dataclasses import fields
 from inspect import isfunction
 from pathlib import Path
-from statistics import mean, median, pstdev
+from statistics import mean, median, pstdev, stdev
 
 import click
 import numpy as np
@@ -589,6 +589,9 @@ def test_figures_of_the_page_on_hostile_clients_are_the_stored_ones():
         attacks = [("none", 0), *((attack, 4) for attack in ("sign_flip", "scale", "label_flip", "alie", "ipm"))]
         found = [mean(runs[method.strip("`"), name, attack, count]["acc"]) for attack, count in attacks]
         assert cells == [f"{100 * acc:.1f}" for acc in found]
+    between = [100 * stdev(row["acc"]) for row in made["rows"] if row["attack"] != "sketch"]
+    text = f"deviation of {mean(between):.1f} percentage points (mean over the table; {max(between):.1f} at most)"
+    assert text in " ".join(page.read_text().split())
 
 
 def test_figures_of_the_page_on_reliability_are_the_stored_ones():

@@ -57,7 +57,7 @@ def join(
     key: Annotated[Path | None, typer.Option(help="Private key of the node, if the server asks for one.")] = None,
     signing_keys: Annotated[
         Path | None,
-        typer.Option(help="Folder with clients' keys for secure.consistency: 3 of the node's client 3, and all *.pub."),
+        typer.Option(help="Folder with the node's private keys (3 of client 3) and all public ones (3.pub)."),
     ] = None,
     data_root: DataRoot = None,
 ) -> None:

@@ -229,8 +229,6 @@ class _PipeSink(NullSink):
 def _serve(channel: Connection, data_root: Path | None, download: bool) -> None:  # pragma: no cover
     """Compute all runs sent by the parent: a process per run would spend more time on imports than on a short run."""
     with suppress(EOFError, KeyboardInterrupt):
-        from cfl.runtime.runner import run
-
         if hasattr(os, "setpgid"):
             os.setpgid(0, 0)  # Ctrl-C at the terminal reaches the parent only, which passes it on
         signal.signal(signal.SIGINT, signal.default_int_handler)  # shells make background jobs of scripts ignore it
@@ -239,18 +237,26 @@ def _serve(channel: Connection, data_root: Path | None, download: bool) -> None:
         try:
             while True:
                 config, folder = channel.recv()
-                try:
-                    begun = _as_begun(config, folder)
-                    run(begun, output=folder, resume=True, sink=sink, data_root=data_root, download=download)
-                except Busy:
-                    sink.send("busy", None)
-                except CflError as error:
-                    sink.send("failed", str(error))
-                except Exception:
-                    sink.send("failed", traceback.format_exc())
-                sink.send("end", None)
+                _run(config, folder, sink, data_root, download)
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent may interrupt a process that ends anyway
+
+
+def _run(
+    config: dict[str, Any], folder: Path, sink: _PipeSink, data_root: Path | None, download: bool
+) -> None:  # pragma: no cover
+    """Compute one run, and tell the parent how it ended."""
+    from cfl.runtime.runner import run
+
+    try:
+        run(_as_begun(config, folder), output=folder, resume=True, sink=sink, data_root=data_root, download=download)
+    except Busy:
+        sink.send("busy", None)
+    except CflError as error:
+        sink.send("failed", str(error))
+    except Exception:
+        sink.send("failed", traceback.format_exc())
+    sink.send("end", None)
 
 
 def _as_begun(config: dict[str, Any], folder: Path) -> RunConfig:

@@ -96,8 +96,11 @@ class HomeNode(Node):
     def shares(self, request: Any, records: RecordDict, context: Context) -> dict[int, Any]:
         """Stage "shares". request: clients to the public keys of their neighbours."""
         asked, parties = self._own(request["clients"]), self._recalled(context, request["round"])
+        # Of nodes with data of their own, the cohort depends on the data of all.
+        known = self.signing is not None and not self.own_data
+        cohort = self.rounds.info(request["round"]).clients if known else None
         for id, keys in asked.items():
-            self._check_group(id, parties[id].threshold, keys, request["round"])
+            self._check_group(id, parties[id].threshold, keys, cohort)
         found = {id: parties[id].share(keys) for id, keys in asked.items()}
         self._remember(context, request["round"], parties)
         return found
@@ -171,17 +174,18 @@ class HomeNode(Node):
             raise ConfigError(f"node '{self.name}' has keys of another round")
         return {id: Party.restored(one, self._witness(id, round)) for id, one in saved["parties"].items()}
 
-    def _check_group(self, id: int, threshold: int, others: Collection[int], round: int) -> None:
-        """Raise ConfigError if the server could learn too much from a sum over a client and others."""
+    def _check_group(self, id: int, threshold: int, others: Collection[int], cohort: Collection[int] | None) -> None:
+        """Raise ConfigError if the server could learn too much from a sum over a client and others.
+
+        cohort: of the round, None if the node cannot know it.
+        """
         least, clients = self.rounds.config.secure.quorum, len(others) + 1
         if threshold < needed(least, clients):
             raise ConfigError(f"the server asks client {id} for a lower threshold than secure.quorum={least} gives")
         if self.signing is None:
             return
-        if not self.own_data:  # else the cohort depends on the data of all nodes
-            cohort = self.rounds.info(round).clients
-            if threshold < needed(least, len(cohort)) or not set(others) <= set(cohort):
-                raise ConfigError(f"the server asks client {id} for a sum over others than the cohort of the round")
+        if cohort is not None and (threshold < needed(least, len(cohort)) or not set(others) <= set(cohort)):
+            raise ConfigError(f"the server asks client {id} for a sum over others than the cohort of the round")
         if not binds(threshold, clients, accomplices(clients, self.rounds.config.partition.clients)):
             raise ConfigError(f"two lists of {clients} clients could be signed by the {threshold} that client {id} is "
                               "to ask for; raise secure.quorum")  # fmt: skip
