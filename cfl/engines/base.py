@@ -132,7 +132,7 @@ class Engine(Protocol):
                 if not math.isfinite(outcome.loss) and info.privacy is None:
                     raise UpdateError(
                         f"the training loss is not finite, but all updates are ({info.place}); "
-                        "check the loss of the strategy"
+                        "lower local.lr, or check the loss of the strategy"
                     )
         except RoundAborted as error:
             outcome.aborted, outcome.states = str(error), {}

@@ -100,7 +100,7 @@ CASES: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     ),
     "a loss that is NaN with a finite gradient": (
         lambda: run(strategy=strategy(loss=lambda self, logits, ctx: logits.mean() + torch.nan)), UpdateError,
-        rf"the training loss is not finite, .* {TRAIN}; check the loss of the strategy",
+        rf"the training loss is not finite, .* {TRAIN}; lower local.lr, or check the loss of the strategy",
     ),
     "a first tree of a regularizer with NaN": (
         lambda: run(regularizers=regularizer(init_shared=lambda self, params, model: spoiled(params))), UpdateError,
