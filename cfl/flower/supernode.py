@@ -12,6 +12,7 @@ from cfl.flower import answers, apps, own_data, programs
 
 AGAIN = 5.0  # seconds until a node joins again
 UNKNOWN_KEY = "[code: 2004]"  # in Flower's error, if a node's key is not registered, or not yet
+CONNECTED = "SuperNode ID: "  # in Flower's output, once the SuperLink has taken the node in
 LOST = "has ended, or does not know this node"
 UNKNOWN = "does not know this node's key, or still counts its last start"
 LOG = "supernode.log"
@@ -77,7 +78,10 @@ def _security(certificate: Path | None, key: Path | None) -> list[str]:
 
 
 def _supernode(command: Sequence[str], options: Mapping[str, str], home: Path) -> str | None:
-    """Run a SuperNode, and answer its messages, until it ends; return why it failed. options: of the node."""
+    """Run a SuperNode, and answer its messages, until it ends. Returns why it could not connect, None if it could.
+
+    options: of the node.
+    """
     environment = programs.environment(home)
     home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="cfl-node-") as place, (home / LOG).open("w+b") as log:
@@ -90,8 +94,11 @@ def _supernode(command: Sequence[str], options: Mapping[str, str], home: Path) -
         finally:
             programs.end(process)
         log.seek(0)
-        said = log.read().decode(errors="replace").partition("Exit Code: ")[2].splitlines()
-    return " ".join(line for line in said[1:3] if line) if process.returncode else None
+        said = log.read().decode(errors="replace")
+    if not process.returncode or CONNECTED in said:  # once connected, it ends with any status when the SuperLink ends
+        return None
+    reason = said.partition("Exit Code: ")[2].splitlines()[1:3]
+    return " ".join(line for line in reason if line) or f"its status is {process.returncode}"
 
 
 def _free_port() -> int:

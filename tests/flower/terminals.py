@@ -28,7 +28,10 @@ PATIENCE = 180.0  # seconds that a test waits for anything; a busy machine needs
 
 
 class Terminal:
-    """A command that runs beside the test. log: file for its output; more: variables of its environment."""
+    """A command that runs beside the test. log: file for its output; more: variables of its environment.
+
+    Where it fails, the test shows the output of all terminals whose logs are in the same folder.
+    """
 
     def __init__(self, log: Path, program: str, *arguments: object, **more: str) -> None:
         self.log = log
@@ -47,6 +50,13 @@ class Terminal:
     def said(self) -> str:
         return " ".join(self.log.read_text(errors="replace").split())  # lines may be wrapped
 
+    def all_said(self) -> str:
+        """The output of all terminals, and the end of what Flower says at each node."""
+        logs = [*sorted(self.log.parent.glob("*.log")), *sorted(self.log.parent.glob("*/flower/supernode.log"))]
+        return "\n".join(
+            f"{log.relative_to(self.log.parent)}: {log.read_text(errors='replace')[-2000:]}" for log in logs
+        )
+
     def kill(self) -> None:
         """Kill the command with all that it has started, as when its machine loses power."""
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -58,8 +68,8 @@ class Terminal:
 
     def until(self, true: Callable[[], Any]) -> None:
         """Wait until something holds. Fails with the output if the command ends before."""
-        await_(lambda: true() or self.process.poll() is not None, lambda: self.said)
-        assert true(), self.said
+        await_(lambda: true() or self.process.poll() is not None, self.all_said)
+        assert true(), self.all_said()
 
     def says(self, text: str) -> None:
         """Wait until the command has printed a text."""
@@ -67,7 +77,7 @@ class Terminal:
 
     def ends(self) -> int:
         """Wait for the end; return the status."""
-        await_(lambda: self.process.poll() is not None, lambda: self.said)
+        await_(lambda: self.process.poll() is not None, self.all_said)
         return self.process.returncode
 
 

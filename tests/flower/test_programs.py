@@ -172,18 +172,20 @@ def exit_code(reason):
 
 def test_a_node_joins_again_until_it_is_refused_for_good(tmp_path, monkeypatch, capsys):
     slept = []
-    ended = Ended(("", 0), exit_code("[code: 2004] Failed to activate SuperNode."), exit_code("[SSL] wrong authority"))
+    unknown_key, interrupted = "[code: 2004] Failed to activate SuperNode.", ("SuperNode ID: 7\nKeyboardInterrupt", -2)
+    ended = Ended(("", 0), exit_code(unknown_key), interrupted, exit_code("[SSL] wrong authority"))
     starts(monkeypatch, ended)
     monkeypatch.setattr(supernode.time, "sleep", slept.append)
     reason = r"the SuperNode ended: Failed to initialize .* SuperLink\. \[SSL\] wrong authority \(all of it in "
     with pytest.raises(CflError, match=reason):
         join(tmp_path, certificate=certificates(tmp_path) / "ca.crt", key=key(tmp_path))
-    assert slept == [supernode.AGAIN] * 2
+    assert slept == [supernode.AGAIN] * 3
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith(f"node 'node': joining {HERE}; Flower's output is in ")
     assert said[1] == f"the SuperLink at {HERE} has ended, or does not know this node; joining again in 5 s"
     unknown = "does not know this node's key, or still counts its last start"
     assert said[2] == f"the SuperLink at {HERE} {unknown}; joining again in 5 s"
+    assert said[3] == said[1]
     for command in ended.commands:
         assert "--root-certificates" in command and "--auth-supernode-private-key" in command
         assert "--insecure" not in command

@@ -32,7 +32,7 @@ def test_a_federation_whose_server_is_killed_and_resumed_has_the_figures_of_one_
     server.kill()
     assert not (machines.output / "metrics.json").exists()
     resumed = machines.serve(written, "--resume")
-    assert resumed.ends() == 0, resumed.said
+    assert resumed.ends() == 0, resumed.all_said()
     found, expected = machines.metrics(), cfl.run(config).metrics
     for name in ("accuracy_matrix", "acc", "fgt", "bytes_up", "bytes_down"):
         assert found[name] == expected[name], name
@@ -49,7 +49,7 @@ def test_a_run_goes_on_without_nodes_that_are_refused_killed_or_late(machines):
     server.until(lambda: machines.rows())
     killed.kill()
     machines.join("c", "4")
-    assert server.ends() == 0, server.said
+    assert server.ends() == 0, server.all_said()
     missing = [set(row["missing"]) for row in machines.rows()]
     assert [len(missing), missing[0], missing[-1]] == [3, {"4"}, {"3"}]
     assert "3" in missing[1], "the round in which its node was killed"
@@ -81,6 +81,6 @@ def test_flower_runs_the_project_in_a_simulation(machines):
     nodes = "num-supernodes=2 client-resources-num-cpus=1"
     command = ("flwr", "run", "project", "--stream", "--federation-config", nodes)
     ran = machines.run("flower", *command, FLWR_HOME=str(machines.folder / "home"), **VARIABLES)
-    assert ran.ends() == 0, ran.said
+    assert ran.ends() == 0, ran.all_said()
     found, expected = machines.metrics(), cfl.run(config).metrics
     assert found["accuracy_matrix"] == expected["accuracy_matrix"], ran.said
