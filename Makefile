@@ -4,6 +4,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 PYTEST_ARGS ?= -n 3 --dist worksteal -q
 
+# The tests start many processes, which compiled files make faster.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install test slow deployment lint audit demo docs notebooks dist bench clean
 
