@@ -120,11 +120,22 @@ def test_precision_is_said_at_the_start_and_slow_processors_too(monkeypatch: pyt
     monkeypatch.setattr(precision, "fast", lambda device: False)
     assert [note.partition(":")[0] for note in precision.notes("bf16", cpu)] == [
         "precision=bf16",
-        "this processor has no bfloat16 instructions",
+        "this device multiplies bfloat16 matrices more slowly",
     ]
     monkeypatch.setattr(precision, "fast", lambda device: True)
     assert len(precision.notes("bf16", cpu)) == 1
     assert precision.notes("float32", cpu) == []
+
+
+@pytest.mark.parametrize(("seconds", "fast"), [(1e-3, True), (4e-3, False)])
+def test_a_processor_is_fast_if_its_products_are(seconds: float, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {torch.bfloat16: seconds, torch.float32: 2e-3}
+    monkeypatch.setattr(precision, "_seconds", times.__getitem__)
+    assert precision.fast(torch.device("cpu")) is fast
+
+
+def test_a_product_takes_time() -> None:
+    assert 0 < precision._seconds(torch.float32) < 1
 
 
 def test_a_wrong_precision_is_refused() -> None:
