@@ -23,6 +23,7 @@ from cfl.core import options, plugins
 from cfl.experiments import reproduce
 from cfl.experiments.compare import alone, plan
 from cfl.methods.strategies.fot import FOT
+from cfl.report.paired import differences
 from tests import toy
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -618,3 +619,19 @@ def test_figures_of_the_page_on_reliability_are_the_stored_ones():
     assert told["workers"] == [workers["killed"], round(workers["took_seconds"] / 60), workers["rounds"]]
     early, late = memory["seen"][1], memory["seen"][-1]
     assert told["memory"] == [memory["rounds"], early["mib"], early["files"], late["mib"], late["files"]]
+
+
+def test_figures_of_reviews_on_the_page_of_texts_are_the_stored_ones():
+    runs = {}
+    for folder in (RUNS / "paper/fedproj-reviews").iterdir():
+        config, found = read_yaml(folder / "config.yaml"), json.loads((folder / "metrics.json").read_text())
+        if config["model"].get("weights") is None:
+            runs.setdefault((*config["regularizers"], config["partition"]["alpha"]), []).append(found)
+    for name, *cells in rows(ROOT / "docs/text.md", after="FedAvg over the same seeds"):
+        for alpha, score, difference in zip((0.3, 0.5), cells[::2], cells[1::2]):
+            own, plain = runs[(*({name.strip("`")} - {"fedavg"}), alpha)], runs[(alpha,)]
+            accs = [100 * run["acc"] for run in own]
+            assert len(accs) == 5 and score == f"{mean(accs):.1f} ± {pstdev(accs):.1f}"
+            gap = {key: 100 * value for key, value in differences(own, plain)["acc"].items()}
+            told = "{mean:+.1f} [{low:+.1f}, {high:+.1f}]".format(**gap)
+            assert difference == ("–" if name == "`fedavg`" else told)
