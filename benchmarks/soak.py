@@ -3,7 +3,7 @@
     python benchmarks/soak.py [--minutes 5] [--parts kills faults workers folder memory] [--json FILE]
 
 kills: runs of several engines and of `cfl-run compare` are killed (SIGKILL) at random moments and resumed, for the
-    given minutes in all. After every other kill the clock is set back by a day: all files are then from tomorrow.
+    given minutes in all. After every other kill all files are dated a day ahead, as if the clock had been set back.
 faults: a run, a run with a pool and a comparison are cut at each write of their main process: killed before or after,
     or in the middle of the data; then full disks and flushes that fail, which must end in an error of cfl. Each is
     resumed. The runs of a comparison write in processes of their own, as a run does.
@@ -91,16 +91,17 @@ def ended(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def killed(pid: int, after: float) -> bool:
-    """Kill a process group after some seconds; return False if the process had ended by then."""
+def killed(pid: int, after: float) -> int | None:
+    """Kill a process group after some seconds; return None, or the exit status if the process had ended by then."""
     time.sleep(after)
-    found, _ = os.waitpid(pid, os.WNOHANG)
+    found, status = os.waitpid(pid, os.WNOHANG)
     if found:
-        return False
-    with contextlib.suppress(ProcessLookupError):
+        return os.waitstatus_to_exitcode(status)
+    with contextlib.suppress(ProcessLookupError):  # before it has a group of its own
         os.killpg(pid, signal.SIGKILL)
-    ended(pid)
-    return True
+    os.kill(pid, signal.SIGKILL)
+    status = ended(pid)
+    return None if status == -signal.SIGKILL else status
 
 
 def digest(folder: Path) -> dict[str, bytes]:
@@ -145,17 +146,20 @@ class Soak:
             name = min(works, key=lambda name: runs[name] * lasted[name])
             target = self.folder / f"{name}-{runs[name]}"
             # The longer a run lasts, the longer the pauses: a comparison that never gets past its start never ends.
-            while killed(forked(works[name], target), self.draws.uniform(0.0, 1.2) ** 2 * lasted[name]):
+            while (status := self._killed(works[name], target, lasted[name])) is None:
                 kills[name] += 1
                 if sum(kills.values()) % 2:
                     set_clock_back(target)
                     clocks += 1
-            # The last process ended by itself: once more, for its exit status.
-            self._expect(ended(forked(works[name], target)) == OK, f"{name}: the run does not end")
+            self._expect(status == OK, f"{name}: the resumed run ended with status {status} ({target.name})")
             self._expect(digest(target) == calm[name], f"{name}: other bytes after kills ({target.name})")
             shutil.rmtree(target)
             runs[name] += 1
         return {"kills": kills, "runs": runs, "all": sum(kills.values()), "clock_set_back": clocks}
+
+    def _killed(self, work: Callable[[Path], None], target: Path, lasted: float) -> int | None:
+        """Run once more, up to a kill; see `killed`. lasted: seconds of a calm run."""
+        return killed(forked(work, target), self.draws.uniform(0.0, 1.2) ** 2 * lasted)
 
     def faults(self, every: int = 1) -> dict[str, Any]:
         """Let each write fail in each way. every: only each so many."""

@@ -3,8 +3,8 @@
 A server that breaks the protocol could swap public keys. Or it could tell some share holders of a client that the
 client uploaded, and others that it dropped out, and so rebuild both of its secrets. Therefore each client signs the
 keys that it advertises, and later the list of the clients that uploaded. It reveals shares only if enough clients have
-signed the same list, and only those that the list asks for. An honest client signs one list a round, so two lists
-cannot both have more than (clients + accomplices) / 2 signatures.
+signed the same list, and only those that the list asks for. An honest client signs one list for the keys of an
+exchange, so two lists cannot both have more than (clients + accomplices) / 2 signatures.
 Two things do not come from the server: the verification keys of all clients, and the choice of neighbours, since all
 clients are neighbours.
 """

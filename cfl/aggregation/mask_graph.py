@@ -18,7 +18,6 @@ def needed(threshold: float, clients: int) -> int:
 
 
 @cache
-@cache
 def accomplices(clients: int, population: int) -> int:
     """Return the largest number of accomplices of the server beside an honest client in a cohort of `clients`.
 

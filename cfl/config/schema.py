@@ -248,6 +248,8 @@ class RunConfig(Section):
                 f"attack.clients={self.attack.clients} is more than partition.clients={self.partition.clients}; "
                 "lower it"
             )
+        if self.attack.name == "label_flip" and self.attack.strength is not None:
+            raise ConfigError("attack.strength does not apply to attack.name=label_flip; set it to null")
         if len(set(self.regularizers)) < len(self.regularizers):
             raise ConfigError(f"local regularizers must differ from each other, not {', '.join(self.regularizers)}")
         for name in self.regularizer:

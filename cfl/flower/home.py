@@ -17,7 +17,7 @@ from cfl.core.errors import FEW_NAMES, few
 from cfl.engines import Engine, parts
 from cfl.flower import client_states, wire
 from cfl.flower.client_states import ClientStates
-from cfl.flower.messages import rebuilt
+from cfl.flower.messages import described, rebuilt
 from cfl.flower.node import Node
 from cfl.flower.signing import SigningKeys
 from cfl.runtime.fingerprint import Fingerprint
@@ -133,6 +133,12 @@ class HomeNode(Node):
         known = dict(enumerate(self.rounds.schedule)).get(position)
         if known != (info.task, info.phase, info.round) or self.rounds.positions.get(info.key) != position:
             raise ConfigError(f"the server asks for another round {position} than the run has ({info.place})")
+        if not self.own_data:  # else the cohort depends on the data of others
+            told, own = described(info), described(self.rounds.info(position))
+            if other := next((name for name in own if name != "pixels" and told[name] != own[name]), None):
+                raise ConfigError(
+                    f"the server describes the round otherwise than the run has it: {other} ({info.place})"
+                )
         if self._masks(info) and request["sealed"] is None:
             raise ConfigError(f"the server asks for uploads without masks ({info.place}), but the run has secagg=full")
         return info
@@ -168,7 +174,7 @@ class HomeNode(Node):
 
     def _recalled(self, context: Context, round: int) -> dict[int, Party]:
         if _SECRETS not in context.state:
-            raise ConfigError(f"node '{self.name}' has lost its keys of this round, as by a restart")
+            raise ConfigError(f"node '{self.name}' has lost its keys of this round, for example by a restart")
         saved = wire.value(str(context.state.config_records[_SECRETS]["text"]))
         if saved["round"] != round:
             raise ConfigError(f"node '{self.name}' has keys of another round")

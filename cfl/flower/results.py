@@ -1,15 +1,16 @@
 """The answer of a node in a deployment, found to be of the right kinds, as no node is trusted to send them."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from cfl.contract.combining import STRATEGY, WEIGHTS
 from cfl.core import tree
 
-Outlines = frozenset[tuple[str, str, tuple[int, ...]]]
+Outlines = frozenset[tuple[str, str, tuple[int, ...], str]]
 MOST = 2**62  # of a count
 
 
@@ -17,12 +18,17 @@ class NodeResult:
     """A part of a round's sum, and what goes with it. Any exception of the constructor says that it is not one.
 
     part: for `UploadSum.merge`; done: clients in the sum; sizes: bytes of the parts of each client's state; losses: of
-    clients; excluded: clients with an upload that is not finite; outlines: owner, name and shape of all that a client
-    uploads, and the lengths of its vectors.
+    clients; excluded: clients with an upload that is not finite; outlines: owner, name, shape and type of all that a
+    client uploads, and the lengths of its vectors.
+    names: of the entries of a part; stacked: owners of stacked uploads; alike: whether each client's weight is 1.
     """
 
-    def __init__(self, answer: Any, ids: Sequence[int]) -> None:
+    def __init__(
+        self, answer: Any, ids: Sequence[int], names: Collection[str], stacked: Collection[str], alike: bool
+    ) -> None:
         self.part, own = dict(answer["part"]), set(ids)
+        if self.part.keys() != set(names):
+            raise ValueError("its sum has other parts than those of the run")
         self._check_counts(own)
         self.done, self.excluded = _ids(answer["done"], own), _ids(answer["excluded"], own)
         self.sizes = {id: list(map(int, answer["sizes"][id])) for id in _ids(answer["sizes"], own)}
@@ -34,6 +40,7 @@ class NodeResult:
         ):
             raise ValueError("its losses are not numbers")
         self._check_sums(own)
+        self._check_stacks(stacked, alike)
         self.outlines = self._outlined()
 
     def _check_counts(self, own: set[int]) -> None:
@@ -57,23 +64,39 @@ class NodeResult:
             for owner, leaves in trees.items():
                 if not tree.all_finite(leaves):
                     raise ValueError(f"its sum of '{owner}' has NaN or infinity")
-                if {name: leaf.shape for name, leaf in leaves.items()} != self._shapes(owner):
-                    raise ValueError(f"its sum of '{owner}' has other names or shapes than it says")
+                if {name: _kind(leaf) for name, leaf in leaves.items()} != self._kinds(owner):
+                    raise ValueError(f"its sum of '{owner}' has other names, shapes or types than it says")
         if "_vector" in part and not tree.all_finite({"": part["_vector"]}):
             raise ValueError("its sum has NaN or infinity")
 
-    def _shapes(self, owner: str) -> dict[str, Any]:
-        return {name: leaf.shape for name, leaf in self.part["_outlines"][owner].items()}
+    def _check_stacks(self, stacked: Collection[str], alike: bool) -> None:
+        """Raise ValueError unless each client in the sum has all that is stacked, with a weight that can be one."""
+        owners = ({*stacked} | ({WEIGHTS} if STRATEGY in stacked else set())) & self.part["_outlines"].keys()
+        stacks = self.part["_stacks"]
+        if stacks.keys() != (set(self.done) if owners else set()) or any(
+            own.keys() != owners for own in stacks.values()
+        ):
+            raise ValueError("its stacks are not those of the clients that it has computed")
+        weights = [float(own[WEIGHTS][""]) for own in stacks.values() if WEIGHTS in owners]
+        if any(weight <= 0 or (alike and weight != 1) for weight in weights):
+            raise ValueError("its clients' weights are not those of agg.weights")
+
+    def _kinds(self, owner: str) -> dict[str, Any]:
+        return {name: _kind(leaf) for name, leaf in self.part["_outlines"][owner].items()}
 
     def _outlined(self) -> Outlines:
         shapes = {
-            (owner, name, tuple(shape))
+            (owner, name, shape, dtype)
             for owner in self.part["_outlines"]
-            for name, shape in self._shapes(owner).items()
+            for name, (shape, dtype) in self._kinds(owner).items()
         }
         integers = self.part.get("_integers", {}).values()
-        lengths = {("integers", str(vector.dtype), np.shape(vector)) for vector in integers}
-        return frozenset(shapes | lengths | {("vector", "", tuple(self.part.get("_vector", np.empty(0)).shape))})
+        lengths = {("integers", "", np.shape(vector), str(vector.dtype)) for vector in integers}
+        return frozenset(shapes | lengths | {("vector", "", tuple(self.part.get("_vector", np.empty(0)).shape), "")})
+
+
+def _kind(leaf: Tensor) -> tuple[tuple[int, ...], str]:
+    return tuple(leaf.shape), str(leaf.dtype)
 
 
 def _ids(found: Iterable[int], own: set[int]) -> list[int]:

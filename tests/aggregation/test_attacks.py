@@ -52,6 +52,18 @@ def replaced(ids, *sent):
     return found
 
 
+@pytest.mark.parametrize("name", ["sign_flip", "scale", "alie", "ipm"])
+def test_the_order_in_which_uploads_arrive_changes_nothing(name):
+    found, _ = summed(name, of(*VALUES))
+    other, _ = summed(name, of(*VALUES), order=(2, 0, 3, 1))
+    assert torch.allclose(found[STRATEGY]["w"], other[STRATEGY]["w"], rtol=1e-14)
+
+
+def test_a_flip_of_labels_has_no_strength():
+    with pytest.raises(ConfigError, match="attack.strength does not apply to attack.name=label_flip"):
+        toy.config("attack.name=label_flip", "attack.strength=2")
+
+
 @pytest.mark.parametrize("strength", [None, 3.0])
 def test_sign_flip_by_hand(strength):
     found, ids = summed("sign_flip", of(*VALUES), strength)

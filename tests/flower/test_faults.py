@@ -81,6 +81,20 @@ def _reshape(value):
     _sums(value)["1.bias"] = torch.zeros(7)
 
 
+def _integers(value):
+    """Sums of integers, which fit their outlines."""
+    for trees in (value["part"]["_sums"], value["part"]["_outlines"]):
+        trees["strategy"]["1.bias"] = trees["strategy"]["1.bias"].long()
+
+
+def _weigh(weight):
+    def change(value):
+        for trees in value["part"]["_stacks"].values():
+            trees["weights"][""] = torch.tensor(weight, dtype=torch.float64)
+
+    return change
+
+
 def _other_model(value):
     """Sums of another model, which fit their outlines."""
     for trees in (value["part"]["_sums"], value["part"]["_outlines"]):
@@ -125,8 +139,10 @@ ANSWERS = {
     "a negative weight": (changed(_set("part", "_weight", to=-1.0)), "its weight is not a number of samples"),
     "a loss of NaN": (changed(_set("losses", 1, to=torch.tensor(math.nan))), "its loss.*"),
     "a loss that is no number": (changed(_set("losses", 1, to=torch.ones(2))), "its losses are not numbers"),
-    "another shape": (changed(_reshape), "its sum of 'strategy' has other names or shapes than it says"),
-    "another model": (changed(_other_model), r"its 'strategy/1.bias' of shape \(7,\) is not what other nodes sent"),
+    "another shape": (changed(_reshape), "its sum of 'strategy' has other names, shapes or types than it says"),
+    "another model": (changed(_other_model), r"its 'strategy/1.bias' of shape \(7,\) and type .* is not what .*"),
+    "integers": (changed(_integers), r"its 'strategy/1.bias' of shape \(.*\) and type torch.int64 is not what .*"),
+    "other parts": (changed(_set("part", "_more", to=1)), "its sum has other parts than those of the run"),
     "another task": (changed(_other_task), r"its 'strategy/.*' of shape .* is not what other nodes sent"),
     "for another client": (
         changed(_set("done", to=[0, 1, 4])), "it answers for clients that it was not asked for"
@@ -143,6 +159,33 @@ def test_a_node_that_answers_nonsense_is_left_out_of_the_round(name, tmp_path):
     settings = config()
     federation = Federation(settings, tmp_path)
     federation.network.fault = at("train", [1], [federation.nodes[1]], act)
+    expect(settings, federation, {1: "upload"}, NAMED + text, tmp_path / "output")
+
+
+def _without(*ids):
+    def change(value):
+        for id in ids:
+            del value["part"]["_stacks"][id]
+
+    return change
+
+
+_WEIGHTS = "its clients' weights are not those of agg.weights"
+_STACKS = "its stacks are not those of the clients that it has computed"
+STACKS = {
+    "a negative weight": (_weigh(-2.0), _WEIGHTS),
+    "a large weight": (_weigh(1e12), _WEIGHTS),
+    "a client without a stack": (_without(4), _STACKS),
+    "no stacks": (_without(1, 4), _STACKS),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_a_node_with_impossible_stacks_is_left_out_of_the_round(name, tmp_path):
+    change, text = STACKS[name]
+    settings = config("agg.weights=uniform", method="fedavg+norm_bound")
+    federation = Federation(settings, tmp_path)
+    federation.network.fault = at("train", [1], [federation.nodes[1]], changed(change))
     expect(settings, federation, {1: "upload"}, NAMED + text, tmp_path / "output")
 
 
@@ -266,7 +309,7 @@ def test_a_node_that_restarts_between_stages_has_lost_its_keys(kind, tmp_path):
         return deliver()
 
     federation.network.fault = at(after, [1], [federation.nodes[1]], restarts)
-    text = NAMED + "node 'n1' has lost its keys of this round, as by a restart"
+    text = NAMED + "node 'n1' has lost its keys of this round, for example by a restart"
     expect(settings, federation, {1: STAGES[after]}, text, tmp_path / "output")
 
 

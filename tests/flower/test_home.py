@@ -56,6 +56,16 @@ def test_a_node_does_not_train_the_clients_of_others(federation):
     assert found.fault == "node 'n1' has no client 0"
 
 
+@pytest.mark.parametrize("told", [{"clients": tuple(range(3000))}, {"owners": 3000}, {"dropped": (1,)}, {"lr": 9.0}])
+def test_a_node_refuses_a_round_that_is_described_otherwise(told, federation):
+    """With more clients than there are, each would add a smaller share of the noise."""
+    request, sent = last(federation, "train")
+    request = {**request, "info": {**request["info"], **told}}
+    request.pop(link.SHARED)
+    fault = f"the server describes the round otherwise than the run has it: {[*told][0]} (task"
+    assert resent(federation, sent, request).fault.startswith(fault)
+
+
 @pytest.mark.parametrize("run", ["", "../../etc", 31 * "a", 32 * "g"])
 def test_a_node_refuses_an_id_of_a_run_that_is_none(run, federation, tmp_path):
     request, sent = last(federation, "train")

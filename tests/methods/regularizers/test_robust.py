@@ -125,8 +125,25 @@ def test_rfa_minimises_the_weighted_sum_of_distances():
 
 
 def test_one_weiszfeld_iteration_by_hand():
-    # from the mean 4 of 0, 0 and 12: distances 4, 4 and 8, so the weights are as 2 : 2 : 1, and v = 12 / 5
-    assert RFA(iterations=1).aggregate(of(0, 0, 12), ALIKE[:3], None)["w"].item() == pytest.approx(2.4)
+    # From the median 4 of 0, 2, 6 and 14: distances 4, 2, 2 and 10. With a last weight of 3, the weights are as
+    # 1/4 : 1/2 : 1/2 : 3/10 = 5 : 10 : 10 : 6, and v = (20 + 60 + 84) / 31.
+    weights = torch.tensor([1.0, 1.0, 1.0, 3.0], dtype=torch.float64)
+    assert RFA(iterations=1).aggregate(of(0, 2, 6, 14), weights, None)["w"].item() == pytest.approx(164 / 31)
+
+
+@pytest.mark.parametrize("size", [1e6, 1e12, 1e30, 1e38])
+def test_the_geometric_median_ignores_the_size_of_hostile_updates(size):
+    """Four of ten clients: two thirds of the honest weight pulls back, so v stays within a few honest diameters."""
+    honest = torch.randn(6, 20, generator=torch.Generator().manual_seed(0))
+    found = RFA().aggregate({"w": torch.cat([honest, torch.full((4, 20), size)])}, torch.ones(10).double(), None)["w"]
+    assert (found - honest.mean(dim=0)).norm() < 3 * honest.norm(dim=1).max()
+
+
+def test_a_share_that_is_no_client_is_warned_of():
+    with pytest.warns(
+        UserWarning, match="a share of 0.2 of 4 clients is no client, .* share of at least 0.25, or more"
+    ):
+        TrimmedMean().aggregate(of(1, 2, 3, 4), ALIKE[:4], None)
 
 
 def test_norm_bound_by_hand():
