@@ -29,7 +29,11 @@ def derive(secret: bytes, purpose: str, size: int = SEED) -> bytes:
 
 
 def agree(own: X25519PrivateKey, other: bytes, purpose: str) -> bytes:
-    return derive(own.exchange(X25519PublicKey.from_public_bytes(other)), purpose)
+    try:
+        shared = own.exchange(X25519PublicKey.from_public_bytes(other))
+    except ValueError:  # another length, or a point of low order
+        raise RoundAborted("a public key of secure aggregation is not a key of X25519") from None
+    return derive(shared, purpose)
 
 
 def mask_key_of(seed: bytes) -> X25519PrivateKey:
@@ -123,7 +127,7 @@ class Client:
         for other, text in sealed.items():
             try:
                 self.held[other] = self._box(other).decrypt(text[:NONCE], text[NONCE:], self._route(other, self.id))
-            except (InvalidTag, ValueError):  # ValueError: shorter than a nonce
+            except (InvalidTag, ValueError, KeyError):  # ValueError: shorter than a nonce; KeyError: of no neighbour
                 raise RoundAborted(
                     f"client {self.id} cannot decrypt the shares of client {other}: they or a public key were changed"
                 ) from None
@@ -163,6 +167,8 @@ class Client:
             self.witness.check_list(listed, self._keys, signatures or {}, self.threshold)
             if false := [owner for owner, kind in wanted.items() if (kind == SELF) != (owner in listed)]:
                 raise RoundAborted(f"client {self.id} is asked for a secret of client {false[0]} against the list")
+        if strangers := wanted.keys() - self.held.keys():
+            raise RoundAborted(f"client {self.id} holds no share of client {min(strangers)}")
         for owner, kind in wanted.items():
             if self._revealed.setdefault(owner, kind) != kind:
                 raise RoundAborted(f"client {self.id} refuses to reveal both secrets of client {owner}")

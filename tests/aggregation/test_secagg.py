@@ -344,6 +344,19 @@ def test_a_client_keeps_its_own_mask_key():
         a.reveal({1: MASK})
 
 
+def test_messages_about_strangers_and_keys_that_are_none_end_the_round():
+    a, b, stranger = Client(1, 2), Client(2, 2), Client(7, 2)
+    sealed = b.share({1: a.advertise(), 7: stranger.advertise()}).sealed
+    a.share({2: b.advertise()})
+    with pytest.raises(RoundAborted, match="client 1 cannot decrypt the shares of client 7"):
+        a.receive({7: sealed[1]})
+    with pytest.raises(RoundAborted, match="client 1 holds no share of client 7"):
+        a.reveal({7: SELF})
+    for key in (b"short", bytes(64)):  # zeros are a point of low order
+        with pytest.raises(RoundAborted, match="a public key of secure aggregation is not a key of X25519"):
+            Client(3, 2).share({2: key})
+
+
 def test_a_client_masks_once():
     a, _ = _pair()
     a.mask(np.zeros(3, np.uint32))
