@@ -605,8 +605,8 @@ def test_figures_of_the_page_on_reliability_are_the_stored_ones():
     stored = [json.loads(path.read_text()) for path in sorted(folder.glob("soak-*.json"))]
     assert all(one["failures"] == [] and one["command"].startswith("python benchmarks/soak.py ") for one in stored)
     kills = [one["kills"] for one in stored if "kills" in one]
-    workers, faults, memory = (
-        next(one[part] for one in stored if part in one) for part in ("workers", "faults", "memory")
+    workers, faults, folders, memory = (
+        next(one[part] for one in stored if part in one) for part in ("workers", "faults", "folder", "memory")
     )
     told = {part.strip("`"): [float(number.replace(",", "")) for number in re.findall(r"\b\d[\d,.]*\b", text)]
             for part, text, _ in rows(ROOT / "docs/reliability.md", after="What we found")}  # fmt: skip
@@ -617,6 +617,7 @@ def test_figures_of_the_page_on_reliability_are_the_stored_ones():
     parts = [faults[name] for name in ("loop", "pool", "compare")]
     assert told["faults"] == [sum(part[kind] for part in parts for kind in kinds), *(part["writes"] for part in parts)]
     assert told["workers"] == [workers["killed"], round(workers["took_seconds"] / 60), workers["rounds"]]
+    assert told["folder"] == [folders["comparisons"], folders["reports"]]
     early, late = memory["seen"][1], memory["seen"][-1]
     assert told["memory"] == [memory["rounds"], early["mib"], early["files"], late["mib"], late["files"]]
 
