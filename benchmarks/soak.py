@@ -146,7 +146,7 @@ class Soak:
             name = min(works, key=lambda name: runs[name] * lasted[name])
             target = self.folder / f"{name}-{runs[name]}"
             # The longer a run lasts, the longer the pauses: a comparison that never gets past its start never ends.
-            while (status := self._killed(works[name], target, lasted[name])) is None:
+            while (status := killed(forked(works[name], target), self._pause(lasted[name]))) is None:
                 kills[name] += 1
                 if sum(kills.values()) % 2:
                     set_clock_back(target)
@@ -157,9 +157,9 @@ class Soak:
             runs[name] += 1
         return {"kills": kills, "runs": runs, "all": sum(kills.values()), "clock_set_back": clocks}
 
-    def _killed(self, work: Callable[[Path], None], target: Path, lasted: float) -> int | None:
-        """Run once more, up to a kill; see `killed`. lasted: seconds of a calm run."""
-        return killed(forked(work, target), self.draws.uniform(0.0, 1.2) ** 2 * lasted)
+    def _pause(self, lasted: float) -> float:
+        """Draw the seconds until a kill. lasted: seconds of a calm run."""
+        return self.draws.uniform(0.0, 1.2) ** 2 * lasted
 
     def faults(self, every: int = 1) -> dict[str, Any]:
         """Let each write fail in each way. every: only each so many."""

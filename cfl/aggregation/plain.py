@@ -18,7 +18,7 @@ class UploadSum:
     closed.
 
     gathers: how the uploads of each regularizer and those of `work` are combined; the strategy's updates are averaged,
-    or stacked with the clients' weights beside them.
+    or stacked with the clients' weights beside them; stacked: owners whose uploads are stacked, these weights included.
     clipped: entries beyond the range of integers; shortened: clients whose upload was scaled down to dp.clip; zeroed:
     ids of the clients among them whose upload was not finite and counts as zero; noise: standard deviation of the noise
     in each entry of the sum.
@@ -30,6 +30,9 @@ class UploadSum:
 
     def __init__(self, info: RoundInfo, gathers: Mapping[str, Gathers]) -> None:
         self.info, self.gathers = info, {STRATEGY: "mean", **gathers, "work": gathers.get("work", "sum")}
+        self.stacked = {owner for owner, how in self.gathers.items() if how == "stack"}
+        if STRATEGY in self.stacked:
+            self.stacked.add(WEIGHTS)
         self.clipped = self.shortened = 0
         self.zeroed: list[int] = []
         self.noise = 0.0
@@ -51,12 +54,12 @@ class UploadSum:
         self._bytes_up += sum(map(tree.nbytes, uploads.values()))
         if not all(map(tree.all_finite, uploads.values())):
             return False
-        if self.gathers[STRATEGY] == "stack":
+        if WEIGHTS in self.stacked:
             uploads = {**uploads, WEIGHTS: {"": torch.tensor(weight, dtype=torch.float64)}}
         self._match(client, uploads)
         self._weight += weight
         for owner, upload in uploads.items():
-            if owner == WEIGHTS or self.gathers[owner] == "stack":
+            if owner in self.stacked:
                 self._stacks.setdefault(client, {})[owner] = upload
             else:
                 _accumulate(self._sums.setdefault(owner, {}), upload, weight if self.gathers[owner] == "mean" else 1.0)

@@ -108,14 +108,13 @@ class DeploymentEngine(OuterEngine):
             for node, ids in homes.items()
         }
         answers = self.members.ask("train", requests, Broadcast(with_fixed(inputs)))
-        names, alike = total.part().keys(), self.config.agg.weights == "uniform"
-        stacked = [owner for owner, how in total.gathers.items() if how == "stack"]
+        names, uniform = total.part().keys(), self.config.agg.weights == "uniform"
         results = {}
         for node, answer in answers.items():
             try:
                 if answer.fault is not None:
                     raise ValueError(answer.fault)
-                results[node] = NodeResult(answer.value, homes[node], names, stacked, alike)
+                results[node] = NodeResult(answer.value, homes[node], names, total.stacked, uniform)
             except ValueError as error:
                 self._leave_out(node, homes[node], str(error))
             except Exception as error:  # whatever an answer of other kinds leads to
@@ -161,11 +160,8 @@ class DeploymentEngine(OuterEngine):
         for node in [node for node, result in results.items() if result.outlines != usual]:
             own = results.pop(node).outlines
             owner, name, shape, dtype = min(own - usual or usual - own)
-            self._leave_out(
-                node,
-                homes[node],
-                f"its '{owner}/{name}' of shape {shape} and type {dtype or 'any'} is not what other nodes sent",
-            )
+            what = f"its '{owner}/{name}' of shape {shape} and type {dtype}"
+            self._leave_out(node, homes[node], f"{what} is not what other nodes sent")
         return results
 
     def _check_quorum(self, info: RoundInfo, clients: int) -> None:

@@ -5,9 +5,10 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from cfl.contract.combining import STRATEGY, WEIGHTS
+from cfl.contract.combining import WEIGHTS
 from cfl.core import tree
 
 Outlines = frozenset[tuple[str, str, tuple[int, ...], str]]
@@ -20,11 +21,11 @@ class NodeResult:
     part: for `UploadSum.merge`; done: clients in the sum; sizes: bytes of the parts of each client's state; losses: of
     clients; excluded: clients with an upload that is not finite; outlines: owner, name, shape and type of all that a
     client uploads, and the lengths of its vectors.
-    names: of the entries of a part; stacked: owners of stacked uploads; alike: whether each client's weight is 1.
+    names: of the entries of a part; stacked: of the sum; uniform: whether each client's weight is 1.
     """
 
     def __init__(
-        self, answer: Any, ids: Sequence[int], names: Collection[str], stacked: Collection[str], alike: bool
+        self, answer: Any, ids: Sequence[int], names: Collection[str], stacked: Collection[str], uniform: bool
     ) -> None:
         self.part, own = dict(answer["part"]), set(ids)
         if self.part.keys() != set(names):
@@ -40,7 +41,7 @@ class NodeResult:
         ):
             raise ValueError("its losses are not numbers")
         self._check_sums(own)
-        self._check_stacks(stacked, alike)
+        self._check_stacks(stacked, uniform)
         self.outlines = self._outlined()
 
     def _check_counts(self, own: set[int]) -> None:
@@ -69,16 +70,14 @@ class NodeResult:
         if "_vector" in part and not tree.all_finite({"": part["_vector"]}):
             raise ValueError("its sum has NaN or infinity")
 
-    def _check_stacks(self, stacked: Collection[str], alike: bool) -> None:
+    def _check_stacks(self, stacked: Collection[str], uniform: bool) -> None:
         """Raise ValueError unless each client in the sum has all that is stacked, with a weight that can be one."""
-        owners = ({*stacked} | ({WEIGHTS} if STRATEGY in stacked else set())) & self.part["_outlines"].keys()
-        stacks = self.part["_stacks"]
-        if stacks.keys() != (set(self.done) if owners else set()) or any(
-            own.keys() != owners for own in stacks.values()
-        ):
+        stacks, owners = self.part["_stacks"], {*stacked} & self.part["_outlines"].keys()
+        expected = dict.fromkeys(self.done, owners) if owners else {}
+        if {id: set(own) for id, own in stacks.items()} != expected:
             raise ValueError("its stacks are not those of the clients that it has computed")
         weights = [float(own[WEIGHTS][""]) for own in stacks.values() if WEIGHTS in owners]
-        if any(weight <= 0 or (alike and weight != 1) for weight in weights):
+        if any(weight <= 0 or (uniform and weight != 1) for weight in weights):
             raise ValueError("its clients' weights are not those of agg.weights")
 
     def _kinds(self, owner: str) -> dict[str, Any]:
@@ -90,12 +89,11 @@ class NodeResult:
             for owner in self.part["_outlines"]
             for name, (shape, dtype) in self._kinds(owner).items()
         }
-        integers = self.part.get("_integers", {}).values()
-        lengths = {("integers", "", np.shape(vector), str(vector.dtype)) for vector in integers}
-        return frozenset(shapes | lengths | {("vector", "", tuple(self.part.get("_vector", np.empty(0)).shape), "")})
+        vectors = {("integers", "", *_kind(vector)) for vector in self.part.get("_integers", {}).values()}
+        return frozenset(shapes | vectors | {("vector", "", *_kind(self.part.get("_vector", torch.empty(0))))})
 
 
-def _kind(leaf: Tensor) -> tuple[tuple[int, ...], str]:
+def _kind(leaf: Tensor | np.ndarray) -> tuple[tuple[int, ...], str]:
     return tuple(leaf.shape), str(leaf.dtype)
 
 

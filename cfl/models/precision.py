@@ -40,7 +40,7 @@ def notes(precision: Precision, device: torch.device) -> list[str]:
 def fast(device: torch.device) -> bool:
     """Whether the device multiplies bfloat16 matrices faster than float32 ones; on a CPU by a short measurement.
 
-    Instructions for bfloat16 are no proof: some processors with AVX512-BF16 take twice as long by them.
+    Instructions for bfloat16 are no proof: some processors with AVX512-BF16 are slower by them.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)

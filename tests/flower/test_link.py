@@ -127,8 +127,9 @@ def test_a_request_that_the_superlink_refuses_is_a_fault(instead, clock):
         def pull_messages(self, ids):
             return [*super().pull_messages(ids), *([odd] if "" in ids else [])]
 
+    line = linked(Refusing())  # the network has to be there before a message
     odd = Message(Error(3, "Message Unavailable"), reply_to=Message(RecordDict(), 1, "train"))
-    found = ask(linked(Refusing()))
+    found = ask(line)
     assert found[1].fault and (found[2].value, found[3].value) == (40, 60)
     assert clock.now == 0
 
