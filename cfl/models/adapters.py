@@ -59,7 +59,7 @@ class Adapted(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         change = self.b(self.a(input))  # before `base`, so that the first layer called is one that trains
-        return self.base(input) + self.scale * change
+        return self.base(input) + (change if self.scale == 1 else self.scale * change)
 
     def merged(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """W + (alpha / r) B A for leaves of `base`, `a` and `b`, in the shape of W."""
