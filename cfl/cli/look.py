@@ -47,9 +47,11 @@ def describe(name: str) -> None:
 @app.command(epilog="Example: cfl-run report runs --output report.html")
 def report(
     runs: list[Path],
-    output: Annotated[list[Path], typer.Option("--output", "-o", help="FILE.html, .csv, .md or .tex. Repeatable.")],
+    output: Annotated[
+        list[Path], typer.Option("--output", "-o", help="FILE.html, .csv, .md, .tex, .png or .pdf. Repeatable.")
+    ],
 ) -> None:
-    """Write a report of finished runs: an HTML page, a CSV file, or a Markdown or LaTeX table.
+    """Write a report of finished runs: an HTML page, a CSV file, a Markdown or LaTeX table, or a figure.
 
     RUNS: folders of runs, or folders that contain runs.
     """

@@ -6,13 +6,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cfl.core import ConfigError
 from cfl.report import plots, tables
 from cfl.report.plots import Series, Style
-from cfl.report.runs import FinishedRun, RunGroup
+from cfl.report.runs import FinishedRun, RunGroup, Scene
 
 Styles = Mapping[str, Style]  # label of a group to its style
 Values = Callable[[FinishedRun], Sequence[float] | np.ndarray]  # empty if the run did not store them
 _FEW = 40  # largest number of bars that a reader can tell apart
+_SEEN = "Mean accuracy on the tasks seen so far"
 _POINTS = 250  # largest number of points of a line; longer lines show means
 
 
@@ -32,10 +34,32 @@ class Panel(NamedTuple):
     names: Sequence[object]
 
 
+def styles(scenes: Sequence[Scene]) -> Styles:
+    """A style for each label; groups with the same label look alike in all scenes."""
+    labels = dict.fromkeys(group.label for scene in scenes for group in scene.groups)
+    return {label: Style(number) for number, label in enumerate(labels)}
+
+
+def stream(scenes: Sequence[Scene], kind: str) -> bytes:
+    """A file with the mean accuracy on the tasks seen so far, a panel for each scene. kind: "png" or "pdf".
+
+    Raises ConfigError if no run has two tasks.
+    """
+    looks = styles(scenes)
+    panels = []
+    for scene in scenes:
+        series = _series(scene.groups, looks, _seen)
+        if any(len(one.mean) > 1 for one in series):
+            panels.append((", ".join(filter(None, (scene.benchmark, scene.setting))), series))
+    if not panels:
+        raise ConfigError("a figure over the tasks needs a run of two tasks or more; write an .html page, or a table")
+    return plots.panels(panels, kind, xlabel="after task", ylabel=f"{_SEEN.lower()}, %")
+
+
 def accuracy(groups: Sequence[RunGroup], styles: Styles) -> Iterator[Figure]:
     """Accuracy over the stream and per task, forgetting, and the training loss if it is stored."""
     curves: dict[str, Values] = {
-        "Mean accuracy on the tasks seen so far": lambda run: _mean(_matrix(run).T),
+        _SEEN: _seen,
         "Accuracy on the first task": lambda run: _matrix(run)[:, 0],
     }
     for title, values in curves.items():
@@ -136,6 +160,11 @@ def _thinned(one: Series) -> Series:
 def _matrix(run: FinishedRun) -> np.ndarray:
     """(tasks, tasks) percent, NaN for tasks not yet seen."""
     return 100 * np.array(run.metrics["accuracy_matrix"], dtype=float)
+
+
+def _seen(run: FinishedRun) -> np.ndarray:
+    """Mean accuracy on the tasks seen so far, after each task, percent."""
+    return _mean(_matrix(run).T)
 
 
 def _forgotten(run: FinishedRun) -> np.ndarray:

@@ -37,8 +37,7 @@ def page(found: Found, *, date: str) -> str:
     """Build the page: summary, figures, costs, privacy, configuration, commands. date: day of writing, as text."""
     shown = scenes(found.runs)
     several = len(shown) > 1
-    labels = dict.fromkeys(group.label for scene in shown for group in scene.groups)
-    styles = {label: Style(number) for number, label in enumerate(labels)}
+    styles = figures.styles(shown)
     title = f"{listed(scene.benchmark for scene in shown)}: {listed(run.metrics['method'] for run in found.runs)}"
     text = overview(shown)
     parts = [

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -76,6 +76,27 @@ def lines(series: Sequence[Series], *, about: str, marks: bool = True, breaks: S
         return _svg(figure, about)
 
 
+def panels(shown: Sequence[tuple[str, Sequence[Series]]], kind: str, **axes: Any) -> bytes:
+    """A file with a panel for each title, and a line for each group in it. kind: "png" or "pdf".
+
+    The standard deviation is a shade. The panels share the vertical axis, which fits the lines. axes: as for `lines`.
+    """
+    figure, plots = _figure(len(shown), 4.2, 1.4 + 4.3 * len(shown), sharey=True, squeeze=False)
+    known: dict[str, Any] = {}
+    for plot, (title, series) in zip(plots[0], shown, strict=True):
+        for one in series:
+            look = {"color": one.style.colour, "linewidth": 1.8, "marker": one.style.marker, "markersize": 5}
+            (known[one.label],) = plot.plot(one.x, one.mean, **look)
+            plot.fill_between(one.x, one.mean - one.std, one.mean + one.std, color=one.style.colour, alpha=0.18, lw=0)
+        plot.set(title=title, xticks=_ticks(max(len(one.x) for one in series)), **axes)
+        plot.label_outer()
+        plot.grid(alpha=0.3)
+    figure.legend(known.values(), known, loc="outside lower center", ncols=max(1, 3 * len(shown)), frameon=False)
+    file = BytesIO()
+    figure.savefig(file, format=kind, dpi=150, metadata={"CreationDate": None} if kind == "pdf" else None)
+    return file.getvalue()
+
+
 def bars(names: Sequence[str], series: Sequence[Series], *, about: str, **axes: Any) -> str:
     """SVG with a bar per name and group, and its standard deviation. about, axes: as for `lines`."""
     with _drawing():
@@ -142,14 +163,14 @@ def comparison(
     figure.savefig(path, dpi=150)
 
 
-def _figure(columns: int, height: float = 4.2, width: float = 10) -> tuple[Any, Any]:
+def _figure(columns: int, height: float = 4.2, width: float = 10, **axes: Any) -> tuple[Any, Any]:
     # pyplot would select a window system and keep every figure in memory.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, columns)
+    return figure, figure.subplots(1, columns, **axes)
 
 
 def _heat_map(axes: Any, matrix: np.ndarray, figure: Any) -> None:

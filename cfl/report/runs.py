@@ -19,6 +19,7 @@ from cfl.report import tables
 from cfl.runtime.run_folder import ERROR, read_json, sheets
 from cfl.runtime.table import spent, stoppers
 
+_TRAINING = ("rounds", "local.", "agg.", "server.")  # options that are often chosen for each method
 _NEEDED = ("method", "benchmark", "seed", "acc", "accuracy_matrix")
 
 
@@ -136,7 +137,8 @@ def _none_finished(unfinished: Sequence[Path], failed: Mapping[Path, Mapping[str
 def scenes(runs: Sequence[FinishedRun]) -> list[Scene]:
     """Sort runs into scenes by benchmark and setting: the options, not of the method, in which its runs differ.
 
-    If every setting has a single group, one scene compares the settings. Scenes that compare groups come first.
+    An option of the training, such as local.lr, belongs to the method if each method has one value of it. If every
+    setting has a single group, one scene compares the settings. Scenes that compare groups come first.
     """
     by_benchmark: dict[str, list[FinishedRun]] = {}
     for run in runs:
@@ -152,13 +154,18 @@ def _scenes(benchmark: str, runs: Sequence[FinishedRun]) -> list[Scene]:
     ordered = [sorted(group, key=lambda run: run.metrics["seed"]) for group in groups.values()]
     firsts = [group[0] for group in ordered]
     free = [name for name in differing(firsts) if len({_setting(run, name) for run in firsts}) > 1]
+    tied = [name for name in free if name.startswith(_TRAINING) and _one_by_method(firsts, name)]
+    free = [name for name in free if name not in tied]
     ordered.sort(key=lambda group: _order(group[0], free))
     settings = _settings([group[0] for group in ordered], free)
     named = list(zip(settings, ordered, strict=True))
+    chosen = _chosen([group[0] for group in ordered], tied)
     if len(set(settings)) == len(ordered):
-        return [Scene(benchmark, "", [RunGroup(_label(group[0], [setting]), group) for setting, group in named])]
+        texts = [(setting, chosen[group[0].metrics["method"]]) for setting, group in named]
+        labels = [_label(group[0], own) for group, own in zip(ordered, texts, strict=True)]
+        return [Scene(benchmark, "", list(map(RunGroup, labels, ordered)))]
     by_setting = {setting: [group for own, group in named if own == setting] for setting in settings}
-    return [Scene(benchmark, setting, _groups(own)) for setting, own in by_setting.items()]
+    return [Scene(benchmark, setting, _groups(own, chosen)) for setting, own in by_setting.items()]
 
 
 def differing(runs: Collection[FinishedRun]) -> list[str]:
@@ -223,18 +230,38 @@ def _run(folder: Path) -> FinishedRun:
 def _settings(runs: Sequence[FinishedRun], names: Sequence[str]) -> list[str]:
     """Write these options of each run as text; a value shared by most of the settings is omitted."""
     texts = [tuple(_setting(run, name) for name in names) for run in runs]
-    columns = [Counter(column) for column in zip(*set(texts), strict=True)]
-    usual = [text if 2 * count > len(set(texts)) else "" for column in columns for text, count in column.most_common(1)]
+    return _unusual(texts, set(texts))
+
+
+def _chosen(runs: Iterable[FinishedRun], names: Sequence[str]) -> dict[str, str]:
+    """Each method's value of these options as text; a value shared by most of the methods is omitted."""
+    texts = {run.metrics["method"]: tuple(_setting(run, name) for name in names) for run in runs}
+    return dict(zip(texts, _unusual(texts.values(), texts.values()), strict=True))
+
+
+def _unusual(texts: Iterable[tuple[str, ...]], among: Collection[tuple[str, ...]]) -> list[str]:
+    """Join each row of texts, without those that more than half of the rows `among` have in the same place."""
+    columns = [Counter(column) for column in zip(*among, strict=True)]
+    usual = [text if 2 * count > len(among) else "" for column in columns for text, count in column.most_common(1)]
     return [", ".join(text for text, other in zip(row, usual, strict=True) if text not in ("", other)) for row in texts]
 
 
-def _groups(groups: Sequence[list[FinishedRun]]) -> list[RunGroup]:
-    """Label the groups of a setting by method, and by the options in which the groups of the method differ."""
+def _one_by_method(runs: Iterable[FinishedRun], name: str) -> bool:
+    """Whether each method has a single value of an option."""
+    values: dict[str, set[str]] = {}
+    for run in runs:
+        values.setdefault(run.metrics["method"], set()).add(_setting(run, name))
+    return all(len(own) == 1 for own in values.values())
+
+
+def _groups(groups: Sequence[list[FinishedRun]], chosen: Mapping[str, str]) -> list[RunGroup]:
+    """Label the groups of a setting by method, what is chosen for it, and the options in which its groups differ."""
     made = []
     for group in groups:
         first = group[0]
         own = differing([other[0] for other in groups if other[0].metrics["method"] == first.metrics["method"]])
-        made.append(RunGroup(_label(first, [_text(first, name) for name in own]), group))
+        texts = [chosen[first.metrics["method"]], *(_text(first, name) for name in own)]
+        made.append(RunGroup(_label(first, texts), group))
     return made
 
 

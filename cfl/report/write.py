@@ -2,25 +2,33 @@
 
 from collections.abc import Callable, Sequence
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 from cfl.core import ConfigError
-from cfl.report import html, runs, spreadsheet, tables
+from cfl.report import figures, html, runs, spreadsheet, tables
 from cfl.report.overview import overview
 from cfl.report.runs import Found
 
-_KINDS: dict[str, Callable[[Found], str]] = {
+
+def _figure(kind: str, found: Found) -> bytes:
+    return figures.stream(runs.scenes(found.runs), kind)
+
+
+_KINDS: dict[str, Callable[[Found], str | bytes]] = {
     ".html": lambda found: html.page(found, date=date.today().isoformat()),
     ".csv": spreadsheet.text,
     ".md": lambda found: tables.markdown(*overview(runs.scenes(found.runs))),
     ".tex": lambda found: tables.latex(*overview(runs.scenes(found.runs))),
+    **{f".{kind}": partial(_figure, kind) for kind in ("png", "pdf")},
 }
 
 
 def files(folders: Sequence[Path], outputs: Sequence[Path]) -> Sequence[Path]:
     """Write a report of the runs in some folders to each output.
 
-    .html: a page; .csv: a row for each run; .md and .tex: the summary as a Markdown or LaTeX table.
+    .html: a page; .csv: a row for each run; .md and .tex: the summary as a Markdown or LaTeX table; .png and .pdf:
+    accuracy over the tasks, as a figure.
     Raises ConfigError for an unknown suffix, a folder without a finished run, and an output that cannot be written.
     """
     for path in outputs:
@@ -30,7 +38,8 @@ def files(folders: Sequence[Path], outputs: Sequence[Path]) -> Sequence[Path]:
     for path in outputs:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(_KINDS[path.suffix](found), encoding="utf-8")
+            content = _KINDS[path.suffix](found)
+            path.write_bytes(content.encode() if isinstance(content, str) else content)
         except OSError as error:
             raise ConfigError(f"'{path}' cannot be written ({error.strerror}); choose another --output") from None
     return outputs

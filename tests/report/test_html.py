@@ -261,7 +261,7 @@ def test_a_command_writes_each_kind_of_report(stored, tmp_path, capsys):
     ("args", "hint"),
     [
         (("nowhere", "-o", "a.html"), "'nowhere' contains no run"),
-        (("nowhere", "-o", "a.pdf"), "must end in .html, .csv, .md, .tex, not 'a.pdf'"),
+        (("nowhere", "-o", "a.svg"), "must end in .html, .csv, .md, .tex, .png, .pdf, not 'a.svg'"),
         (("nowhere",), "'--output'"),
     ],
 )

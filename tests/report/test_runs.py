@@ -157,6 +157,21 @@ def test_an_option_that_the_preset_chooses_by_method_is_no_setting():
     assert found == {"": usual, "model.norm_stats=per_task": [("fedavg", 1), ("fot", 1)]}
 
 
+def test_a_learning_rate_that_each_method_has_for_itself_is_no_setting():
+    methods = (("fedavg", "0.3"), ("fot", "0.1"), ("gpm", "0.1"))
+    found = [
+        made(method, overrides=[f"local.lr={lr}", f"partition.name={partition}"])
+        for method, lr in methods
+        for partition in ("iid", "shards")
+    ]
+    groups = [("fedavg (local.lr=0.3)", 1), ("fot", 1), ("gpm", 1)]  # two of three methods have 0.1
+    assert shown(found) == [("partition.name=iid", groups), ("partition.name=shards", groups)]
+    alone = found[0], found[2]
+    assert shown(alone) == [("", [("fedavg (local.lr=0.3)", 1), ("fot (local.lr=0.1)", 1)])]
+    other = made("fot", overrides=["local.lr=0.3", "partition.name=iid"])  # now fot has two, so they are settings
+    assert [setting for setting, _ in shown([*alone, other])] == ["local.lr=0.3", "local.lr=0.1"]
+
+
 def test_a_value_shared_by_most_settings_is_omitted():
     options = [("local.lr=0.1",), ("local.lr=0.2",), ("local.lr=0.2", "cohort=5")]
     found = [made(method, overrides=own) for own in options for method in ("fot", "fedavg")]

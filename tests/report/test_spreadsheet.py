@@ -60,7 +60,7 @@ def test_runs_that_differ_in_options_and_tasks_share_a_file(tmp_path):
 
 
 def test_an_unknown_suffix_is_refused(stored, tmp_path):
-    with pytest.raises(ConfigError, match=r"must end in .html, .csv, .md, .tex, not 'runs.xls'"):
+    with pytest.raises(ConfigError, match=r"must end in .html, .csv, .md, .tex, .png, .pdf, not 'runs.xls'"):
         write.files([stored], [tmp_path / "runs.xls"])
 
 

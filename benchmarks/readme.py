@@ -1,0 +1,55 @@
+"""Renew README's table and picture of Permuted MNIST from the stored runs.
+
+    python benchmarks/readme.py
+
+The picture is what `cfl-run report` draws of the runs in the table, to docs/images/permuted-mnist.png.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from cfl.experiments import reproduce
+from cfl.experiments.compare import Run
+from cfl.experiments.reproduce import Cell, Score
+from cfl.report import write
+
+HERE = Path(__file__).parent
+RUNS, PAGE = HERE / "results" / "runs", HERE.parent / "README.md"
+PICTURE = HERE.parent / "docs" / "images" / "permuted-mnist.png"
+HEAD = "| partition | method | ACC | paper's | FGT | paper's | seeds |\n|---|---|---|---|---|---|---|\n"
+
+
+def cells() -> dict[Cell, list[Run]]:
+    """Cells of FOT's Table 1 on Permuted MNIST that have stored runs at the paper's length, with these runs."""
+    table = reproduce.table("fot-table1")
+    found = table.runs(["PMNIST"], range(3), "paper", [], RUNS / "missing", [RUNS])
+    finished = {cell: [run for run in runs if run.results()] for cell, runs in found.items()}
+    return {cell: runs for cell, runs in finished.items() if runs}
+
+
+def lines(found: dict[Cell, list[Run]]) -> Iterator[str]:
+    """Rows of the table, in Markdown."""
+    for cell, runs in found.items():
+        own = reproduce.scores(("acc", "fgt"), runs)
+        texts = [text for name, score in own.items() for text in (_text(score), _text(cell.paper[name]))]
+        method = "FedAvg" if cell.row == "FL" else cell.row.removesuffix("+FL")
+        yield f"| {' | '.join((cell.part, method, *texts, str(len(runs))))} |\n"
+
+
+def _text(score: Score | None) -> str:
+    if score is None:
+        return "–"
+    return f"{score.mean:.2f}" + (f" ± {score.std:.2f}" if score.std is not None else "")
+
+
+def main() -> None:
+    found = cells()
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(HEAD)
+    after = rest.partition("\n\n")[2]
+    PAGE.write_text(f"{before}{HEAD}{''.join(lines(found))}\n{after}", encoding="utf-8")
+    write.files([run.folder for runs in found.values() for run in runs], [PICTURE])
+    print(f"{len(found)} rows and {PICTURE.name} renewed")
+
+
+if __name__ == "__main__":
+    main()
