@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from cfl.contract import RoundInfo, Samples, Share
 from cfl.contract.samples import joined
@@ -44,7 +43,7 @@ class Inference:
 
     def outputs(self, model: Model, x: Tensor, tasks: Tensor) -> Tensor:
         """Outputs (n, classes) for inputs (n, ...), each by the model of its task in `tasks` (n,)."""
-        logits, last, together = torch.empty(len(x), 0, device=x.device), max(self.served), _by_batch(model)
+        logits, last, together = torch.empty(len(x), 0, device=x.device), max(self.served), model.by_batch
         for task in tasks.unique().tolist():
             rows, head = tasks == task, last if model.growing else task
             if together:  # the samples of one task alone would have other statistics, and a single sample none
@@ -87,7 +86,7 @@ def accuracies(
     Raises UpdateError if the largest output of a sample is NaN or infinity: such a model predicts nothing.
     """
     model.module.eval()
-    separate = _by_batch(model)
+    separate = model.by_batch
     groups: dict[tuple[int, ...], list[int]] = {}
     head = {task: max(served) if model.growing else task for task in served}
     for task, params in served.items():
@@ -115,11 +114,6 @@ def accuracies(
     found_of = dict(zip(served, sums.tolist(), strict=True))
     _check_outputs({task: bad for task, (_, bad) in found_of.items()}, served, parts)
     return [correct / len(parts[task]) for task, (correct, _) in found_of.items()]
-
-
-def _by_batch(model: Model) -> bool:
-    """True for a model that normalises by the statistics of each batch."""
-    return any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in model.module.modules())
 
 
 def _check_outputs(bad: Mapping[int, int], served: Mapping[int, Tree], parts: Mapping[int, Samples]) -> None:

@@ -27,8 +27,9 @@ def public_logits(params: Tree, ctx: Ctx) -> Tensor:
     """Logits of a model, in evaluation mode, on all public samples: (samples, classes)."""
     assert ctx.public is not None
     rows = torch.arange(len(ctx.public), device=ctx.public.index.device)
+    parts = rows.split(ctx.model.pass_size(_CHUNK, rows.device))
     with ctx.model.evaluation(), torch.no_grad():
-        return torch.cat([ctx.forward(params, public_batch(ctx.public, part)) for part in rows.split(_CHUNK)])
+        return torch.cat([ctx.forward(params, public_batch(ctx.public, part)) for part in parts])
 
 
 def _parts(rows: Tensor, size: int) -> list[Tensor]:

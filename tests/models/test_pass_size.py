@@ -1,0 +1,52 @@
+"""Forward passes of few samples: where they are made, and that they change nothing."""
+
+import pytest
+import torch
+from torch import nn
+
+from cfl.models import Model
+
+X = torch.randn(300, 6, generator=torch.Generator().manual_seed(0))
+
+
+class Counting(nn.Module):
+    """Two layers with a normalisation between them; `sizes` holds the number of samples of each call."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.first, self.norm, self.last, self.sizes = nn.Linear(6, 4), norm, nn.Linear(4, 3), []
+
+    def forward(self, x):
+        self.sizes.append(len(x))
+        return self.last(self.norm(self.first(x)))
+
+
+def model(norm, stats):
+    made = Model(Counting(norm), (6,), [3], multi_head=False, norm_stats=stats)
+    made.module.eval()
+    made.module.sizes.clear()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("norm", "stats", "sizes"),
+    [
+        (nn.Identity(), "running", [128, 128, 44]),
+        (nn.BatchNorm1d(4), "running", [128, 128, 44]),
+        (nn.BatchNorm1d(4), "batch", [300]),  # other passes would have other statistics
+    ],
+)
+def test_predictions_are_those_of_one_pass(norm, stats, sizes):
+    made = model(norm, stats)
+    found = made.predict(made.params, X, 0)
+    assert made.module.sizes == sizes
+    torch.testing.assert_close(found, made.logits(made.params, X, 0).detach())
+
+
+def test_no_samples_have_no_outputs():
+    made = model(nn.Identity(), "running")
+    assert made.predict(made.params, X[:0], 0).shape == (0, 3)
+
+
+def test_on_a_gpu_the_number_stays():
+    assert model(nn.Identity(), "running").pass_size(1024, torch.device("cuda")) == 1024
