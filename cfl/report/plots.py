@@ -8,6 +8,7 @@ from html import escape
 from importlib.resources import files
 from io import BytesIO, StringIO
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 from zlib import crc32
 
@@ -77,21 +78,27 @@ def lines(series: Sequence[Series], *, about: str, marks: bool = True, breaks: S
 
 
 def panels(shown: Sequence[tuple[str, Sequence[Series]]], kind: str, **axes: Any) -> bytes:
-    """A file with a panel for each title, and a line for each group in it. kind: "png" or "pdf".
+    """A file with a panel for each title, two in a row, and a line for each group in it. kind: "png" or "pdf".
 
     The standard deviation is a shade. The panels share the vertical axis, which fits the lines. axes: as for `lines`.
     """
-    figure, plots = _figure(len(shown), 4.2, 1.4 + 4.3 * len(shown), sharey=True, squeeze=False)
+    rows, columns = -(-len(shown) // 2), min(2, len(shown))
+    figure, grid = _figure(columns, 3.9 * rows, 4.3 * columns + 3.2, nrows=rows, sharey=True, squeeze=False)
     known: dict[str, Any] = {}
-    for plot, (title, series) in zip(plots[0], shown, strict=True):
+    for plot, (title, series) in zip(grid.flat, shown, strict=False):
         for one in series:
             look = {"color": one.style.colour, "linewidth": 1.8, "marker": one.style.marker, "markersize": 5}
             (known[one.label],) = plot.plot(one.x, one.mean, **look)
-            plot.fill_between(one.x, one.mean - one.std, one.mean + one.std, color=one.style.colour, alpha=0.18, lw=0)
-        plot.set(title=title, xticks=_ticks(max(len(one.x) for one in series)), **axes)
-        plot.label_outer()
+            plot.fill_between(one.x, one.mean - one.std, one.mean + one.std, color=one.style.colour, alpha=0.15, lw=0)
+        plot.set(xticks=_ticks(max(len(one.x) for one in series)), **axes)
+        plot.set_title(fill(title, 48), fontsize=10)
         plot.grid(alpha=0.3)
-    figure.legend(known.values(), known, loc="outside lower center", ncols=max(1, 3 * len(shown)), frameon=False)
+    for plot in grid.flat[len(shown) :]:
+        plot.set_visible(False)
+    for plot in grid[:, 1:].flat:
+        plot.set_ylabel("")
+    labels = [fill(label, 34) for label in known]
+    figure.legend(known.values(), labels, loc="outside right center", frameon=False, fontsize=9)
     file = BytesIO()
     figure.savefig(file, format=kind, dpi=150, metadata={"CreationDate": None} if kind == "pdf" else None)
     return file.getvalue()
@@ -163,14 +170,14 @@ def comparison(
     figure.savefig(path, dpi=150)
 
 
-def _figure(columns: int, height: float = 4.2, width: float = 10, **axes: Any) -> tuple[Any, Any]:
+def _figure(columns: int, height: float = 4.2, width: float = 10, nrows: int = 1, **axes: Any) -> tuple[Any, Any]:
     # pyplot would select a window system and keep every figure in memory.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, columns, **axes)
+    return figure, figure.subplots(nrows, columns, **axes)
 
 
 def _heat_map(axes: Any, matrix: np.ndarray, figure: Any) -> None:
