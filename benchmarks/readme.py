@@ -44,10 +44,10 @@ def _text(score: Score | None) -> str:
 
 def main() -> None:
     found = cells()
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(HEAD)
+    before, rest = PAGE.read_text(encoding="utf-8").split(HEAD)
     after = rest.partition("\n\n")[2]
-    PAGE.write_text(f"{before}{HEAD}{''.join(lines(found))}\n{after}", encoding="utf-8")
     write.files([run.folder for runs in found.values() for run in runs], [PICTURE])
+    PAGE.write_text(f"{before}{HEAD}{''.join(lines(found))}\n{after}", encoding="utf-8")
     print(f"{len(found)} rows and {PICTURE.name} renewed")
 
 

@@ -636,3 +636,29 @@ def test_figures_of_reviews_on_the_page_of_texts_are_the_stored_ones():
             gap = {key: 100 * value for key, value in differences(own, plain)["acc"].items()}
             told = "{mean:+.1f} [{low:+.1f}, {high:+.1f}]".format(**gap)
             assert difference == ("–" if name == "`fedavg`" else told)
+
+
+def test_figures_of_topics_on_the_page_of_texts_are_the_stored_ones():
+    runs = {}
+    for folder in (RUNS / "small/split-topics").iterdir():
+        config, found = read_yaml(folder / "config.yaml"), json.loads((folder / "metrics.json").read_text())
+        runs.setdefault((config["method"], config["model"]["adapter"]), []).append(found)
+    table = rows(
+        ROOT / "docs/text.md", after="cfl-run compare split-topics --scale small --methods fedavg,fot,gpm,olora"
+    )
+    told = {}
+    for name, *cells in table:
+        for adapter, pair in (("none", cells[:2]), ("lora", cells[2:])):
+            if pair != ["–", "–"]:
+                told[name.strip("`"), adapter] = pair
+    assert told == {key: _scores(own) for key, own in runs.items()}
+    sent = {key: mean(run["bytes_up"] for run in own) / 1e6 for key, own in runs.items()}
+    text = f"({sent['fedavg', 'lora']:.1f} instead of {sent['fedavg', 'none']:.1f} MB up with FedAvg)"
+    assert text in (ROOT / "docs/text.md").read_text()
+
+
+def _scores(runs):
+    """ACC and FGT of three runs as on a page."""
+    assert len(runs) == 3
+    both = [[100 * run[name] for run in runs] for name in ("acc", "fgt")]
+    return [f"{mean(own):.1f} ± {pstdev(own):.1f}" for own in both]

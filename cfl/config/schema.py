@@ -216,7 +216,9 @@ class RunConfig(Section):
     eval_local: int = Field(
         0, ge=0, le=2**31, description="rounds between evaluations of the cohort's local models; 0: never"
     )
-    eval_batch_size: Positive = Field(1024, description="samples per batch in evaluations")
+    eval_batch_size: Positive = Field(
+        1024, description="samples per batch in evaluations; on a CPU in passes of 128 at most"
+    )
     checkpoint_every: Positive = Field(1, description="rounds between checkpoints; the end of a task always writes one")
     threads: int = Field(1, ge=1, le=256, description="threads of an operation; engine=auto may choose one per core")
     on_bad_update: Literal["raise", "exclude"] = Field("raise", description="reaction to NaN in a client's update")

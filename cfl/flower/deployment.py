@@ -159,7 +159,7 @@ class DeploymentEngine(OuterEngine):
         self._usual[info.phase.name] = usual
         for node in [node for node, result in results.items() if result.outlines != usual]:
             own = results.pop(node).outlines
-            owner, name, shape, dtype = min(own - usual or usual - own)
+            owner, name, shape, dtype = min(own - usual or usual - own, key=repr)
             what = f"its '{owner}/{name}' of shape {shape} and type {dtype}"
             self._leave_out(node, homes[node], f"{what} is not what other nodes sent")
         return results

@@ -21,7 +21,7 @@ class NodeResult:
     part: for `UploadSum.merge`; done: clients in the sum; sizes: bytes of the parts of each client's state; losses: of
     clients; excluded: clients with an upload that is not finite; outlines: owner, name, shape and type of all that a
     client uploads, and the lengths of its vectors.
-    names: of the entries of a part; stacked: of the sum; uniform: whether each client's weight is 1.
+    names: of the entries of a part; stacked: see `UploadSum`; uniform: whether each client's weight is 1.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ from cfl.models.precision import Precision
 from cfl.models.tracing import check_outputs, frozen_names, own_copy, trace
 
 NormStats = Literal["per_task", "batch", "running"]
-_PASS = 128  # samples; with 1,024, convolutions and transformers take 1.1 to 1.9 times as long
+_PASS = 128  # samples at most; benchmarks/passes.py compares sizes, stored in results/passes there
 NO_CLASS = -1e9  # logit of a class that a narrower head does not have: its softmax is 0, its logarithm is finite
 
 
@@ -180,21 +180,24 @@ class Model:
         return self._call(self.bind(params, task), x)
 
     def predict(self, params: Mapping[str, Tensor], x: Tensor, task: int) -> Tensor:
-        """What `logits` returns, within `lowered` and without gradient, from passes of `pass_size` samples."""
+        """What `logits` returns, within `lowered` and without gradient, in `passes`; for the evaluation mode."""
         with self.lowered(), torch.no_grad():
-            return torch.cat([self.logits(params, part, task) for part in x.split(self.pass_size(len(x), x.device))])
+            return torch.cat([self.logits(params, part, task) for part in self.passes(x, len(x))])
 
     @property
     def by_batch(self) -> bool:
         """True if the module normalises by the statistics of each batch, so that an output depends on the others."""
         return any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in self.module.modules())
 
-    def pass_size(self, samples: int, device: torch.device) -> int:
-        """Samples of a forward pass in evaluation mode: on a CPU few, since the activations of many leave its caches.
+    def passes(self, samples: Tensor, most: int) -> Sequence[Tensor]:
+        """Split samples, or their rows, (n, ...) into those of each forward pass in evaluation mode.
 
-        samples: the usual number, which stays on a GPU, and where outputs depend on the batch.
+        On a CPU a pass has few, since the activations of many leave its caches. most: samples of a pass on a GPU, and
+        where outputs depend on the batch.
         """
-        return samples if device.type != "cpu" or self.by_batch else min(samples, _PASS)
+        if samples.device.type != "cpu" or self.by_batch:
+            return samples.split(most)
+        return samples.tensor_split(max(1, -(-len(samples) // _PASS)))  # even parts, so none of a single sample
 
     def outputs(self, params: Mapping[str, Tensor], x: Tensor, task: int, heads: Sequence[int]) -> Tensor:
         """Outputs of several heads in one pass: (batch, heads, classes of the widest), see `cfl.contract.Forward`.

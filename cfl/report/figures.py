@@ -48,11 +48,10 @@ def stream(scenes: Sequence[Scene], kind: str) -> bytes:
     looks = styles(scenes)
     panels = []
     for scene in scenes:
-        series = _series(scene.groups, looks, _seen)
-        if any(len(one.mean) > 1 for one in series):
+        if series := [one for one in _series(scene.groups, looks, _seen) if len(one.mean) > 1]:
             panels.append((", ".join(filter(None, (scene.benchmark, scene.setting))), series))
     if not panels:
-        raise ConfigError("a figure over the tasks needs a run of two tasks or more; write an .html page, or a table")
+        raise ConfigError(f"a .{kind} shows accuracy over the tasks, and no run has two tasks; write a page or a table")
     return plots.panels(panels, kind, xlabel="after task", ylabel=f"{_SEEN.lower()}, %")
 
 

@@ -60,11 +60,7 @@ def lines(series: Sequence[Series], *, about: str, marks: bool = True, breaks: S
     with _drawing():
         figure, plot = _svg_figure()
         for one in series:
-            look = {"color": one.style.colour, "linewidth": 1.6}
-            plot.plot(one.x, one.mean, **look, marker=one.style.marker if marks else "", markersize=5)
-            if np.nanmax(one.std, initial=0) > 0:
-                low, high = one.mean - one.std, one.mean + one.std
-                plot.fill_between(one.x, low, high, color=one.style.colour, alpha=0.18, linewidth=0)
+            _curve(plot, one, one.style.marker if marks else "")
         for place in breaks:
             plot.axvline(place, color=_INK, alpha=0.25, linewidth=0.6, linestyle=":")
         plot.set(**axes)
@@ -80,28 +76,41 @@ def lines(series: Sequence[Series], *, about: str, marks: bool = True, breaks: S
 def panels(shown: Sequence[tuple[str, Sequence[Series]]], kind: str, **axes: Any) -> bytes:
     """A file with a panel for each title, two in a row, and a line for each group in it. kind: "png" or "pdf".
 
-    The standard deviation is a shade. The panels share the vertical axis, which fits the lines. axes: as for `lines`.
+    The panels share the vertical axis, which fits the lines. axes: as for `lines`.
     """
     rows, columns = -(-len(shown) // 2), min(2, len(shown))
-    figure, grid = _figure(columns, 3.9 * rows, 4.3 * columns + 3.2, nrows=rows, sharey=True, squeeze=False)
+    labels = {one.label: _wrapped(one.label, 34) for _, series in shown for one in series}
+    high = max(3.9 * rows, 0.5 + 0.2 * sum(text.count("\n") + 1 for text in labels.values()))  # inches
+    figure, grid = _figure(columns, high, 4.3 * columns + 3.2, nrows=rows, sharey=True, squeeze=False)
     known: dict[str, Any] = {}
     for plot, (title, series) in zip(grid.flat, shown, strict=False):
-        for one in series:
-            look = {"color": one.style.colour, "linewidth": 1.8, "marker": one.style.marker, "markersize": 5}
-            (known[one.label],) = plot.plot(one.x, one.mean, **look)
-            plot.fill_between(one.x, one.mean - one.std, one.mean + one.std, color=one.style.colour, alpha=0.15, lw=0)
+        known |= {labels[one.label]: _curve(plot, one, one.style.marker) for one in series}
         plot.set(xticks=_ticks(max(len(one.x) for one in series)), **axes)
-        plot.set_title(fill(title, 48), fontsize=10)
+        plot.set_title(_wrapped(title, 48), fontsize=10)
         plot.grid(alpha=0.3)
     for plot in grid.flat[len(shown) :]:
         plot.set_visible(False)
     for plot in grid[:, 1:].flat:
         plot.set_ylabel("")
-    labels = [fill(label, 34) for label in known]
-    figure.legend(known.values(), labels, loc="outside right center", frameon=False, fontsize=9)
+    figure.legend(known.values(), known, loc="outside right center", frameon=False, fontsize=9)
     file = BytesIO()
     figure.savefig(file, format=kind, dpi=150, metadata={"CreationDate": None} if kind == "pdf" else None)
     return file.getvalue()
+
+
+def _curve(plot: Any, one: Series, marker: str) -> Any:
+    """Draw the mean as a line, which is returned, and the standard deviation as a shade."""
+    (line,) = plot.plot(one.x, one.mean, color=one.style.colour, linewidth=1.6, marker=marker, markersize=5)
+    if np.nanmax(one.std, initial=0) > 0:
+        plot.fill_between(
+            one.x, one.mean - one.std, one.mean + one.std, color=one.style.colour, alpha=0.18, linewidth=0
+        )
+    return line
+
+
+def _wrapped(text: str, width: int) -> str:
+    """Text in lines of `width` characters; values of a list are kept whole."""
+    return fill(re.sub(r",(?=\S)", ", ", text), width)
 
 
 def bars(names: Sequence[str], series: Sequence[Series], *, about: str, **axes: Any) -> str:

@@ -29,7 +29,8 @@ def files(folders: Sequence[Path], outputs: Sequence[Path]) -> Sequence[Path]:
 
     .html: a page; .csv: a row for each run; .md and .tex: the summary as a Markdown or LaTeX table; .png and .pdf:
     accuracy over the tasks, as a figure.
-    Raises ConfigError for an unknown suffix, a folder without a finished run, and an output that cannot be written.
+    Raises ConfigError for an unknown suffix, a folder without a finished run, an output that cannot be written, and a
+    figure if no run has two tasks.
     """
     for path in outputs:
         if path.suffix not in _KINDS:

@@ -1,5 +1,7 @@
 """The figure of accuracy over the tasks, as a file of its own."""
 
+from dataclasses import replace
+
 import matplotlib.figure
 import numpy as np
 import pytest
@@ -7,7 +9,8 @@ import pytest
 import cfl
 from cfl.core import ConfigError
 from cfl.report import write
-from cfl.report.runs import read
+from cfl.report.figures import stream
+from cfl.report.runs import read, scenes
 from tests.report.conftest import SMALL
 
 
@@ -46,6 +49,22 @@ def test_settings_are_panels_with_one_legend(stored, tmp_path, drawn):
     assert len(figure.legends) == 1
 
 
+def test_runs_of_one_task_are_left_out(stored, tmp_path, drawn):
+    config = cfl.resolve("permuted-digits", method="gpm", overrides=[*SMALL, "tasks=1"])
+    cfl.run(config, output=tmp_path / "gpm")
+    write.files([stored, tmp_path], [tmp_path / "figure.png"])
+    assert [len(line.get_xdata()) for axes in drawn[0].axes for line in axes.get_lines()] == [2, 2]
+
+
+def test_the_legend_fits(stored, drawn):
+    (scene,) = scenes(read([stored]).runs)
+    many = [replace(scene.groups[0], label=f"fot (strategy.threshold=0.{i}, strategy.model=local)") for i in range(20)]
+    stream([replace(scene, groups=many)], "png")
+    (figure,), inside = drawn, drawn[0].bbox
+    box = figure.legends[0].get_window_extent()
+    assert inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1
+
+
 @pytest.mark.parametrize(("kind", "begin"), [("png", b"\x89PNG"), ("pdf", b"%PDF")])
 def test_the_same_runs_give_the_same_file(kind, begin, stored, tmp_path):
     paths = [tmp_path / f"{name}.{kind}" for name in ("one", "two")]
@@ -57,6 +76,6 @@ def test_the_same_runs_give_the_same_file(kind, begin, stored, tmp_path):
 def test_runs_of_one_task_have_no_figure(tmp_path):
     config = cfl.resolve("permuted-digits", method="fedavg", overrides=[*SMALL, "tasks=1"])
     cfl.run(config, output=tmp_path / "run")
-    with pytest.raises(ConfigError, match="needs a run of two tasks or more"):
+    with pytest.raises(ConfigError, match="no run has two tasks"):
         write.files([tmp_path], [tmp_path / "figure.png"])
     assert not (tmp_path / "figure.png").exists()

@@ -14,7 +14,7 @@ from cfl.core import Tree, optim, option, rng, tree
 Loss = Callable[[Tensor, Tensor, Tree], Tensor]
 """Loss () of the student, from rows (b,) of the public data, its logits (b, classes), and its trained parameters."""
 
-_CHUNK = 1024  # public samples in a forward pass without gradient
+_CHUNK = 1024  # public samples in a forward pass without gradient, at most; see `Model.passes`
 
 
 def public_batch(public: Samples, rows: Tensor) -> Batch:
@@ -27,8 +27,8 @@ def public_logits(params: Tree, ctx: Ctx) -> Tensor:
     """Logits of a model, in evaluation mode, on all public samples: (samples, classes)."""
     assert ctx.public is not None
     rows = torch.arange(len(ctx.public), device=ctx.public.index.device)
-    parts = rows.split(ctx.model.pass_size(_CHUNK, rows.device))
     with ctx.model.evaluation(), torch.no_grad():
+        parts = ctx.model.passes(rows, _CHUNK)
         return torch.cat([ctx.forward(params, public_batch(ctx.public, part)) for part in parts])
 
 

@@ -31,8 +31,8 @@ def model(norm, stats):
 @pytest.mark.parametrize(
     ("norm", "stats", "sizes"),
     [
-        (nn.Identity(), "running", [128, 128, 44]),
-        (nn.BatchNorm1d(4), "running", [128, 128, 44]),
+        (nn.Identity(), "running", [100, 100, 100]),
+        (nn.BatchNorm1d(4), "running", [100, 100, 100]),
         (nn.BatchNorm1d(4), "batch", [300]),  # other passes would have other statistics
     ],
 )
@@ -48,5 +48,13 @@ def test_no_samples_have_no_outputs():
     assert made.predict(made.params, X[:0], 0).shape == (0, 3)
 
 
-def test_on_a_gpu_the_number_stays():
-    assert model(nn.Identity(), "running").pass_size(1024, torch.device("cuda")) == 1024
+def test_no_pass_has_a_single_sample_of_several():
+    """Such a pass has no statistics, and a network that squeezes its output would lose a dimension."""
+    made = model(nn.Identity(), "running")
+    made.predict(made.params, X[:129], 0)
+    assert made.module.sizes == [65, 64]
+
+
+def test_elsewhere_than_on_a_cpu_passes_are_as_large_as_they_may_be():
+    parts = model(nn.Identity(), "running").passes(torch.empty(2000, device="meta"), 1024)
+    assert [len(part) for part in parts] == [1024, 976]
