@@ -1,18 +1,18 @@
 """GPM+FL: gradient projection memory at each client (Saha et al., ICLR 2021; as a baseline: FOT, appendix F.2).
 
-At the end of task t every client with data of the task extends its own basis O of each layer by the leading left
-singular vectors of the residual X* = X - O O^T X of its layer inputs X (GPM, eq. 8): the fewest for which the basis
-covers the share `threshold` of |X|^2 (eq. 9). In later tasks the client projects its update before the upload,
-delta <- delta - (delta O) O^T, or every gradient, as centralised GPM does (`apply`). A mean of updates that are
-orthogonal to different bases is orthogonal to none of them, so the method fails if the inputs of clients have little in
-common. With `apply=gradient` the guarantee holds for plain SGD, as in GPM's paper: weight decay and Adam act after the
-projection.
+At the end of task t every client with data of the task, or a cohort of them (`participants`), extends its own basis O
+of each layer by the leading left singular vectors of the residual X* = X - O O^T X of its layer inputs X (GPM, eq. 8):
+the fewest for which the basis covers the share `threshold` of |X|^2 (eq. 9). In later tasks the client projects its
+update before the upload, delta <- delta - (delta O) O^T, or every gradient, as centralised GPM does (`apply`). A mean
+of updates that are orthogonal to different bases is orthogonal to none of them, so the method fails if the inputs of
+clients have little in common, or if few clients have bases. With `apply=gradient` the guarantee holds for plain SGD, as
+in GPM's paper: weight decay and Adam act after the projection.
 
 Paper and code differ in the first task, where the code takes one direction too few (`first_rank_bug`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -47,6 +47,12 @@ class GPM(OptionalTaskInference, Strategy):
     threshold: float = option(0.95, "share of input energy to protect", source="GPM, eq. 9", above=0.0, at_most=1.0)
     threshold_step: float = option(0.0, "added to the threshold after each task", source="GPM's code", at_least=0.0)
     apply: str = option("update", "tensor to project", source="FOT, F.2; GPM: gradient", choices=("update", "gradient"))
+    participants: str = option(
+        "all",
+        "clients that extend their bases after a task",
+        source="FOT, F.2; as FOT's code: sampled",
+        choices=("all", "sampled"),
+    )
     samples: int = option(0, "samples per client and task for the bases (0: all)", source="GPM's code", at_least=0)
     bias: str = option("augment", "biases; GPM's networks have none", choices=("augment", "free", "freeze"))
     norm_affine: str = option(
@@ -55,7 +61,10 @@ class GPM(OptionalTaskInference, Strategy):
     first_rank_bug: bool = option(False, "one direction fewer in the first task", source="GPM's code")
 
     def plan(self, task: int, tasks: int, rounds: int) -> list[Phase]:
-        return [*with_consolidation(task, tasks, rounds), *self.feature_phases()]
+        phases = with_consolidation(task, tasks, rounds)
+        if self.participants == "sampled":
+            phases = [replace(phase, cohort="sampled") for phase in phases]
+        return [*phases, *self.feature_phases()]
 
     def refuses(self, run: Mapping[str, Any]) -> str | None:
         return self.inference_refuses(run)
