@@ -429,6 +429,15 @@ def test_plans_train_and_consolidate_all_tasks_but_the_last():
     assert plans == [[train, ("consolidate", 1, "available", False, True)], [train]]
 
 
+def test_a_cohort_alone_extends_its_bases_if_asked():
+    recorder = Recorder(threshold=0.9, participants="sampled")
+    _run("partition.clients=4", "cohort=2", "rounds=1", "tasks=3", strategy=recorder)
+    by_task = {task: {id for own, id, _ in recorder.stored if own == task} for task in (0, 1)}
+    assert [len(ids) for ids in by_task.values()] == [2, 2]
+    plan = GPM(participants="sampled").plan(0, 2, 7)
+    assert [(phase.name, phase.cohort) for phase in plan] == [("train", "sampled"), ("consolidate", "sampled")]
+
+
 def test_bytes_from_the_shapes_of_the_bases():
     recorder = Recorder(threshold=0.9)
     metrics = _run("partition.task_share=0.75", strategy=recorder).metrics  # three of four clients own a task
