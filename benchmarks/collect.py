@@ -89,7 +89,7 @@ def page(runs: Path = RUNS) -> str:
                     own = ", ".join(_options(given, {*scene.setting.split(", "), *shared}))
                     row[0] = Cell(group.runs[0].metrics["method"] + (f" ({own})" if own else ""))
             lines = "\n".join(shlex.join(one) for one in made if one)
-            sections += [f"## {title}, not in a paper ({words})\n\n```\n{lines}\n```\n"]
+            sections += [f"## {title}, not in a paper ({words})\n", *([f"```\n{lines}\n```\n"] if lines else [])]
             sections += [tables.markdown(titles, rows, labels)]
     return "\n".join(sections)
 

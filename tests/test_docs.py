@@ -638,6 +638,27 @@ def test_figures_of_reviews_on_the_page_of_texts_are_the_stored_ones():
             assert difference == ("–" if name == "`fedavg`" else told)
 
 
+def test_figures_of_a_pretrained_network_on_the_page_of_texts_are_the_stored_ones():
+    accs = {}
+    for folder in (RUNS / "paper/fedproj-reviews").iterdir():
+        config, found = read_yaml(folder / "config.yaml"), json.loads((folder / "metrics.json").read_text())
+        if config["model"].get("weights") is not None:
+            assert (config["partition"]["alpha"], config["public"]["samples"], config["seed"]) == (0.5, 500, 0)
+            accs[config["regularizers"][0] if config["regularizers"] else "fedavg"] = 100 * found["acc"]
+    text = " ".join((ROOT / "docs/text.md").read_text().split())
+    assert f"one seed, FedAvg reaches {accs['fedavg']:.1f} and FedProj {accs['fedproj']:.1f}." in text
+
+
+def test_bases_of_a_cohort_alone_on_the_page_of_details_are_the_stored_runs():
+    found = {}
+    for folder in (RUNS / "small/permuted-mnist").glob("gpm-*"):
+        config, metrics = read_yaml(folder / "config.yaml"), json.loads((folder / "metrics.json").read_text())
+        scores = [f"{100 * metrics[name]:.2f}" for name in ("acc", "fgt")]
+        found[config["partition"]["name"], config["strategy"]["participants"]] = scores
+    table = rows(ROOT / "docs/fidelity.md", after="It has not been run at full length:")
+    assert {(partition, who): scores for partition, who, *scores in table} == found
+
+
 def test_figures_of_topics_on_the_page_of_texts_are_the_stored_ones():
     runs = {}
     for folder in (RUNS / "small/split-topics").iterdir():
