@@ -660,6 +660,31 @@ def test_bases_of_a_cohort_alone_on_the_page_of_details_are_the_stored_runs():
     assert {(partition, who): scores for partition, who, *scores in table} == found
 
 
+def test_figures_of_a_vision_transformer_on_the_page_of_adapters_are_the_stored_ones():
+    found, page = {}, ROOT / "docs/adapters.md"
+    for folder in (RUNS / "small/split-cifar100").iterdir():
+        config = read_yaml(folder / "config.yaml")
+        if config["model"]["name"] == "vit_small":
+            spent = json.loads((folder / "timing.json").read_text())
+            seconds = sum(spent["clients"].values()) + sum(spent["server"].values())
+            metrics = json.loads((folder / "metrics.json").read_text())
+            found.setdefault(config["method"], []).append({**metrics, "seconds": seconds})
+    for name, *cells in rows(page, after="## Five tasks of Split CIFAR-100"):
+        runs = found.pop(name.strip("`"))
+        scores = [[100 * run[key] for run in runs] for key in ("acc", "fgt")]
+        costs = [mean(run[key] for run in runs) for key in ("bytes_up", "bytes_down", "seconds")]
+        assert {run["seed"] for run in runs} == {0, 1}
+        assert cells == [
+            *(f"{mean(own):z.1f} ± {pstdev(own):.1f}" for own in scores),
+            *(f"{bytes / 1e6:.1f}" for bytes in costs[:2]),
+            f"{costs[2]:.0f}",
+        ]
+    assert not found
+    (before,) = (RUNS / "paper/cifar10").iterdir()
+    acc = json.loads((before / "metrics.json").read_text())["acc"]
+    assert f"to an accuracy of {100 * acc:.1f} %" in " ".join(page.read_text().split())
+
+
 def test_figures_of_topics_on_the_page_of_texts_are_the_stored_ones():
     runs = {}
     for folder in (RUNS / "small/split-topics").iterdir():
