@@ -1,4 +1,4 @@
-"""Time predictions of each model in forward passes of 1,024 samples and of fewer: the reason for `Model.pass_size`.
+"""Time predictions of each model in forward passes of 1,024 samples and of fewer: the reason for `cfl.models.passes`.
 
     python benchmarks/passes.py [--repeats 5] [--json FILE]
 

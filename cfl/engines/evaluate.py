@@ -13,6 +13,7 @@ from cfl.contract import RoundInfo, Samples, Share
 from cfl.contract.samples import joined
 from cfl.core import Tree, UpdateError, rng, tree
 from cfl.models import Model
+from cfl.models.passes import by_batch
 
 Observer = Callable[[RoundInfo, int, Tree], None]
 
@@ -43,7 +44,7 @@ class Inference:
 
     def outputs(self, model: Model, x: Tensor, tasks: Tensor) -> Tensor:
         """Outputs (n, classes) for inputs (n, ...), each by the model of its task in `tasks` (n,)."""
-        logits, last, together = torch.empty(len(x), 0, device=x.device), max(self.served), model.by_batch
+        logits, last, together = torch.empty(len(x), 0, device=x.device), max(self.served), by_batch(model.module)
         for task in tasks.unique().tolist():
             rows, head = tasks == task, last if model.growing else task
             if together:  # the samples of one task alone would have other statistics, and a single sample none
@@ -86,7 +87,7 @@ def accuracies(
     Raises UpdateError if the largest output of a sample is NaN or infinity: such a model predicts nothing.
     """
     model.module.eval()
-    separate = model.by_batch
+    separate = by_batch(model.module)
     groups: dict[tuple[int, ...], list[int]] = {}
     head = {task: max(served) if model.growing else task for task in served}
     for task, params in served.items():

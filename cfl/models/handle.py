@@ -11,7 +11,6 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from cfl.core import ConfigError, Tree, tree
@@ -21,11 +20,10 @@ from cfl.models import adapters
 from cfl.models import precision as precisions
 from cfl.models.layers import drop_running_stats, full_name, layers_of, leaf_slots, new_heads, norm_parameters
 from cfl.models.memory_format import channels_last, is_channels_last, suits_channels_last
-from cfl.models.precision import Precision
+from cfl.models.passes import passes
 from cfl.models.tracing import check_outputs, frozen_names, own_copy, trace
 
 NormStats = Literal["per_task", "batch", "running"]
-_PASS = 128  # samples at most; benchmarks/passes.py compares sizes, stored in results/passes there
 NO_CLASS = -1e9  # logit of a class that a narrower head does not have: its softmax is 0, its logarithm is finite
 
 
@@ -58,7 +56,7 @@ class Model:
         seed: int = 0,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
-        precision: Precision = "float32",
+        precision: precisions.Precision = "float32",
     ) -> None:
         self.module, self.precision, self._lowered = own_copy(module, device), precision, False
         if precision != "float32":
@@ -182,22 +180,7 @@ class Model:
     def predict(self, params: Mapping[str, Tensor], x: Tensor, task: int) -> Tensor:
         """What `logits` returns, within `lowered` and without gradient, in `passes`; for the evaluation mode."""
         with self.lowered(), torch.no_grad():
-            return torch.cat([self.logits(params, part, task) for part in self.passes(x, len(x))])
-
-    @property
-    def by_batch(self) -> bool:
-        """True if the module normalises by the statistics of each batch, so that an output depends on the others."""
-        return any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in self.module.modules())
-
-    def passes(self, samples: Tensor, most: int) -> Sequence[Tensor]:
-        """Split samples, or their rows, (n, ...) into those of each forward pass in evaluation mode.
-
-        On a CPU a pass has few, since the activations of many leave its caches. most: samples of a pass on a GPU, and
-        where outputs depend on the batch.
-        """
-        if samples.device.type != "cpu" or self.by_batch:
-            return samples.split(most)
-        return samples.tensor_split(max(1, -(-len(samples) // _PASS)))  # even parts, so none of a single sample
+            return torch.cat([self.logits(params, part, task) for part in passes(self.module, x, len(x))])
 
     def outputs(self, params: Mapping[str, Tensor], x: Tensor, task: int, heads: Sequence[int]) -> Tensor:
         """Outputs of several heads in one pass: (batch, heads, classes of the widest), see `cfl.contract.Forward`.

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from cfl.contract import Batch, Ctx, Gathers, LocalRegularizer, RoundInfo, Samples
 from cfl.core import Tree, optim, option, rng, tree
+from cfl.models.passes import passes
 
 Loss = Callable[[Tensor, Tensor, Tree], Tensor]
 """Loss () of the student, from rows (b,) of the public data, its logits (b, classes), and its trained parameters."""
 
-_CHUNK = 1024  # public samples in a forward pass without gradient, at most; see `Model.passes`
+_CHUNK = 1024  # public samples in a forward pass without gradient, at most; see `passes`
 
 
 def public_batch(public: Samples, rows: Tensor) -> Batch:
@@ -28,7 +29,7 @@ def public_logits(params: Tree, ctx: Ctx) -> Tensor:
     assert ctx.public is not None
     rows = torch.arange(len(ctx.public), device=ctx.public.index.device)
     with ctx.model.evaluation(), torch.no_grad():
-        parts = ctx.model.passes(rows, _CHUNK)
+        parts = passes(ctx.model.module, rows, _CHUNK)
         return torch.cat([ctx.forward(params, public_batch(ctx.public, part)) for part in parts])
 
 
