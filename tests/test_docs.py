@@ -660,6 +660,14 @@ def test_bases_of_a_cohort_alone_on_the_page_of_details_are_the_stored_runs():
     assert {(partition, who): scores for partition, who, *scores in table} == found
 
 
+def test_figures_of_forward_passes_on_the_speed_page_are_the_stored_ones():
+    models = json.loads((ROOT / "benchmarks/results/passes/passes.json").read_text())["models"]
+    ratios = {name: own["ratios"]["128"] for name, own in models.items()}
+    mlp, text = ratios.pop("mlp"), " ".join((ROOT / "docs/speed.md").read_text().split())
+    low, high = min(ratios.values()), max(ratios.values())
+    assert f"transformers take {low:.2f} to {high:.2f} times as long, and an MLP {mlp:.2f} times" in text
+
+
 def test_figures_of_a_vision_transformer_on_the_page_of_adapters_are_the_stored_ones():
     found, page = {}, ROOT / "docs/adapters.md"
     for folder in (RUNS / "small/split-cifar100").iterdir():
