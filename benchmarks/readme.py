@@ -10,8 +10,9 @@ from pathlib import Path
 
 from cfl.experiments import reproduce
 from cfl.experiments.compare import Run
-from cfl.experiments.reproduce import Cell, Score
+from cfl.experiments.reproduce import Cell
 from cfl.report import write
+from cfl.report.reproduced import text
 
 HERE = Path(__file__).parent
 RUNS, PAGE = HERE / "results" / "runs", HERE.parent / "README.md"
@@ -31,15 +32,9 @@ def lines(found: dict[Cell, list[Run]]) -> Iterator[str]:
     """Rows of the table, in Markdown."""
     for cell, runs in found.items():
         own = reproduce.scores(("acc", "fgt"), runs)
-        texts = [text for name, score in own.items() for text in (_text(score), _text(cell.paper[name]))]
+        texts = [shown for name, score in own.items() for shown in (text(score), text(cell.paper[name]))]
         method = "FedAvg" if cell.row == "FL" else cell.row.removesuffix("+FL")
         yield f"| {' | '.join((cell.part, method, *texts, str(len(runs))))} |\n"
-
-
-def _text(score: Score | None) -> str:
-    if score is None:
-        return "–"
-    return f"{score.mean:.2f}" + (f" ± {score.std:.2f}" if score.std is not None else "")
 
 
 def main() -> None:

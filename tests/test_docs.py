@@ -677,6 +677,11 @@ def test_figures_of_a_vision_transformer_on_the_page_of_adapters_are_the_stored_
             seconds = sum(spent["clients"].values()) + sum(spent["server"].values())
             metrics = json.loads((folder / "metrics.json").read_text())
             found.setdefault(config["method"], []).append({**metrics, "seconds": seconds})
+    text = " ".join(page.read_text().split())
+    (lorm,) = (run["accuracy_matrix"] for run in found["lorm"] if run["seed"] == 0)
+    first, *later = (100 * row[task] for task, row in enumerate(lorm))
+    learned = f"the first task to {first:.0f} %, and the others to {min(later):.0f} to {max(later):.0f} % (seed 0)"
+    assert learned in text
     for name, *cells in rows(page, after="## Five tasks of Split CIFAR-100"):
         runs = found.pop(name.strip("`"))
         scores = [[100 * run[key] for run in runs] for key in ("acc", "fgt")]
@@ -690,7 +695,7 @@ def test_figures_of_a_vision_transformer_on_the_page_of_adapters_are_the_stored_
     assert not found
     (before,) = (RUNS / "paper/cifar10").iterdir()
     acc = json.loads((before / "metrics.json").read_text())["acc"]
-    assert f"to an accuracy of {100 * acc:.1f} %" in " ".join(page.read_text().split())
+    assert f"to an accuracy of {100 * acc:.1f} %" in text
 
 
 def test_figures_of_topics_on_the_page_of_texts_are_the_stored_ones():

@@ -178,8 +178,8 @@ class Model:
         return self._call(self.bind(params, task), x)
 
     def predict(self, params: Mapping[str, Tensor], x: Tensor, task: int) -> Tensor:
-        """What `logits` returns, within `lowered` and without gradient, in `passes`; for the evaluation mode."""
-        with self.lowered(), torch.no_grad():
+        """What `logits` returns, within `lowered` and in `passes`; for the evaluation mode."""
+        with self.lowered():
             return torch.cat([self.logits(params, part, task) for part in passes(self.module, x, len(x))])
 
     def outputs(self, params: Mapping[str, Tensor], x: Tensor, task: int, heads: Sequence[int]) -> Tensor:

@@ -73,8 +73,8 @@ def _below(shown: Sequence[str], cells: Iterable[Cell], ours: Ours) -> tuple[lis
     heads, rows = ["", "", *(measure(name)[0] for name in shown), "runs"], []
     for cell in cells:
         own = {name: ours[cell].get(name) for name in shown}
-        texts = [_text(score, _digits(cell.paper[name])) for name, score in own.items()]
-        rows.append([cell.row, "paper", *(_text(cell.paper[name]) for name in shown), ""])
+        texts = [text(score, _digits(cell.paper[name])) for name, score in own.items()]
+        rows.append([cell.row, "paper", *(text(cell.paper[name]) for name in shown), ""])
         runs = max((score.runs or 0 for score in own.values() if score), default=0)
         rows.append(["", "ours", *texts, str(runs or NONE)])
     return heads, rows
@@ -82,7 +82,7 @@ def _below(shown: Sequence[str], cells: Iterable[Cell], ours: Ours) -> tuple[lis
 
 def _three(printed: Score | None, own: Score | None) -> tuple[str, str, str]:
     digits = _digits(printed)
-    texts = _text(printed), _text(own, digits)
+    texts = text(printed), text(own, digits)
     if own is None or printed is None or math.isnan(own.mean):
         return *texts, ""
     gap = own.gap(printed)
@@ -94,8 +94,8 @@ def _digits(printed: Score | None) -> int:
     return max(2, printed.digits if printed else 0)
 
 
-def _text(score: Score | None, digits: int | None = None) -> str:
-    """Format a score. digits: number of decimals; None: as in the paper."""
+def text(score: Score | None, digits: int | None = None) -> str:
+    """Format a score, and a missing one as a dash. digits: number of decimals; None: as in the paper."""
     if score is None or math.isnan(score.mean):
         return NONE
     places = score.digits if digits is None else digits

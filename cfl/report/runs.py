@@ -248,10 +248,8 @@ def _unusual(texts: Iterable[tuple[str, ...]], among: Collection[tuple[str, ...]
 
 def _one_by_method(runs: Iterable[FinishedRun], name: str) -> bool:
     """Whether each method has a single value of an option."""
-    values: dict[str, set[str]] = {}
-    for run in runs:
-        values.setdefault(run.metrics["method"], set()).add(_setting(run, name))
-    return all(len(own) == 1 for own in values.values())
+    pairs = {(run.metrics["method"], _setting(run, name)) for run in runs}
+    return len(pairs) == len({method for method, _ in pairs})
 
 
 def _groups(groups: Sequence[list[FinishedRun]], chosen: Mapping[str, str]) -> list[RunGroup]:
