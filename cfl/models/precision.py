@@ -5,8 +5,9 @@ from contextlib import AbstractContextManager
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from cfl.core.functorch import transforming
 from cfl.models.layers import NORMS
 
 Precision = Literal["float32", "bf16"]
@@ -16,15 +17,30 @@ def lowered(device: torch.device) -> AbstractContextManager:
     """Let torch compute products and convolutions, and their gradients, with factors rounded to bfloat16.
 
     The cache of rounded weights is off: it would keep those of all steps, and serve old ones after an update in place.
+    On a CPU, convolutions of blocks stay in float32: autocast does not reach them under vmap, and in bfloat16 torch's
+    kernels for grouped convolutions take many times as long.
     """
     return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 
 
 def prepare(module: nn.Module) -> None:
-    """Let a module's normalisation layers take float32 inputs: under `torch.func` they accept no mixture."""
+    """Let a module's normalisation layers take and return bfloat16 under `torch.func`, as they do outside of it.
+
+    Outside, torch's kernels accept bfloat16 inputs beside float32 weights; under `torch.func` they accept no mixture.
+    """
     for layer in module.modules():
         if isinstance(layer, NORMS):
-            layer.register_forward_pre_hook(lambda _, args: (args[0].float(), *args[1:]))
+            layer.register_forward_pre_hook(_widened)
+            layer.register_forward_hook(_narrowed)
+
+
+def _widened(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    layer.__dict__["given"] = args[0].dtype
+    return (args[0].float(), *args[1:]) if transforming() else args
+
+
+def _narrowed(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return output.to(layer.__dict__["given"]) if transforming() else output
 
 
 def notes(precision: Precision, device: torch.device) -> list[str]:

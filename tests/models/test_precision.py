@@ -91,8 +91,31 @@ def test_strategies_pass_the_conformance_kit(name: str, more: list[str]) -> None
     check_strategy(plugins.strategies.get(name)(), config=toy_config(LOW, *more))
 
 
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm1d(6, track_running_stats=False), nn.GroupNorm(2, 6), nn.LayerNorm(6)], ids=repr
+)
+def test_normalisation_returns_bfloat16_as_it_is_given_under_vmap_too(norm: nn.Module) -> None:
+    model = handle(nn.Linear(2, 6, bias=False), norm, nn.Linear(6, 2))
+    seen: list[torch.dtype] = []
+    model.module[1].register_forward_hook(lambda *call: seen.append(call[2].dtype))
+    x = torch.randn(8, 2)
+    with model.lowered():
+        alone = model.logits(model.params, x, 0)
+        stacked = {name: leaf[None] for name, leaf in model.params.items()}
+        blocked = torch.func.vmap(lambda leaves: model.logits(leaves, x, 0))(stacked)[0]
+    assert seen == [torch.bfloat16] * 2
+    torch.testing.assert_close(blocked, alone, rtol=2 * BELOW, atol=2 * BELOW)
+
+
+def test_convolutions_of_blocks_stay_in_float32_on_a_cpu() -> None:
+    x, weights = torch.randn(8, 2, 4, 4), torch.randn(3, 6, 2, 1, 1)
+    with precision.lowered(torch.device("cpu")):
+        assert F.conv2d(x, weights[0]).dtype == torch.bfloat16
+        assert torch.func.vmap(lambda weight: F.conv2d(x, weight))(weights).dtype == torch.float32
+
+
 def test_normalisation_runs_in_blocks_of_clients() -> None:
-    # torch.func takes no bfloat16 inputs beside float32 statistics; the layers convert them.
+    # torch.func takes no bfloat16 inputs beside float32 statistics; there the layers convert them.
     layers = nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2)
     stream = toy_stream(multi_head=False)
     runs = [
