@@ -26,7 +26,8 @@ from cfl.experiments import reproduce
 from cfl.experiments.compare import HOW, experiment, finished, place
 from cfl.report import reproduced, tables
 from cfl.report.overview import overview
-from cfl.report.runs import FinishedRun, command, read, scenes
+from cfl.report.repeat import command
+from cfl.report.runs import FinishedRun, read, scenes
 from cfl.report.tables import Cell
 from cfl.runtime.run_folder import write_json
 

@@ -16,7 +16,8 @@ from cfl.report.elements import breaking, code, count, folded, grouped, listed, 
 from cfl.report.figures import Figure, Panel
 from cfl.report.overview import by_scene, overview
 from cfl.report.plots import Style
-from cfl.report.runs import FinishedRun, Found, RunGroup, Scene, command, differing, option_text, scenes
+from cfl.report.repeat import command
+from cfl.report.runs import FinishedRun, Found, RunGroup, Scene, differing, option_text, scenes
 from cfl.report.tables import Cell
 from cfl.runtime import notebook
 

@@ -9,13 +9,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cfl.assembly.resolve import dump, load, resolve
+from cfl.assembly.resolve import dump, load
 from cfl.config.overrides import assignment, flat, read_yaml
 from cfl.config.presets import preset
 from cfl.config.schema import RunConfig
 from cfl.core import ConfigError
 from cfl.experiments.compare import HOW, continuation
 from cfl.report import tables
+from cfl.report.repeat import resolved
 from cfl.runtime.run_folder import ERROR, read_json, sheets
 from cfl.runtime.table import spent, stoppers
 
@@ -56,7 +57,7 @@ class FinishedRun:
         """Options that the benchmark's preset sets by method, if the run has the preset's value for its method."""
         cases = preset(self.metrics["benchmark"]).get("variants", {}).get("method", {})
         names = {name for case in cases.values() for name in flat(case)}
-        plain = _resolved(self.config, ()) if names and self.config else None
+        plain = resolved(self.config, ()) if names and self.config else None
         own = flat(dump(plain)) if plain else {}
         return {name for name in names & own.keys() if own[name] == self.options.get(name)}
 
@@ -178,34 +179,6 @@ def differing(runs: Collection[FinishedRun]) -> list[str]:
 def option_text(run: FinishedRun, name: str) -> str:
     """Value of an option in the form of `--set`; a dash if the run has no such option."""
     return assignment(name, run.options[name]).partition("=")[2] if name in run.options else tables.NONE
-
-
-def command(config: RunConfig) -> list[str] | None:
-    """Return a `cfl-run train` command that gives this configuration and needs all its options; None if not found.
-
-    It first sets every option that differs from the preset, then removes the options that follow from others.
-    """
-    given: list[str] = []
-    wanted = flat(dump(config))
-    for _ in range(3):  # an option may select a variant of the preset, which sets further options
-        now = flat(dump(found)) if (found := _resolved(config, given)) else wanted
-        given += [assignment(name, value) for name, value in wanted.items() if name not in now or now[name] != value]
-    if _resolved(config, given) != config:
-        return None
-    for text in list(given):
-        fewer = [other for other in given if other != text]
-        given = fewer if _resolved(config, fewer) == config else given
-    flags = ["--method", config.label, "--seed", str(config.seed)]
-    flags += ["--scale", config.scale] if config.scale != "paper" else []
-    return ["cfl-run", "train", config.benchmark, *flags, *(word for text in given for word in ("--set", text))]
-
-
-def _resolved(config: RunConfig, overrides: Sequence[str]) -> RunConfig | None:
-    """Resolve the preset with the same benchmark, method, seed and scale; None if the overrides are invalid."""
-    try:
-        return resolve(config.benchmark, method=config.label, seed=config.seed, scale=config.scale, overrides=overrides)
-    except ConfigError:
-        return None
 
 
 def _run(folder: Path) -> FinishedRun:

@@ -4,6 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import cfl
 from cfl import cli
@@ -11,7 +13,8 @@ from cfl.assembly.resolve import dump
 from cfl.config.overrides import assignment, parse
 from cfl.core import ConfigError
 from cfl.experiments.compare import finished, finished_in
-from cfl.report.runs import FinishedRun, command, flat, read, scenes
+from cfl.report.repeat import command
+from cfl.report.runs import FinishedRun, flat, read, scenes
 
 
 def made(method="fot", seed=0, benchmark="permuted-digits", **results):
@@ -233,6 +236,24 @@ def test_benchmarks_are_separate_scenes():
 def test_the_command_is_the_shortest_that_gives_the_configuration(benchmark, layers, words):
     config = cfl.resolve(benchmark, **layers)
     assert command(config) == ["cfl-run", "train", benchmark, *words]
+
+
+def test_a_command_without_the_folder_of_weights_gives_its_configuration_once_the_folder_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"model_type": "bert", "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+    config |= {"intermediate_size": 16, "vocab_size": 100, "hidden_dropout_prob": 0.1}
+    (tmp_path / "bert").mkdir()
+    (tmp_path / "bert" / "config.json").write_text(json.dumps(config))
+    save_file({"embeddings.word_embeddings.weight": torch.zeros(100, 8)}, tmp_path / "bert" / "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    run = cfl.resolve("split-topics", overrides=["model.weights=bert", "text.tokenizer=words.json"])
+    assert "model.width=8" not in command(run)
+    (tmp_path / "bert").rename("elsewhere")
+    words = command(run)
+    assert "model.weights=bert" in words and "model.width=8" in words
+    (tmp_path / "elsewhere").rename("bert")
+    assert cfl.resolve("split-topics", overrides=[word for word in words if "=" in word]) == run
 
 
 def test_an_option_that_cannot_be_removed_leaves_no_command():
