@@ -35,6 +35,7 @@ from cfl.core import machine, optim, rng
 from cfl.engines.loop import LoopEngine
 from cfl.methods.strategies.fot import FOT
 from cfl.methods.subspace.basis import empty, residual_spectrum
+from cfl.methods.subspace.input_sums import BATCH
 from cfl.methods.subspace.layer_inputs import Patches, slides, stream
 from cfl.methods.subspace.sketch import Direct, Gram
 from cfl.models import Layer
@@ -143,7 +144,7 @@ def layers(repeats: int) -> list[dict[str, Any]]:
     )
     for name in CONVOLUTIONS:
         for layer, x in entering(name):
-            parts, d = x.split(64), layer.size  # as a client takes them
+            parts, d = x.split(BATCH), layer.size  # as a client takes them
             vectors = sum(len(layer.inputs(part).flatten(0, 1)) for part in parts)
 
             def sketch(sums: Gram | Direct, fast: bool, layer: Layer = layer, parts: tuple = parts) -> torch.Tensor:
@@ -175,7 +176,7 @@ def precision(repeats: int) -> list[dict[str, Any]]:
         for layer, x in entering(name):
             if not slides(layer):
                 continue
-            exact, rounded = (patches(layer, x.split(64), dtype) for dtype in (torch.float64, torch.float32))
+            exact, rounded = (patches(layer, x.split(BATCH), dtype) for dtype in (torch.float64, torch.float32))
             first, d = largest(exact), layer.size
             error, norm = largest(rounded - exact) / first, float(torch.linalg.matrix_norm(exact))
             zero = [(d * eps) ** 2, (5 * d * eps) ** 2, eps * norm / first]  # as in `residual_spectrum`

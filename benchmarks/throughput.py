@@ -213,8 +213,8 @@ def measure(
                 contenders[name] = bound = Products(work)
                 stack.callback(bound.close)
                 continue
-            if name == "jax" and device != "cpu":
-                notes[name] = "CPU only"
+            if name == "jax" and (device != "cpu" or any(work.options.get("dropout", ()))):
+                notes[name] = "CPU only, and without dropout"
                 continue
             if name in PACKAGES:
                 python = (pythons or {}).get(PACKAGES[name], sys.executable)

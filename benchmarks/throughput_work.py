@@ -81,12 +81,14 @@ class Workload:
         return cls(**{**fields, "shape": tuple(fields["shape"])})
 
 
+MLP = {"hidden": [400, 400, 400]}  # FOT's network for Permuted MNIST, which has dropout
 MINI = {"width": 32, "stem_stride": 2, "norm": True}  # FOT's network for Split Mini-ImageNet
 WORKLOADS = {
     work.name: work
     for work in (
         Workload("permuted-digits", 10, 70, 16, (64,), 10, "mlp", {"hidden": [128, 128]}, lr=0.05),
-        Workload("pmnist-round", 64, 480, 64, (1, 28, 28), 10, "mlp", {"hidden": [400, 400, 400]}),
+        Workload("pmnist-round", 64, 480, 64, (1, 28, 28), 10, "mlp", MLP),
+        Workload("pmnist-dropout", 64, 480, 64, (1, 28, 28), 10, "mlp", {**MLP, "dropout": [0.2, 0.5, 0.5]}),
         Workload("cifar100-round", 25, 100, 16, (3, 32, 32), 10, "alexnet_cl", {"dropout": [0.0, 0.0, 0.0, 0.0]}),
         Workload("resnet-round", 10, 100, 16, (3, 32, 32), 5, "resnet18", MINI),
     )

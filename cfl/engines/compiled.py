@@ -2,10 +2,13 @@
 
 A compiled step equals its trace up to rounding, not to the bit. So a run that compiles has to compile the same steps
 whether or not it was killed: from their first time on. The code is cached on disk, see TORCHINDUCTOR_CACHE_DIR.
+Compiled code would draw other random numbers, so the uniform ones of `cfl`'s dropout are drawn before it, as in the
+trace. A trace with other draws is not compiled.
 """
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,12 +32,18 @@ def obstacle(device: torch.device) -> str:
 
 
 def compiled(graph: fx.GraphModule, leaves: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
-    """Compile a trace. leaves: its inputs. Raises ConfigError if the compiler fails."""
+    """Compile a trace, or return one with other than uniform draws. leaves: its inputs.
+
+    Raises ConfigError if the compiler fails.
+    """
     import torch._inductor.config as settings
     from torch.fx.experimental.proxy_tensor import make_fx
 
     plain = copy.deepcopy(graph)
+    empty = _take_out_draws(plain)
     for node in plain.graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            return graph
         if node.target is torch.ops.aten._fused_sgd_.tensor_lr:
             node.target = _sgd  # operations that the compiler joins with those before
     plain.recompile()
@@ -46,13 +55,28 @@ def compiled(graph: fx.GraphModule, leaves: Sequence[Tensor]) -> Callable[..., S
 
         pure = torch.func.functionalize(plain, remove="mutations")
         try:  # frozen parameters are constants of the trace, and no fake tensors
-            lowered = make_fx(pure, select_decomp_table(), "fake", _allow_non_fake_inputs=True)(*leaves)
+            lowered = make_fx(pure, select_decomp_table(), "fake", _allow_non_fake_inputs=True)(
+                *leaves, *(one() for one in empty)
+            )
             fakes = [node.meta["val"] for node in lowered.graph.nodes if node.op == "placeholder"]
             with tracing(TracingContext(fakes[0].fake_mode)):
                 run = compile_fx_inner(lowered, fakes)
         except Exception as error:
             raise ConfigError(f"the local step cannot be compiled: {error}; leave compile=true out") from error
-    return lambda *given: run([*given])  # the code empties the list
+    return lambda *given: run([*given, *(one().uniform_() for one in empty)])  # the code empties the list
+
+
+def _take_out_draws(graph: fx.GraphModule) -> list[Callable[[], Tensor]]:
+    """Turn uniform draws in a trace into inputs after its own, and return functions that create the empty inputs."""
+    places, empty = graph.graph.find_nodes(op="placeholder"), list[Callable[[], Tensor]]()
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.rand_like.default):
+        with graph.graph.inserting_after(places[-1]):
+            places.append(graph.graph.placeholder(f"drawn_{len(empty)}"))
+        node.replace_all_uses_with(places[-1])
+        graph.graph.erase_node(node)
+        like = node.meta["val"]
+        empty.append(partial(torch.empty_strided, like.shape, like.stride(), dtype=like.dtype, device=like.device))
+    return empty
 
 
 def _sgd(

@@ -72,8 +72,7 @@ class Traces:
 def record(work: Work, inputs: Trees, compile: bool = False) -> tuple[Callable[[Trees], Trees] | None, set[str]]:
     """Return a trace of the work, or None if it cannot be traced, and the fields of contexts that the work reads.
 
-    compile: let weights descend along products, and compile the trace unless it draws random numbers, since those of
-    compiled code would differ.
+    compile: let weights descend along products, and compile the trace, see `compiled`.
     """
     from torch.fx.experimental.proxy_tensor import make_fx  # slow to import, and most runs do not need it
 
@@ -103,11 +102,10 @@ def record(work: Work, inputs: Trees, compile: bool = False) -> tuple[Callable[[
     except Exception:  # the step runs untraced, and raises its own error if it has one
         return None, read
     _tidy(graph)
-    draws = any(_DRAWN in getattr(node.target, "tags", ()) for node in graph.graph.nodes)
     run: Callable[..., Any] = graph
     if compile and not read & _FROZEN:
         descents = take_out(graph)
-        run = descending(graph if draws else compiled(graph, leaves), descents)
+        run = descending(compiled(graph, leaves), descents)
 
     def repeat(inputs: Trees) -> Trees:
         with torch.no_grad():

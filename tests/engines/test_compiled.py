@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch._inductor import config as settings
 
 import cfl
@@ -86,10 +87,26 @@ def test_only_whole_blocks_with_whole_batches_are_compiled(compilations):
     assert len(compilations) == 1 and {leaf.shape for leaf in inputs if leaf.dim() == 3} >= {(3, 4, 8)}
 
 
-def test_steps_that_draw_are_traced(compilations):
-    found = weights("compile=true", "model.dropout=[0.2,0.2]")
-    assert not compilations
-    assert largest(found, weights("model.dropout=[0.2,0.2]")) < 1e-5  # the same draws
+def test_compiled_steps_make_the_draws_of_traces(compilations):
+    dropout = "model.dropout=[0.2,0.5]"
+    found = weights("compile=true", dropout)
+    draws = [node for graph in compilations for node in graph.graph.nodes if "rand_like" in str(node.target)]
+    assert len(draws) == 2
+    other = weights("model.dropout=[0.5,0.2]")
+    assert largest(found, weights(dropout)) < 1e-5 < 0.01 < largest(found, other)
+
+
+def test_steps_with_other_draws_are_traced(compilations):
+    """Compiled, Bernoulli draws would have other values."""
+    layers = nn.Flatten(), nn.Linear(8, 6), nn.Dropout(0.5), nn.Linear(6, 2)
+    start = nn.Sequential(*layers).state_dict()
+
+    def trained(compile):
+        module = nn.Sequential(*layers)
+        module.load_state_dict(start)
+        return weights(f"compile={compile}", model=module)
+
+    assert largest(trained("true"), trained("false")) < 1e-5 and len(compilations) == 1
 
 
 @pytest.mark.slow

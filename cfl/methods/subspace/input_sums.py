@@ -15,7 +15,7 @@ from cfl.methods.subspace.projection import input_vectors, width
 from cfl.methods.subspace.sketch import Energies, Gram
 from cfl.models import Layer
 
-BATCH = 64  # samples per forward pass
+BATCH = 128  # samples per forward pass; with fewer, small networks mostly wait for Python
 
 
 def drawn_batches(client: Client, info: RoundInfo, samples: int = 0) -> Iterator[Batch]:
