@@ -119,7 +119,8 @@ def test_steps_with_other_draws_are_traced(compilations):
     ],
 )
 def test_a_killed_run_ends_with_the_bytes_of_the_whole_one(engine, rounds, tmp_path: Path):
-    config = toy.config(*OPTIONS, "rounds=4", f"engine={engine}", "workers=1", "compile=true", method="fedavg+fedprox")
+    more = "rounds=4", f"engine={engine}", "workers=1", "compile=true", "model.dropout=[0.2,0.5]"
+    config = toy.config(*OPTIONS, *more, method="fedavg+fedprox")
     whole = cfl.run(config, stream=toy.stream(), output=tmp_path / "whole")
     with pytest.raises(Killed):
         cfl.run(config, stream=toy.stream(), output=tmp_path / "killed", sink=Stop(rounds))

@@ -17,11 +17,12 @@ from cfl.contract import Client, RoundInfo
 from cfl.core import ConfigError, Tree, option, rng
 from cfl.methods.subspace import basis as bases
 from cfl.methods.subspace import private_sketch as private
-from cfl.methods.subspace.input_sums import add_inputs
+from cfl.methods.subspace.input_sums import ImageEnergies, add_inputs
 from cfl.methods.subspace.layer_inputs import slides
 from cfl.methods.subspace.sketch import Direct, Energies, Gram, pack, unpack
 from cfl.models import Layer
 
+FILTERS = 160  # width up to which a convolution with a basis takes less time than a Gram matrix
 ROUNDED = 1e-3  # float32 error is negligible while the uncovered energy share exceeds this
 
 
@@ -115,9 +116,12 @@ class GPSE:
         sums: dict[str, Energies] = {}
         for layer in layers:
             basis = known[layer.name]
-            images = slides(layer) and len(basis) == layer.size  # whose Gram matrix takes less time than residuals
-            dtype = self.products(basis.dtype, info.task)
-            sums[layer.name] = Gram(basis, None, 0, dtype) if images else Energies(basis)
+            if not slides(layer) or len(basis) > layer.size:
+                sums[layer.name] = Energies(basis)
+            elif len(basis) <= FILTERS:
+                sums[layer.name] = ImageEnergies(basis, layer)
+            else:  # the Gram matrix of whole images takes less time than residuals
+                sums[layer.name] = Gram(basis, None, 0, self.products(basis.dtype, info.task))
         add_inputs(sums, layers, params, client, info, max_patches=self.max_patches)
         return {f"energy/{name}": inputs.energies for name, inputs in sums.items()}
 

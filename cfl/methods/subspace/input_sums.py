@@ -1,10 +1,12 @@
 """Passes of a client's samples through the model that add each layer's inputs to the layer's running sum."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from cfl.contract import Batch, Client, RoundInfo
 from cfl.core import ConfigError, Tree, rng
@@ -14,6 +16,7 @@ from cfl.methods.subspace.layer_inputs import Patches, slides, some_patches, str
 from cfl.methods.subspace.projection import input_vectors, width
 from cfl.methods.subspace.sketch import Energies, Gram
 from cfl.models import Layer
+from cfl.models.layers import margins
 
 BATCH = 128  # samples per forward pass; with fewer, small networks mostly wait for Python
 
@@ -78,6 +81,33 @@ def add_inputs(
         _check_calls(inputs.calls, client.steps(BATCH))
 
 
+class ImageEnergies(Energies):
+    """Running energies of the patches of a convolution with stride 1: its basis' directions are the filters.
+
+    basis: O (d, k), orthonormal, so that |X*|^2 = |X|^2 - |O^T X|^2.
+    """
+
+    def __init__(self, basis: Tensor, layer: Layer) -> None:
+        super().__init__(basis)
+        assert isinstance(layer.module, nn.Conv2d)
+        self.conv = layer.module
+        channels = len(basis) // math.prod(self.conv.kernel_size)
+        self.filters = basis.T.reshape(-1, channels, *self.conv.kernel_size)
+        self.own = slice(layer.group * channels, (layer.group + 1) * channels)
+
+    def add_images(self, x: Tensor) -> None:
+        """Add a batch of the module's input (batch, all channels, height, width)."""
+        mode = "constant" if self.conv.padding_mode == "zeros" else self.conv.padding_mode
+        x = F.pad(x[:, self.own].to(self.basis.dtype), margins(self.conv), mode)
+        squares = x.square().sum(1, keepdim=True)
+        whole = F.conv2d(squares, squares.new_ones(1, 1, *self.conv.kernel_size)).sum(dtype=torch.float64)
+        inside = torch.zeros_like(whole)
+        if len(self.filters):
+            x = x.contiguous(memory_format=torch.channels_last)
+            inside = F.conv2d(x, self.filters).square().sum(dtype=torch.float64)
+        self._energies += torch.stack([whole, (whole - inside).clamp(min=0)])
+
+
 class _Pass:
     """State of a pass: sums by layer, calls by layer, and by layer and image size the products of whole images."""
 
@@ -91,8 +121,11 @@ class _Pass:
         self.calls[layer.name] += 1
         into = self.sums[layer.name]
         augment = len(into.basis) > layer.size
-        if isinstance(into, Gram) and slides(layer) and not (self.max_patches or self.info.privacy or augment):
+        images = slides(layer) and not (self.max_patches or self.info.privacy or augment)
+        if images and isinstance(into, Gram):
             self._add_images(layer, x, into)
+        elif images and isinstance(into, ImageEnergies):
+            into.add_images(x)
         else:
             into.add(self._vectors(layer, x, batch.ids, augment), batch.ids)
 

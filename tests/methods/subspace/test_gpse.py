@@ -12,6 +12,7 @@ from cfl.contract import Client, Phase, Privacy, Share
 from cfl.core import ConfigError
 from cfl.methods.strategies.fot import FOT
 from cfl.methods.subspace import basis as bases
+from cfl.methods.subspace import gpse as module
 from cfl.methods.subspace.sketch import pack
 from tests.gpse_round import (
     GPSE_PHASE,
@@ -195,7 +196,10 @@ def test_coverage_is_measured_on_the_new_basis():
         assert report["subspace_use"][layer.name] == basis.shape[1] / basis.shape[0]
 
 
-def test_energies_of_overlapping_patches_come_from_their_gram_matrix():
+# A Gram matrix sums up to 4,096 products in float32.
+@pytest.mark.parametrize("filters,error", [(0, 1e-6), (18, 1e-12)])
+def test_energies_of_overlapping_patches_by_gram_matrix_or_convolution(filters, error, monkeypatch):
+    monkeypatch.setattr(module, "FILTERS", filters)
     conv = nn.Conv2d(2, 3, 3, padding=1)
     model, x = handle(Net(conv, nn.Flatten(), nn.Linear(48, 3)).double(), (2, 4, 4)), draws(5, 2, 4, 4)
     strategy, phase = (
@@ -208,7 +212,7 @@ def test_energies_of_overlapping_patches_come_from_their_gram_matrix():
     residual = patches - basis @ (basis.T @ patches)
     expected = [float(part.square().sum()) for part in (patches, residual)]
     assert 0 < expected[1] < 0.4 * expected[0]
-    assert sums["energy/0"].tolist() == pytest.approx(expected, rel=1e-6)  # float32 sums up to 4,096 products
+    assert sums["energy/0"].tolist() == pytest.approx(expected, rel=error)
 
 
 @pytest.mark.parametrize("criterion", ["energy", "norm_ratio"])

@@ -8,6 +8,7 @@ import cfl
 from cfl import models
 from cfl.contract import Batch
 from cfl.core import tree
+from cfl.methods.subspace.input_sums import ImageEnergies
 from cfl.methods.subspace.layer_inputs import Patches, slides, stream, watch
 
 
@@ -104,7 +105,7 @@ def test_unusual_convolutions(options):
     ],
     ids=str,
 )
-def test_the_gram_matrix_of_patches_is_that_of_the_unfolded_ones(kernel, options, size):
+def test_gram_matrix_and_energies_of_whole_images_are_those_of_unfolded_patches(kernel, options, size):
     conv = nn.Conv2d(4, 8, kernel, **options)
     if conv.padding in ((0, 0), (1, 0)) and conv.kernel_size[0] > size[0] + 2 * conv.padding[0]:
         pytest.skip("the kernel is larger than the image")
@@ -114,9 +115,16 @@ def test_the_gram_matrix_of_patches_is_that_of_the_unfolded_ones(kernel, options
     for layer in model.layers[:-1]:  # one for each group
         assert slides(layer)
         rows, sums = layer.inputs(x).flatten(0, 1), Patches(layer, size, torch.float64)
+        basis = torch.linalg.qr(_random_images(layer.size, 2, ())).Q
+        energies, nothing = ImageEnergies(basis, layer), ImageEnergies(basis[:, :0], layer)
         for part in x.split(2):
             sums.add(part)
+            energies.add_images(part)
+            nothing.add_images(part)
         torch.testing.assert_close(sums.gram(), rows.T @ rows, atol=1e-11, rtol=0)
+        whole, rest = (each.square().sum() for each in (rows, rows - rows @ basis @ basis.T))
+        torch.testing.assert_close(energies.energies, torch.stack([whole, rest]), atol=0, rtol=1e-11)
+        torch.testing.assert_close(nothing.energies, torch.stack([whole, whole]), atol=0, rtol=1e-11)
 
 
 def test_products_of_patches_in_float32_are_summed_in_float64():
