@@ -239,7 +239,7 @@ def added_memory(samples: int) -> float:
     """MiB that a client's GPSE on alexnet_cl adds to the peak of this process, after a pass that sketches nothing."""
     model, own = client_of("alexnet_cl", samples)
     with torch.no_grad(), model.evaluation():
-        for batch in own.batches(64):
+        for batch in own.batches(BATCH):
             model.logits(model.params, batch.x, 0)
     before = machine.peak_bytes()
     work(FOT(), model, own)
@@ -281,6 +281,7 @@ def main() -> None:
     parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    machine.keep_memory()  # as cfl-run does
     if options.memory_of:
         print(added_memory(options.memory_of))
         return

@@ -28,7 +28,10 @@ def remove(x: Tensor, basis: Tensor) -> Tensor:
 
     Applied to a weight update (outputs, d), this leaves the layer's output unchanged for inputs in span(O).
     """
-    return x if basis.shape[1] == 0 else x - component(x, basis)
+    if basis.shape[1] == 0:
+        return x
+    basis = basis.to(x)
+    return torch.addmm(x, x @ basis, basis.T, alpha=-1)
 
 
 def component(x: Tensor, basis: Tensor) -> Tensor:

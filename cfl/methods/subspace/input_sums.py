@@ -82,10 +82,7 @@ def add_inputs(
 
 
 class ImageEnergies(Energies):
-    """Running energies of the patches of a convolution with stride 1: its basis' directions are the filters.
-
-    basis: O (d, k), orthonormal, so that |X*|^2 = |X|^2 - |O^T X|^2.
-    """
+    """Running energies of the patches of a convolution with stride 1: its basis' directions are the filters."""
 
     def __init__(self, basis: Tensor, layer: Layer) -> None:
         super().__init__(basis)
@@ -105,7 +102,7 @@ class ImageEnergies(Energies):
         if len(self.filters):
             x = x.contiguous(memory_format=torch.channels_last)
             inside = F.conv2d(x, self.filters).square().sum(dtype=torch.float64)
-        self._energies += torch.stack([whole, (whole - inside).clamp(min=0)])
+        self.add_energies(whole, inside)
 
 
 class _Pass:

@@ -20,7 +20,7 @@ VECTORS = 4096  # vectors whose products are summed in the precision of the prod
 
 
 class Energies:
-    """Running energies in float64. basis: O (d, k); its precision is that of the residuals."""
+    """Running energies in float64. basis: O (d, k), orthonormal; its precision is that of the products."""
 
     def __init__(self, basis: Tensor) -> None:
         self.basis = basis
@@ -33,7 +33,12 @@ class Energies:
 
     def add(self, inputs: Tensor, ids: Tensor) -> None:
         """Add the inputs (batch, positions, d) of the samples `ids` (batch,)."""
-        self._residual(inputs.flatten(0, 1))
+        rows = inputs.flatten(0, 1).to(self.basis.dtype)
+        self.add_energies(_energy(rows), _energy(rows @ self.basis))
+
+    def add_energies(self, whole: Tensor, inside: Tensor) -> None:
+        """Add vectors by their energy () and that of their products with the basis: |X*|^2 = |X|^2 - |O^T X|^2."""
+        self._energies += torch.stack([whole, (whole - inside).clamp(min=0)])
 
     def _residual(self, rows: Tensor) -> Tensor:
         """Residuals (n, d) of input vectors (n, d), after adding the energies of both."""
@@ -223,8 +228,8 @@ def _normal(source: np.random.Generator, rows: int, columns: int, basis: Tensor)
 
 
 def _energy(x: Tensor) -> Tensor:
-    """Squared Frobenius norm (), float64."""
-    return x.square().sum(dtype=torch.float64)
+    """Squared Frobenius norm () of (n, d), float64; rows are summed in the precision of x, which is faster."""
+    return x.square().sum(1).sum(dtype=torch.float64)
 
 
 def pack(gram: Tensor) -> Tensor:
