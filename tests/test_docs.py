@@ -666,6 +666,31 @@ def test_bases_of_a_cohort_alone_on_the_page_of_details_are_the_stored_runs():
     assert {(partition, who): scores for partition, who, *scores in table} == found
 
 
+def test_full_runs_in_bfloat16_on_the_fidelity_page_are_the_stored_ones():
+    found, seeds, accuracies = {}, {}, {}
+    for folder in (RUNS / "paper/permuted-mnist").iterdir():
+        config, metrics = read_yaml(folder / "config.yaml"), json.loads((folder / "metrics.json").read_text())
+        name, options, precision = config["method"], config["strategy"], config.get("precision", "float32")
+        preset = [options.get(key) for key in ("criterion", "model", "sketch")] == ["energy", "global", "gaussian"]
+        as_in_paper = preset if name == "fot" else name == "fedavg" and config["rounds"] != 200
+        if as_in_paper and config["partition"]["name"] == "shards":
+            scores = [100 * metrics[key] for key in ("acc", "fgt")]
+            if precision == "float32":
+                seeds.setdefault(name, []).append(scores)
+            if config["seed"] == 0:
+                found[name, precision] = [f"{score:.2f}" for score in scores]
+                accuracies[name, precision] = np.array(metrics["accuracy_matrix"], float)
+    page, names = ROOT / "docs/fidelity.md", {"FedAvg": "fedavg", "FOT": "fot"}
+    table = rows(page, after="Permuted MNIST at full length, not IID, seed 0 (`benchmarks/RESULTS.md`")
+    assert {(names[name], precision.strip("`")): scores for name, precision, *scores in table} == found
+    told = [f"{pstdev(scores):.2f}" for name in ("fedavg", "fot") for scores in zip(*seeds[name], strict=True)]
+    text = "three seeds of FedAvg deviate by {} and {} points, and those of FOT by {} and {}."
+    assert text.format(*told) in " ".join(page.read_text().split())
+    gaps = (np.nanmax(abs(accuracies[name, "bf16"] - accuracies[name, "float32"])) for name in ("fedavg", "fot"))
+    text = "differs by more than {:.2f} points with FedAvg, and {:.2f} with FOT."
+    assert text.format(*(100 * gap for gap in gaps)) in " ".join(page.read_text().split())
+
+
 def test_figures_of_forward_passes_on_the_speed_page_are_the_stored_ones():
     models = json.loads((ROOT / "benchmarks/results/passes/passes.json").read_text())["models"]
     ratios = {name: own["ratios"]["128"] for name, own in models.items()}
