@@ -416,7 +416,7 @@ def test_command_page_names_the_fields_of_the_files(tmp_path):
 
 def test_figures_of_the_speed_page_are_the_stored_ones():
     page, folder = ROOT / "docs/speed.md", ROOT / "benchmarks/results/throughput"
-    files = {path.stem: json.loads(path.read_text())["workloads"] for path in folder.glob("*.json")}
+    files = {path.stem: json.loads(path.read_text()).get("workloads") for path in folder.glob("*.json")}
     float32 = {row["workload"]: row for name in files if name.startswith("float32") for row in files[name]}
     bf16 = {row["workload"]: row for row in files["bf16"]}
     table = rows(page, after="python benchmarks/throughput.py --precision bf16")
@@ -532,7 +532,8 @@ def test_rank_rules_at_full_length_are_the_stored_runs():
     found, left = {}, {}
     for folder in (RUNS / "paper/permuted-mnist").iterdir():
         config, metrics = read_yaml(folder / "config.yaml"), json.loads((folder / "metrics.json").read_text())
-        if (config["method"], config["partition"]["name"], config["seed"]) == ("fot", "shards", 0):
+        kind = config["method"], config["partition"]["name"], config["seed"], config.get("precision", "float32")
+        if kind == ("fot", "shards", 0, "float32"):
             own, use = config["strategy"], metrics["subspace_use"]
             name = f"{own['criterion']}, dropout {'on' if own.get('dropout') else 'off'}, {own['model']} model"
             name += "s" * (own["model"] == "local")
@@ -656,14 +657,41 @@ def test_figures_of_a_pretrained_network_on_the_page_of_texts_are_the_stored_one
     assert {(name.strip("`"), alpha): told for name, *cells in table for alpha, told in zip((0.3, 0.5), cells)} == accs
 
 
-def test_bases_of_a_cohort_alone_on_the_page_of_details_are_the_stored_runs():
+def test_bases_of_a_cohort_alone_on_the_fidelity_page_are_the_stored_runs():
     found = {}
-    for folder in (RUNS / "small/permuted-mnist").glob("gpm-*"):
+    for folder in (RUNS / "paper/permuted-mnist").glob("gpm-*"):
         config, metrics = read_yaml(folder / "config.yaml"), json.loads((folder / "metrics.json").read_text())
-        scores = [f"{100 * metrics[name]:.2f}" for name in ("acc", "fgt")]
-        found[config["partition"]["name"], config["strategy"]["participants"]] = scores
-    table = rows(ROOT / "docs/fidelity.md", after="It has not been run at full length:")
-    assert {(partition, who): scores for partition, who, *scores in table} == found
+        who = config["strategy"].get("participants", "all")
+        assert config.get("precision", "float32") == ("bf16" if who == "sampled" else "float32")
+        found[config["partition"]["name"], who] = [100 * metrics[name] for name in ("acc", "fgt")]
+    page = ROOT / "docs/fidelity.md"
+    told = {
+        (partition, who): scores for partition, who, *scores in rows(page, after="data ACC stays, and only FGT rises:")
+    }
+    assert {key: scores[:2] for key, scores in told.items()} == {
+        key: [f"{score:.2f}" for score in scores] for key, scores in found.items()
+    }
+    (every, _), (sampled, _) = found["shards", "all"], found["shards", "sampled"]
+    paper = float(told["shards", "all"][2])
+    text = f"ACC falls by {every - sampled:.1f} of {every - paper:.1f} points"
+    assert text in " ".join(page.read_text().split())
+
+
+def test_figures_of_whole_runs_and_of_dropout_on_the_speed_pages_are_the_stored_ones():
+    folder = ROOT / "benchmarks/results/throughput"
+    found = json.loads((folder / "whole-run.json").read_text())
+    shares = {run["benchmark"]: f"{run['beside_training']:.1%}".replace("%", " %") for run in found["runs"]}
+    text = " ".join((ROOT / "docs/speed.md").read_text().split())
+    told = (
+        "takes {} of these seconds for FOT on `split-cifar100 --scale small`, and {} on `permuted-mnist --scale small`"
+    )
+    assert told.format(shares["split-cifar100"], shares["permuted-mnist"]) in text
+    (row,) = json.loads((folder / "dropout-amx.json").read_text())["workloads"]
+    told = (
+        "in bfloat16 take 1 / {:.2f} of the seconds of compiled ones in float32, and 1 / {:.2f} of those of the plain"
+    )
+    text = " ".join((ROOT / "docs/speed-details.md").read_text().split())
+    assert told.format(row["ratio_vs_float32"], row["ratio_vs_plain"]) in text
 
 
 def test_full_runs_in_bfloat16_on_the_fidelity_page_are_the_stored_ones():
