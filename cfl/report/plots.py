@@ -14,8 +14,8 @@ from zlib import crc32
 
 import numpy as np
 
-# Okabe and Ito (2008), without black and yellow: colour-blind readers can tell them apart, on white and on black.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# Okabe and Ito (2008), with grey for black and yellow: colour-blind readers can tell them apart, on white and on black.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080")
 _MARKERS = {"o": "●", "s": "■", "^": "▲", "D": "◆", "v": "▼", "*": "★"}
 _INK = "#010203"  # placeholder for the colour of the surrounding text, as in page.mplstyle
 
@@ -32,8 +32,8 @@ class Style:
 
     @property
     def marker(self) -> str:
-        """Marker; it changes when the colours repeat."""
-        return list(_MARKERS)[(self.number + self.number // len(_COLOURS)) % len(_MARKERS)]
+        """Marker; another one when the colours repeat, since there are fewer."""
+        return list(_MARKERS)[self.number % len(_MARKERS)]
 
     @property
     def symbol(self) -> str:
