@@ -42,7 +42,7 @@ def compiled(graph: fx.GraphModule, leaves: Sequence[Tensor]) -> Callable[..., S
     plain = copy.deepcopy(graph)
     empty = _take_out_draws(plain)
     for node in plain.graph.nodes:
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if draws(node):
             return graph
         if node.target is torch.ops.aten._fused_sgd_.tensor_lr:
             node.target = _sgd  # operations that the compiler joins with those before
@@ -64,6 +64,11 @@ def compiled(graph: fx.GraphModule, leaves: Sequence[Tensor]) -> Callable[..., S
         except Exception as error:
             raise ConfigError(f"the local step cannot be compiled: {error}; leave compile=true out") from error
     return lambda *given: run([*given, *(one().uniform_() for one in empty)])  # the code empties the list
+
+
+def draws(node: fx.Node) -> bool:
+    """True if an operation of a trace draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _take_out_draws(graph: fx.GraphModule) -> list[Callable[[], Tensor]]:

@@ -15,11 +15,10 @@ from torch import Tensor, fx
 
 from cfl.contract import Ctx
 from cfl.core import Tree
-from cfl.engines.compiled import compiled
+from cfl.engines.compiled import compiled, draws
 from cfl.engines.descents import descending, take_out
 
 AFTER, MOST = 8, 64  # a trace is recorded when its shapes come for the eighth time; number of traces kept
-_DRAWN = torch.Tag.nondeterministic_seeded  # of operations that draw random numbers
 _FROZEN = frozenset(("step", "key"))  # fields of a context that change from step to step; a trace would freeze them
 
 Trees = Mapping[str, Tree]
@@ -134,7 +133,7 @@ def _tidy(graph: fx.GraphModule) -> None:
         node.replace_all_uses_with(same)
         graph.graph.erase_node(node)
     # Random draws stay even if unused: the draws after them depend on the generator's state.
-    graph.graph.eliminate_dead_code(lambda node: node.is_impure() or _DRAWN in getattr(node.target, "tags", ()))
+    graph.graph.eliminate_dead_code(lambda node: node.is_impure() or draws(node))
     graph.recompile()
 
 

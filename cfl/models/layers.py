@@ -50,11 +50,17 @@ class Layer:
         if isinstance(self.module, nn.Linear):
             return x.reshape(x.shape[0], -1, x.shape[-1])
         conv = self.module
+        x = self.padded(x)
+        return F.unfold(x, conv.kernel_size, dilation=conv.dilation, stride=conv.stride).transpose(1, 2)
+
+    def padded(self, x: Tensor) -> Tensor:
+        """This group's channels of the input of a convolution, (batch, channels, height, width), with its padding."""
+        assert isinstance(self.module, nn.Conv2d)
+        conv = self.module
         mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
         x = F.pad(x, margins(conv), mode=mode)
         channels = x.shape[1] // self.groups
-        x = x[:, self.group * channels : (self.group + 1) * channels]
-        return F.unfold(x, conv.kernel_size, dilation=conv.dilation, stride=conv.stride).transpose(1, 2)
+        return x[:, self.group * channels : (self.group + 1) * channels]
 
     def dense(self) -> Layer:
         """The layer with stride 1, so that `inputs` has a patch at each pixel; a Linear layer is returned unchanged."""

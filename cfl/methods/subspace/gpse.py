@@ -22,7 +22,7 @@ from cfl.methods.subspace.layer_inputs import slides
 from cfl.methods.subspace.sketch import Direct, Energies, Gram, pack, unpack
 from cfl.models import Layer
 
-FILTERS = 160  # width up to which a convolution with a basis takes less time than a Gram matrix
+FILTERS = 160  # widest convolution whose energies come from convolutions with the basis, not from a Gram matrix
 ROUNDED = 1e-3  # float32 error is negligible while the uncovered energy share exceeds this
 
 

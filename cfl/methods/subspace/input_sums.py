@@ -16,9 +16,8 @@ from cfl.methods.subspace.layer_inputs import Patches, slides, some_patches, str
 from cfl.methods.subspace.projection import input_vectors, width
 from cfl.methods.subspace.sketch import Energies, Gram
 from cfl.models import Layer
-from cfl.models.layers import margins
 
-BATCH = 128  # samples per forward pass; with fewer, small networks mostly wait for Python
+BATCH = 128  # samples per forward pass
 
 
 def drawn_batches(client: Client, info: RoundInfo, samples: int = 0) -> Iterator[Batch]:
@@ -87,17 +86,14 @@ class ImageEnergies(Energies):
     def __init__(self, basis: Tensor, layer: Layer) -> None:
         super().__init__(basis)
         assert isinstance(layer.module, nn.Conv2d)
-        self.conv = layer.module
-        channels = len(basis) // math.prod(self.conv.kernel_size)
-        self.filters = basis.T.reshape(-1, channels, *self.conv.kernel_size)
-        self.own = slice(layer.group * channels, (layer.group + 1) * channels)
+        kernel = layer.module.kernel_size
+        self.layer, self.filters = layer, basis.T.reshape(-1, len(basis) // math.prod(kernel), *kernel)
 
     def add_images(self, x: Tensor) -> None:
         """Add a batch of the module's input (batch, all channels, height, width)."""
-        mode = "constant" if self.conv.padding_mode == "zeros" else self.conv.padding_mode
-        x = F.pad(x[:, self.own].to(self.basis.dtype), margins(self.conv), mode)
+        x = self.layer.padded(x).to(self.basis.dtype)
         squares = x.square().sum(1, keepdim=True)
-        whole = F.conv2d(squares, squares.new_ones(1, 1, *self.conv.kernel_size)).sum(dtype=torch.float64)
+        whole = F.conv2d(squares, squares.new_ones(1, 1, *self.filters.shape[2:])).sum(dtype=torch.float64)
         inside = torch.zeros_like(whole)
         if len(self.filters):
             x = x.contiguous(memory_format=torch.channels_last)

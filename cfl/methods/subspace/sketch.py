@@ -228,7 +228,7 @@ def _normal(source: np.random.Generator, rows: int, columns: int, basis: Tensor)
 
 
 def _energy(x: Tensor) -> Tensor:
-    """Squared Frobenius norm () of (n, d), float64; rows are summed in the precision of x, which is faster."""
+    """Squared Frobenius norm () of (n, d), float64; each row is summed in the precision of x."""
     return x.square().sum(1).sum(dtype=torch.float64)
 
 
