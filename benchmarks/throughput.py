@@ -11,7 +11,8 @@ our engines; the peak and the alternatives are in float32, but for plain-bf16. A
 - hand: the same steps as the `loop` engine makes, to the sample, written by hand: what an engine costs beside them;
 - products: the matrix products of the round alone, a process a core (MLPs only): what no engine can undercut;
 - pool+vmapped: our engine of that name, beside `--engine flower`;
-- float32: our engine in float32, beside `--precision bf16`;
+- float32: our engine in float32, with the same options, beside `--precision bf16`;
+- pool-float32: our engine `pool` in float32, as fast as any for networks with convolutions;
 - pfl: pfl-research with one process, and with two ("pfl-2", also alone); flower: its simulation, one core a client;
 - jax: plain JAX on the CPU, jit, vmap and scan at their fastest, all cores (FedJAX is no longer maintained).
 
@@ -48,7 +49,7 @@ from cfl.assembly import resolve as configuration
 from cfl.core import machine, rng
 from cfl.runtime.builder import build_session
 
-ALONE = ("plain", "plain-bf16", "hand", "products", "pool+vmapped", "float32", "pfl-2", "flower", "jax")
+ALONE = ("plain", "plain-bf16", "hand", "products", "pool+vmapped", "float32", "pool-float32", "pfl-2", "flower", "jax")
 AGAINST = {name: (name,) for name in ALONE} | {"pfl": ("pfl", "pfl-2")}
 PACKAGES = {"pfl": "pfl", "pfl-2": "pfl", "flower": "flwr", "jax": "jax"}
 SAME = 0.1  # batches are drawn differently, so the weights move a little differently
@@ -233,6 +234,9 @@ def measure(
                     stack.callback(own.session.close)
                 elif name == "float32":
                     own = Ours(work, engine, device, block, name, compile)
+                    stack.callback(own.session.close)
+                elif name == "pool-float32":
+                    own = Ours(work, "pool", device)
                     stack.callback(own.session.close)
                 elif name == "hand":
                     own = Hand(work, ours)

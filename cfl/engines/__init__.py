@@ -28,7 +28,7 @@ def build(
     """
     if name == "flower":
         block = block or -(-cohort // CHUNKS)
-        name = "vmapped" if block > 1 else "loop"
+        name = "vmapped" if block > 1 or compile else "loop"
     vmapped = "vmapped" in name
     inner = VmappedEngine(**options, block=block or cohort, compile=compile) if vmapped else LoopEngine(**options)
     return PoolEngine(inner, workers, block or -(-cohort // CHUNKS), known) if "pool" in name else inner

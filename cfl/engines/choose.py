@@ -151,24 +151,32 @@ class _Trials:
         return close
 
     def compiled(self, chosen: Choice, rounds: float) -> Choice:
-        """Return the fastest choice of blocks, compiled, if it saves more than compiling takes; else `chosen`.
+        """Return the fastest compiled choice, if it saves more than compiling takes; else `chosen`.
 
+        The fastest blocks are tried, and blocks of one client if an engine without blocks is faster than they are.
         rounds: of trials, as long as the run.
         """
         best = self.seconds.get(chosen, 0.0)
         rest = rounds * best
+        if rest < LONG or obstacle(self.device):
+            return chosen
         blocks = [
             choice for choice, own in self.seconds.items() if "vmapped" in choice.engine and own < HOPELESS * best
         ]
-        if rest < LONG or not blocks or obstacle(self.device):
-            return chosen
-        began = time.perf_counter()
-        fastest = min(blocks, key=lambda choice: self.seconds[choice])._replace(compile=True)
-        try:
-            seconds, _ = self.measure(fastest, self.inputs)
-        except (ConfigError, *FAILURES):
-            return chosen
-        return fastest if rest - rounds * seconds > time.perf_counter() - began else chosen
+        tried = sorted(blocks, key=lambda choice: self.seconds[choice])[:1]
+        if "vmapped" not in chosen.engine and chosen.block is None:
+            alone = "pool+vmapped" if chosen.engine == "pool" else "vmapped"
+            tried.append(chosen._replace(engine=alone, block=1))
+        for choice in tried:
+            began = time.perf_counter()
+            try:
+                seconds, _ = self.measure(choice._replace(compile=True), self.inputs)
+            except (ConfigError, *FAILURES):
+                continue
+            spent = time.perf_counter() - began
+            if rest - rounds * seconds > spent:
+                chosen, rest = choice._replace(compile=True), rounds * seconds
+        return chosen
 
     def measure(self, choice: Choice, inputs: RoundInputs, limit: float = math.inf) -> tuple[float, int]:
         """Return the median seconds of a round once it is warm, and the bytes by which a process grew.

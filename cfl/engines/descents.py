@@ -1,7 +1,8 @@
 """Descents along products: a gradient that is a product of matrices is subtracted from the weights by the product.
 
 No memory then holds the gradient, and the weights are read and written once. The result equals that of the fused kernel
-up to rounding.
+up to rounding. Factors in bfloat16 are multiplied in float32: of small batches that is faster than the conversions of a
+gradient in bfloat16 and of the weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
+SMALL = 32  # factors in bfloat16 of more rows stay, since their product in float32 would take longer
+
 Run = Callable[..., Sequence[Tensor]]
+aten = torch.ops.aten
 
 
 class Descent(NamedTuple):
@@ -29,11 +33,12 @@ def take_out(graph: fx.GraphModule) -> list[Descent]:
     inputs = {node: place for place, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
     (output,) = graph.graph.find_nodes(op="output")
     found, factors = list[Descent](), list[fx.Node]()
-    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten._fused_sgd_.tensor_lr):
+    for node in graph.graph.find_nodes(op="call_function", target=aten._fused_sgd_.tensor_lr):
         params, grads, rate = node.args[0], node.args[1], node.kwargs["lr"]
         kept = []
         for param, grad in zip(params, grads, strict=True):
-            pair = _factors(grad) if param in inputs and rate in inputs else []
+            known = param in inputs and rate in inputs and param.meta["val"].is_contiguous()
+            pair = _factors(grad) if known else []
             if pair:
                 found.append(Descent(inputs[param], inputs[rate], node.kwargs["weight_decay"]))
                 factors += pair
@@ -56,14 +61,28 @@ def descending(run: Run, descents: Sequence[Descent]) -> Run:
         own = len(results) - 2 * len(descents)
         factors = results[own:]
         for descent, one, other in zip(descents, factors[::2], factors[1::2], strict=True):
-            rate = float(given[descent.lr])
-            given[descent.param].baddbmm_(one, other, beta=1 - rate * descent.decay, alpha=-rate)
+            rate, param = float(given[descent.lr]), given[descent.param]
+            matrices = param.view(*one.shape[:2], other.shape[2])
+            matrices.baddbmm_(one.to(param.dtype), other.to(param.dtype), beta=1 - rate * descent.decay, alpha=-rate)
         return results[:own]
 
     return step if descents else run
 
 
 def _factors(grad: fx.Node) -> list[fx.Node]:
-    """The factors (clients, m, k) and (clients, k, n) of a gradient (clients, m, n); none if it is no product."""
-    alone = grad.target == torch.ops.aten.bmm.default and len(grad.users) == 1
-    return list(grad.all_input_nodes) if alone and len(grad.all_input_nodes) == 2 else []
+    """The factors (matrices, m, k) and (matrices, k, n) of a gradient in any shape; none if it is no product.
+
+    Between the product and its use as a gradient may be views, conversions, and transposes that cancel out.
+    """
+    turned = False
+    while len(grad.users) == 1:
+        if grad.target == aten.bmm.default:
+            small = grad.meta["val"].dtype != torch.bfloat16 or grad.args[0].meta["val"].shape[2] <= SMALL
+            pair = grad.all_input_nodes
+            return list(pair) if small and not turned and len(pair) == 2 else []
+        if grad.target == aten.transpose.int and set(grad.args[1:]) == {1, 2}:
+            turned = not turned
+        elif grad.target != aten._to_copy.default and (grad.target != aten.view.default or turned):
+            break
+        grad = grad.args[0]
+    return []

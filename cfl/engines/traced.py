@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from cfl.contract import Ctx
 from cfl.core import Tree
 from cfl.engines.compiled import compiled, draws
+from cfl.engines.decompositions import DECOMPOSITIONS
 from cfl.engines.descents import descending, take_out
 
 AFTER, MOST = 8, 64  # a trace is recorded when its shapes come for the eighth time; number of traces kept
@@ -97,7 +98,8 @@ def record(work: Work, inputs: Trees, compile: bool = False) -> tuple[Callable[[
     try:
         with torch.random.fork_rng(devices):
             # Fake tensors have no values: work that branches on one fails here instead of freezing the branch.
-            graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*leaves)
+            how = DECOMPOSITIONS if compile else None
+            graph = make_fx(flat, how, "fake", _allow_non_fake_inputs=True)(*leaves)
     except Exception:  # the step runs untraced, and raises its own error if it has one
         return None, read
     _tidy(graph)

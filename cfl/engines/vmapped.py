@@ -40,7 +40,7 @@ class _OfBlock(Ctx):
 class VmappedEngine(LoopEngine):
     """Blocks of up to `block` clients. Clients of a block have states of equal shapes, as far as a step sees them.
 
-    compile: compile the steps of whole blocks with whole batches, see `compiled`.
+    compile: compile the steps of whole blocks with whole batches, see `compiled`; also of blocks of one client.
     """
 
     block: int = 16
@@ -51,7 +51,7 @@ class VmappedEngine(LoopEngine):
         for block in self.blocks(inputs.clients, inputs.states):
             with named("local training", block, inputs.info):
                 try:
-                    trained = self._train_block(step, inputs, block) if len(block) > 1 else None
+                    trained = self._train_block(step, inputs, block) if len(block) > 1 or self.compile else None
                 except _NeedsKeys:
                     trained = None
                 yield from trained or (self._train(step, inputs, client) for client in block)

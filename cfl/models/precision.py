@@ -17,7 +17,6 @@ def lowered(device: torch.device) -> AbstractContextManager:
     """Let torch compute products and convolutions, and their gradients, with factors rounded to bfloat16.
 
     The cache of rounded weights is off: it would keep those of all steps, and serve old ones after an update in place.
-    On a CPU, convolutions of blocks stay in float32: autocast does not reach them under vmap.
     """
     return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 

@@ -224,6 +224,16 @@ def test_compiled_blocks_may_beat_an_engine_without_blocks(monkeypatch):
     assert trials.choose("auto", block=4, rounds=4000, compile=None) == Choice("vmapped", 4, 1, True)
 
 
+@pytest.mark.parametrize(("workers", "name"), [(1, "vmapped"), (2, "pool+vmapped")])
+def test_single_clients_are_compiled_where_blocks_are_slow(monkeypatch, workers, name):
+    """As for convolutions: a block of two takes far longer than two clients one after another."""
+    monkeypatch.setattr(module, "obstacle", lambda device: "")
+    monkeypatch.setattr(module, "SECONDS", math.inf)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    trials = Trials(monkeypatch, lambda name, block, clients: 0.1 if "vmapped" not in name or block == 1 else 1.0)
+    assert trials.choose("auto", workers=workers, rounds=4000, compile=None) == Choice(name, 1, 1, True)
+
+
 def test_compiled_steps_are_not_tried_without_a_compiler_or_with_another_engine(monkeypatch):
     monkeypatch.setattr(module, "obstacle", lambda device: "no compiler")
     trials = Trials(monkeypatch, lambda name, block, clients: 1.0 if name == "loop" else 0.1)

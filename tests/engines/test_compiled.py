@@ -39,6 +39,25 @@ def largest(one, other):
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_single_clients_with_convolutions_are_compiled(precision, compilations):
+    """The second convolution has 4 samples x 2 x 2 places and 8 outputs: its gradient by the weights is a product."""
+
+    def network():
+        torch.manual_seed(0)
+        layers = nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4, track_running_stats=False), nn.ReLU()
+        return nn.Sequential(*layers, nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(32, 2))
+
+    more = ("block=1", f"precision={precision}", "model.norm_stats=batch")
+    plain = weights(*more, model=network())
+    assert not compilations
+    found = weights("compile=true", *more, model=network())
+    kinds = {node.target for graph in compilations for node in graph.graph.nodes}
+    assert torch.ops.aten.im2col.default in kinds
+    assert largest(found, plain) < (1e-5 if precision == "float32" else 0.02)
+
+
 @pytest.mark.parametrize(
     ("method", "more"),
     [

@@ -90,3 +90,42 @@ def test_a_square():
 
     expected, found, _ = both(work, [*leaves((2, 3, 3), (2, 5, 3)), LR])
     assert torch.allclose(found[1], expected[1], atol=1e-6)
+
+
+def test_factors_in_bfloat16():
+    """The gradient is turned, converted and turned back, as autocast leaves it; its sum is then one in float32."""
+
+    def work(weight, x, g, lr):
+        slope = torch.bmm(g.transpose(1, 2), x).transpose(1, 2).to(torch.float32).transpose(1, 2)
+        update([weight], [slope], lr)
+        return [g.sum()]
+
+    for batch, count in ((32, 1), (33, 0)):  # of large batches the product stays in bfloat16
+        weight, x, g = leaves((2, 3, 4), (2, batch, 4), (2, batch, 3))
+        x, g = x.bfloat16(), g.bfloat16()
+        _, found, descents = both(work, [weight, x, g, LR])
+        assert len(descents) == count
+        exact = weight - 0.25 * torch.einsum("bno,bni->boi", g.float(), x.float())
+        error = (found[1] - exact).abs().max()
+        assert error < 1e-5 if count else 1e-4 < error < 0.1
+
+
+def test_a_convolutions_weights():
+    """A gradient (clients, outputs, inputs, height, width) that is a product (clients, outputs, the rest)."""
+
+    def work(weight, x, g, lr):
+        update([weight], [torch.bmm(g.transpose(1, 2), x).view(weight.shape)], lr)
+        return [g.sum()]
+
+    given = [*leaves((2, 3, 2, 2, 1), (2, 5, 4), (2, 5, 3)), LR]
+    expected, found, descents = both(work, given)
+    assert len(descents) == 1
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(found, expected, strict=True))
+
+
+def test_turned_products_stay():
+    def work(weight, x, g, lr):
+        update([weight], [torch.bmm(g.transpose(1, 2), x).transpose(1, 2)], lr)
+        return [g.sum()]
+
+    assert not traced(work, [*leaves((2, 4, 4), (2, 5, 4), (2, 5, 4)), LR])[2]

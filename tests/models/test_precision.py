@@ -107,11 +107,22 @@ def test_normalisation_returns_bfloat16_as_it_is_given_under_vmap_too(norm: nn.M
     torch.testing.assert_close(blocked, alone, rtol=2 * BELOW, atol=2 * BELOW)
 
 
-def test_convolutions_of_blocks_stay_in_float32_on_a_cpu() -> None:
+def test_convolutions_of_local_steps_are_rounded_in_blocks_too() -> None:
+    """Autocast reaches a convolution under vmap if a gradient is computed there, as in a local step."""
     x, weights = torch.randn(8, 2, 4, 4), torch.randn(3, 6, 2, 1, 1)
+    seen: list[torch.dtype] = []
+
+    def loss(weight: torch.Tensor) -> torch.Tensor:
+        seen.append((out := F.conv2d(x, weight)).dtype)
+        return out.float().square().sum()
+
     with precision.lowered(torch.device("cpu")):
-        assert F.conv2d(x, weights[0]).dtype == torch.bfloat16
-        assert torch.func.vmap(lambda weight: F.conv2d(x, weight))(weights).dtype == torch.float32
+        blocked = torch.func.vmap(torch.func.grad(loss))(weights)
+        alone = torch.stack([torch.func.grad(loss)(weight) for weight in weights])
+    exact = torch.stack([torch.func.grad(loss)(weight) for weight in weights])
+    assert seen == [*[torch.bfloat16] * 4, *[torch.float32] * 3]
+    torch.testing.assert_close(blocked, alone, rtol=2 * BELOW, atol=2 * BELOW)
+    assert not torch.allclose(blocked, exact, rtol=BELOW / 16)
 
 
 def test_normalisation_runs_in_blocks_of_clients() -> None:

@@ -1,0 +1,38 @@
+"""The gradient of a convolution by its weights as a product: equal to torch's, and only where inputs are few."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cfl.core import rng
+from cfl.engines.decompositions import convolution_backward
+
+SHAPES = [*itertools.product((1, 3), (1, 2), (0, 1), (1, 2), ((3, 3), (1, 2)))]
+
+
+@pytest.mark.parametrize(("groups", "stride", "padding", "dilation", "kernel"), SHAPES)
+def test_gradients_equal_those_of_torch(groups, stride, padding, dilation, kernel):
+    draws = rng.generator(0)
+    x = torch.randn(2, 6, 7, 6, dtype=torch.float64, generator=draws)
+    weight = torch.randn(240, 6 // groups, *kernel, dtype=torch.float64, generator=draws)
+    out = F.conv2d(x, weight, None, stride, padding, dilation, groups)
+    grad = torch.randn(out.shape, dtype=torch.float64, generator=draws)
+    for mask in ([True, True, True], [True, True, False], [False, True, False]):
+        given = grad, x, weight, [240], [stride] * 2, [padding] * 2, [dilation] * 2, False, [0, 0], groups, mask
+        found, expected = convolution_backward(*given), torch.ops.aten.convolution_backward(*given)
+        for asked, one, other in zip(mask, found, expected, strict=True):
+            assert torch.allclose(one, other, rtol=1e-12, atol=1e-12) if asked else one is None
+
+
+def test_large_images_and_other_convolutions_stay_as_they_are():
+    def product(outputs, side, mask=(True, True, False), transposed=False):
+        x, grad = torch.ones(1, 3, side, side), torch.ones(1, outputs, side, side)
+        given = grad, x, torch.ones(outputs, 3, 1, 1), None, [1, 1], [0, 0], [1, 1], transposed, [0, 0], 1, list(mask)
+        return convolution_backward(*given) is not NotImplemented
+
+    assert product(8, side=4)  # 16 places, 8 output channels
+    assert not product(7, side=4)
+    assert not product(8, side=4, mask=(True, False, False))
+    assert not product(8, side=4, transposed=True)
