@@ -12,7 +12,7 @@ our engines; the peak and the alternatives are in float32, but for plain-bf16. A
 - products: the matrix products of the round alone, a process a core (MLPs only): what no engine can undercut;
 - pool+vmapped: our engine of that name, beside `--engine flower`;
 - float32: our engine in float32, with the same options, beside `--precision bf16`;
-- pool-float32: our engine `pool` in float32, as fast as any for networks with convolutions;
+- pool-float32: our engine `pool` in float32, whose steps are not compiled;
 - pfl: pfl-research with one process, and with two ("pfl-2", also alone); flower: its simulation, one core a client;
 - jax: plain JAX on the CPU, jit, vmap and scan at their fastest, all cores (FedJAX is no longer maintained).
 

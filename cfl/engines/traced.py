@@ -18,6 +18,7 @@ from cfl.core import Tree
 from cfl.engines.compiled import compiled, draws
 from cfl.engines.decompositions import DECOMPOSITIONS
 from cfl.engines.descents import descending, take_out
+from cfl.engines.products import reorder
 
 AFTER, MOST = 8, 64  # a trace is recorded when its shapes come for the eighth time; number of traces kept
 _FROZEN = frozenset(("step", "key"))  # fields of a context that change from step to step; a trace would freeze them
@@ -72,7 +73,7 @@ class Traces:
 def record(work: Work, inputs: Trees, compile: bool = False) -> tuple[Callable[[Trees], Trees] | None, set[str]]:
     """Return a trace of the work, or None if it cannot be traced, and the fields of contexts that the work reads.
 
-    compile: let weights descend along products, and compile the trace, see `compiled`.
+    compile: reorder products, let weights descend along them, and compile the trace, see `compiled`.
     """
     from torch.fx.experimental.proxy_tensor import make_fx  # slow to import, and most runs do not need it
 
@@ -105,6 +106,7 @@ def record(work: Work, inputs: Trees, compile: bool = False) -> tuple[Callable[[
     _tidy(graph)
     run: Callable[..., Any] = graph
     if compile and not read & _FROZEN:
+        reorder(graph)
         descents = take_out(graph)
         run = descending(compiled(graph, leaves), descents)
 
@@ -119,7 +121,7 @@ def record(work: Work, inputs: Trees, compile: bool = False) -> tuple[Callable[[
 def _tidy(graph: fx.GraphModule) -> None:
     """Remove operations that return one of their own inputs, and operations whose results are unused."""
     aten = torch.ops.aten
-    views = (aten.expand.default, aten.view.default, aten._unsafe_view.default)
+    views = (aten.expand.default, aten.view.default, aten._unsafe_view.default, aten.slice.Tensor)
     for node in graph.graph.nodes:
         given: Any = node.args[0] if node.args else None
         how = [*node.args[1:]]
