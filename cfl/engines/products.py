@@ -14,20 +14,15 @@ def reorder(graph: fx.GraphModule) -> None:
     """Replace (a b) c by a (b c) in a trace where that is cheaper, for products of stacked matrices."""
     for node in graph.graph.find_nodes(op="call_function", target=aten.bmm.default):
         inner, c = node.args
-        if inner.target != aten.bmm.default:
-            continue
+        if inner.target != aten.bmm.default or not all("val" in each.meta for each in (*inner.args, c)):
+            continue  # constants, such as frozen parameters, have no shape here
         a, b = inner.args
-        (_, rows, between), columns, last = _shape(a), _shape(b)[2], _shape(c)[2]
-        spared = rows * between * columns if len(inner.users) == 1 else 0
-        if between * columns * last + rows * between * last >= rows * columns * last + spared:
-            continue
-        with graph.graph.inserting_before(node):
-            later = graph.graph.call_function(aten.bmm.default, (b, c))
-            later.meta["val"] = aten.bmm.default(b.meta["val"], c.meta["val"])
-        node.args = (a, later)
+        (_, rows, between), (_, _, columns), (_, _, last) = (each.meta["val"].shape for each in (a, b, c))
+        saved = rows * columns * last + (rows * between * columns if len(inner.users) == 1 else 0)
+        if (rows + columns) * between * last < saved:
+            with graph.graph.inserting_before(node):
+                later = graph.graph.call_function(aten.bmm.default, (b, c))
+                later.meta["val"] = aten.bmm.default(b.meta["val"], c.meta["val"])
+            node.args = (a, later)
     graph.graph.eliminate_dead_code()
     graph.recompile()
-
-
-def _shape(node: fx.Node) -> torch.Size:
-    return node.meta["val"].shape
