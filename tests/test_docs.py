@@ -551,7 +551,7 @@ def test_rank_rules_at_full_length_are_the_stored_runs():
     below = rows(ROOT / "docs/fidelity.md", after="Share of each layer's directions that nine tasks leave to the tenth")
     assert {name: cells for name, *cells in below} == left
     here, local = (found[f"energy, dropout off, {what}, bfloat16"] for what in ("global model", "local models"))
-    gains = abs(float(local[0]) - float(here[0])), abs(float(local[1]) - float(here[1]))
+    gains = float(local[0]) - float(here[0]), float(here[1]) - float(local[1])
     text = " ".join((ROOT / "docs/fidelity.md").read_text().split())
     assert "an ACC larger by {:.1f} points and an FGT smaller by {:.1f}, with one seed".format(*gains) in text
     printed = read_yaml(ROOT / "cfl/experiments/papers/fot.yaml")

@@ -117,7 +117,10 @@ class Block:
             begin, ahead = self._gathered = index, self._gather(index)
         width = max(self.width, *(self.sizes[i][index] for i in at))
         which = slice(len(at)) if at[-1] + 1 == len(at) else at
-        return {name: ahead[name][index - begin, which, :width].contiguous() for name in ("x", "y", "mask", "ids")}
+        parts = {name: ahead[name][index - begin, which, :width] for name in ("x", "y", "mask", "ids")}
+        # Of a single client, `contiguous` would keep a stride of the padded batch, and so require another trace.
+        alike = partial(torch.clone, memory_format=torch.contiguous_format) if len(at) == 1 else Tensor.contiguous
+        return tree.map(alike, parts)
 
     def _recalled(self, drawn: list[Batch]) -> Tree:
         """Stack draws from memories, padded to the longest. Keeps the last stack: most draws repeat at every step."""

@@ -1,7 +1,7 @@
 """Gradients of convolutions as products of matrices, which compile to faster code for small images.
 
-A deep layer of a local step multiplies more weights than inputs. There torch's kernel mostly reorders weights in
-memory, and the product takes less time; it can also descend, see `descents`.
+In a local step, a deep layer has more weights than inputs to multiply them with. There torch's kernel spends most of
+its time on the memory layout of the weights, and the product takes less. It can also descend, see `descents`.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FEW = 2  # inputs are few if there are at most so many places of outputs for each output channel
+FEW = 2  # inputs are few if places <= FEW * output channels, where places are samples x height x width of the output
 
 aten = torch.ops.aten
 

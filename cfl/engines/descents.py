@@ -1,8 +1,8 @@
 """Descents along products: a gradient that is a product of matrices is subtracted from the weights by the product.
 
 No memory then holds the gradient, and the weights are read and written once. The result equals that of the fused kernel
-up to rounding. Factors in bfloat16 are multiplied in float32: of small batches that is faster than the conversions of a
-gradient in bfloat16 and of the weights.
+up to rounding. Factors in bfloat16 are multiplied in float32: for small batches this takes less time than converting
+the gradient and the weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-SMALL = 32  # factors in bfloat16 of more rows stay, since their product in float32 would take longer
+SMALL = 32  # products in bfloat16 with more terms in each sum stay: in float32 they would take longer
 
 Run = Callable[..., Sequence[Tensor]]
 aten = torch.ops.aten
@@ -28,18 +28,21 @@ class Descent(NamedTuple):
 def take_out(graph: fx.GraphModule) -> list[Descent]:
     """Remove descents along products from the updates in a trace, which then returns their factors after its results.
 
-    A gradient qualifies if it is a product of two matrices, and nothing else reads it.
+    A gradient qualifies if it is a product of two matrices, and nothing else reads it. The matrices may not share
+    memory with weights, which change while the descents are made one after another.
     """
     inputs = {node: place for place, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
     (output,) = graph.graph.find_nodes(op="output")
     found, factors = list[Descent](), list[fx.Node]()
-    for node in graph.graph.find_nodes(op="call_function", target=aten._fused_sgd_.tensor_lr):
+    updates = graph.graph.find_nodes(op="call_function", target=aten._fused_sgd_.tensor_lr)
+    changing = {param for update in updates for param in update.args[0]}
+    for node in updates:
         params, grads, rate = node.args[0], node.args[1], node.kwargs["lr"]
         kept = []
         for param, grad in zip(params, grads, strict=True):
             known = param in inputs and rate in inputs and param.meta["val"].is_contiguous()
             pair = _factors(grad) if known else []
-            if pair:
+            if pair and not changing & {*map(_origin, pair)}:
                 found.append(Descent(inputs[param], inputs[rate], node.kwargs["weight_decay"]))
                 factors += pair
             else:
@@ -82,7 +85,22 @@ def _factors(grad: fx.Node) -> list[fx.Node]:
             return list(pair) if small and not turned and len(pair) == 2 else []
         if grad.target == aten.transpose.int and set(grad.args[1:]) == {1, 2}:
             turned = not turned
-        elif grad.target != aten._to_copy.default and (grad.target != aten.view.default or turned):
+        elif not (_widens(grad) or grad.target == aten.view.default and not turned):
             break
         grad = grad.args[0]
     return []
+
+
+def _widens(node: fx.Node) -> bool:
+    """True for a conversion that changes no value."""
+    if node.target != aten._to_copy.default:
+        return False
+    given, found = node.args[0].meta["val"].dtype, node.meta["val"].dtype
+    return given.is_floating_point and torch.promote_types(given, found) == found
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """The node whose memory a factor shares."""
+    while getattr(node.target, "is_view", False) or node.target == aten._unsafe_view.default:
+        node = node.args[0]
+    return node

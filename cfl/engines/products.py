@@ -11,11 +11,16 @@ aten = torch.ops.aten
 
 
 def reorder(graph: fx.GraphModule) -> None:
-    """Replace (a b) c by a (b c) in a trace where that is cheaper, for products of stacked matrices."""
+    """Replace (a b) c by a (b c) in a trace where that is cheaper, for products of stacked matrices.
+
+    A trace that writes in place, except for the update of the weights at its end, stays as it is.
+    """
+    if any(_writes(node) for node in graph.graph.nodes):
+        return
     for node in graph.graph.find_nodes(op="call_function", target=aten.bmm.default):
         inner, c = node.args
-        if inner.target != aten.bmm.default or not all("val" in each.meta for each in (*inner.args, c)):
-            continue  # constants, such as frozen parameters, have no shape here
+        if inner.target != aten.bmm.default:
+            continue
         a, b = inner.args
         (_, rows, between), (_, _, columns), (_, _, last) = (each.meta["val"].shape for each in (a, b, c))
         saved = rows * columns * last + (rows * between * columns if len(inner.users) == 1 else 0)
@@ -26,3 +31,8 @@ def reorder(graph: fx.GraphModule) -> None:
             node.args = (a, later)
     graph.graph.eliminate_dead_code()
     graph.recompile()
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable and node.target != aten._fused_sgd_.tensor_lr

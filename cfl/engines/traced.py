@@ -2,8 +2,9 @@
 
 With many small clients a step is mostly overhead of `vmap`, autograd and hooks. `make_fx` records the tensor operations
 below all three. A trace does the same operations on the same shapes, so its results equal those of the step to the bit,
-whenever it was recorded. This holds for hooks and modules whose results depend on their inputs alone: internal state
-and Python's random numbers would keep the values that they had at the recording.
+whenever it was recorded; with `compile` they are equal up to rounding. This holds for hooks and modules whose results
+depend on their inputs alone: internal state and Python's random numbers would keep the values that they had at the
+recording.
 """
 
 from collections import Counter

@@ -40,7 +40,7 @@ class _OfBlock(Ctx):
 class VmappedEngine(LoopEngine):
     """Blocks of up to `block` clients. Clients of a block have states of equal shapes, as far as a step sees them.
 
-    compile: compile the steps of whole blocks with whole batches, see `compiled`; also of blocks of one client.
+    compile: compile the steps of whole blocks with whole batches, see `compiled`; with block=1 those of each client.
     """
 
     block: int = 16
@@ -51,7 +51,8 @@ class VmappedEngine(LoopEngine):
         for block in self.blocks(inputs.clients, inputs.states):
             with named("local training", block, inputs.info):
                 try:
-                    trained = self._train_block(step, inputs, block) if len(block) > 1 or self.compile else None
+                    together = len(block) > 1 or self.compile and self.block == 1
+                    trained = self._train_block(step, inputs, block) if together else None
                 except _NeedsKeys:
                     trained = None
                 yield from trained or (self._train(step, inputs, client) for client in block)

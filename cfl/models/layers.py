@@ -40,7 +40,7 @@ class Layer:
         """Replace this group's rows of a weight or bias by `part`, of any shape with as many numbers."""
         own = part.reshape(leaf[self.rows].shape).to(leaf.dtype)
         alone = len(own) == len(leaf)
-        return own if alone else torch.cat([leaf[: self.rows.start], own, leaf[self.rows.stop :]])
+        return own.contiguous() if alone else torch.cat([leaf[: self.rows.start], own, leaf[self.rows.stop :]])
 
     def inputs(self, x: Tensor) -> Tensor:
         """Input vectors that the layer multiplies with its weight: (batch, positions, d).

@@ -17,6 +17,7 @@ def lowered(device: torch.device) -> AbstractContextManager:
     """Let torch compute products and convolutions, and their gradients, with factors rounded to bfloat16.
 
     The cache of rounded weights is off: it would keep those of all steps, and serve old ones after an update in place.
+    On a CPU, a convolution under vmap is computed in float32 unless its gradient is taken there.
     """
     return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 

@@ -41,7 +41,8 @@ def largest(one, other):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_single_clients_with_convolutions_are_compiled(precision, compilations):
+@pytest.mark.parametrize("block", [1, 3])
+def test_steps_with_convolutions_are_compiled(block, precision, compilations):
     """The second convolution has 4 samples x 2 x 2 places and 8 outputs: its gradient by the weights is a product."""
 
     def network():
@@ -49,13 +50,37 @@ def test_single_clients_with_convolutions_are_compiled(precision, compilations):
         layers = nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4, track_running_stats=False), nn.ReLU()
         return nn.Sequential(*layers, nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(32, 2))
 
-    more = ("block=1", f"precision={precision}", "model.norm_stats=batch")
+    more = (f"block={block}", f"precision={precision}", "model.norm_stats=batch")
     plain = weights(*more, model=network())
     assert not compilations
     found = weights("compile=true", *more, model=network())
     kinds = {node.target for graph in compilations for node in graph.graph.nodes}
     assert torch.ops.aten.im2col.default in kinds
     assert largest(found, plain) < (1e-5 if precision == "float32" else 0.02)
+
+
+class Factored(nn.Module):
+    """A classifier whose weight is the product of two parameters."""
+
+    def __init__(self):
+        super().__init__()
+        draws = torch.Generator().manual_seed(0)
+        self.a = nn.Parameter(torch.randn(3, 8, generator=draws))
+        self.b = nn.Parameter(torch.randn(2, 3, generator=draws))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.b @ self.a)
+
+
+def test_a_product_of_weights_is_trained_as_without_compiling(compilations):
+    found = weights("compile=true", model=Factored())
+    assert compilations and largest(found, weights(model=Factored())) < 1e-5
+
+
+def test_batches_of_single_clients_have_one_shape(compilations):
+    """Without padding, as with batch normalisation, 6 samples are batches of 4 and 2: whole ones are compiled once."""
+    weights("compile=true", "block=1", "local.epochs=2", model=Factored())
+    assert len(compilations) == 1
 
 
 @pytest.mark.parametrize(

@@ -129,3 +129,27 @@ def test_turned_products_stay():
         return [g.sum()]
 
     assert not traced(work, [*leaves((2, 4, 4), (2, 5, 4), (2, 5, 4)), LR])[2]
+
+
+def test_factors_that_are_weights_stay():
+    """The weight of y = x (b a)^T is a product of two parameters: each is a factor of the other's gradient."""
+
+    def work(a, b, x, g, lr):
+        slope = torch.bmm(g.transpose(1, 2), x)  # by the product (out, in)
+        update([a, b], [torch.bmm(b.transpose(1, 2), slope), torch.bmm(slope, a.transpose(1, 2))], lr)
+        return [g.sum()]
+
+    given = [*leaves((2, 2, 4), (2, 3, 2), (2, 5, 4), (2, 5, 3)), LR]
+    expected, found, descents = both(work, given)
+    assert not descents
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(found, expected, strict=True))
+
+
+def test_conversions_that_lose_something_stay():
+    """A hook that rounds gradients to whole numbers."""
+
+    def work(weight, x, g, lr):
+        update([weight], [torch.bmm(g.transpose(1, 2), x).to(torch.int8).to(torch.float32)], lr)
+        return [g.sum()]
+
+    assert not traced(work, [*leaves((2, 3, 4), (2, 5, 4), (2, 5, 3)), LR])[2]

@@ -53,3 +53,15 @@ def test_a_projected_gradient():
     assert difference < 1e-12
     assert before == 50 * 2 * 30 + 2 * 50 * 30 * 10
     assert found == 2 * 50 * 2 * 30 + 2 * 2 * 30 * 10
+
+
+def test_traces_that_write_in_place_stay():
+    """The first product is read before the write in the new order, after it in the old one."""
+
+    def work(a, b, c):
+        h = torch.bmm(a, b)
+        h.mul_(2)
+        return torch.bmm(h, c)
+
+    difference, before, found = after(work, (1, 50, 2), (1, 2, 50), (1, 50, 2))
+    assert difference < 1e-12 and found == before

@@ -49,6 +49,18 @@ def test_groups_split_the_rows_of_the_weight():
     ]
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_put_replaces_the_rows_of_a_group(groups):
+    """The part is a view with gaps, as a basis of weight and bias leaves it; the result has none."""
+    model = Model(nn.Sequential(nn.Conv2d(4, 6, 1, groups=groups), nn.Flatten()), (4, 1, 1), [6], multi_head=False)
+    layer, leaf = model.layers[-1], model.params[model.layers[-1].weight]
+    part = torch.arange(60.0).view(6 // groups, -1)[:, : 4 // groups]
+    found = layer.put(leaf, part)
+    assert found.is_contiguous() and found.shape == leaf.shape
+    assert torch.equal(found[layer.rows].flatten(1), part)
+    assert groups == 1 or torch.equal(found[:3], leaf[:3])
+
+
 def test_inputs_of_a_linear_layer_on_sequences():
     class Mean(nn.Module):
         def __init__(self):
