@@ -6,7 +6,7 @@ the gradient and the weights.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -72,7 +72,7 @@ def descending(run: Run, descents: Sequence[Descent]) -> Run:
     return step if descents else run
 
 
-def _factors(grad: fx.Node) -> list[fx.Node]:
+def _factors(grad: Any) -> list[fx.Node]:
     """The factors (matrices, m, k) and (matrices, k, n) of a gradient in any shape; none if it is no product.
 
     Between the product and its use as a gradient may be views, conversions, and transposes that cancel out.
@@ -91,7 +91,7 @@ def _factors(grad: fx.Node) -> list[fx.Node]:
     return []
 
 
-def _widens(node: fx.Node) -> bool:
+def _widens(node: Any) -> bool:
     """True for a conversion that changes no value."""
     if node.target != aten._to_copy.default:
         return False
@@ -99,7 +99,7 @@ def _widens(node: fx.Node) -> bool:
     return given.is_floating_point and torch.promote_types(given, found) == found
 
 
-def _origin(node: fx.Node) -> fx.Node:
+def _origin(node: Any) -> fx.Node:
     """The node whose memory a factor shares."""
     while getattr(node.target, "is_view", False) or node.target == aten._unsafe_view.default:
         node = node.args[0]
