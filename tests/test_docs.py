@@ -444,7 +444,7 @@ def test_figures_of_the_speed_page_are_the_stored_ones():
         for found in (bf16.values(), files["bf16-amd"], files["bf16-intel"])
     )
     columns = "pmnist-round", "cifar100-round", "resnet-round"
-    told = [cells[1:] for cells in rows(page, after="float32 divided by those in bfloat16")]
+    told = [cells[1:] for cells in rows(page, after="Seconds of a round of FedAvg in float32")]
     assert told == [[found.get(name, "–") for name in columns] for found in (amx, amd, without)]
     pool = [ratio(row, "float32") for row in files["bf16-amx-pool"]]
     assert "these two were {} and {} times as fast as in float32".format(*pool) in text
