@@ -77,9 +77,10 @@ def test_a_product_of_weights_is_trained_as_without_compiling(compilations):
     assert compilations and largest(found, weights(model=Factored())) < 1e-5
 
 
-def test_batches_of_single_clients_have_one_shape(compilations):
-    """Without padding, as with batch normalisation, 6 samples are batches of 4 and 2: whole ones are compiled once."""
-    weights("compile=true", "block=1", "local.epochs=2", model=Factored())
+def test_batches_of_a_single_client_do_not_depend_on_those_of_others(compilations):
+    """Poisson batches of three clients have many sizes, of which the largest would be seen in the strides."""
+    private = "dp.level=example", "dp.noise_multiplier=1.5", "dp.clip=0.3", "agg.weights=uniform"
+    weights("compile=true", "block=1", "local.epochs=2", *private)
     assert len(compilations) == 1
 
 
