@@ -1,7 +1,7 @@
-"""Gradients of convolutions as products of matrices, which compile to faster code for small images.
+"""Gradients of convolutions as products of matrices, for small images.
 
-In a local step, a deep layer has more weights than inputs to multiply them with. There torch's kernel spends most of
-its time on the memory layout of the weights, and the product takes less. It can also descend, see `descents`.
+In a local step, a deep layer has more weights than inputs to multiply them with. torch's kernel changes the memory
+layout of all these weights, the product does not. The product can also descend, see `descents`.
 """
 
 from collections.abc import Sequence

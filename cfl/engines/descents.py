@@ -1,8 +1,7 @@
 """Descents along products: a gradient that is a product of matrices is subtracted from the weights by the product.
 
 No memory then holds the gradient, and the weights are read and written once. The result equals that of the fused kernel
-up to rounding. Factors in bfloat16 are multiplied in float32: for small batches this takes less time than converting
-the gradient and the weights.
+up to rounding. Factors in bfloat16 are multiplied in float32 if each sum has few terms, so no gradient is converted.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-SMALL = 32  # products in bfloat16 with more terms in each sum stay: in float32 they would take longer
+SMALL = 32  # products in bfloat16 with more terms in each sum stay in bfloat16
 
 Run = Callable[..., Sequence[Tensor]]
 aten = torch.ops.aten
