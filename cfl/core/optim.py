@@ -3,7 +3,7 @@
 An update touches only the names in the gradients: unused heads get neither weight decay nor momentum.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -50,10 +50,11 @@ def sgd(momentum: float = 0.0, weight_decay: float = 0.0) -> Optimizer:
 
     def update(grads: Tree, state: Tree, params: Tree, lr: float | Tensor, step: int) -> None:
         fused = fuses(grads, params)
-        dense = _contiguous if fused else list
+        pairs = ((params[name], grad) for name, grad in grads.items())
+        leaves, slopes = zip(*(_contiguous(*pair) if fused else pair for pair in pairs), strict=True)
         torch_sgd(
-            dense(params[name] for name in grads),
-            dense(grads.values()),
+            list(leaves),
+            list(slopes),
             [state[name] if momentum else None for name in grads],
             fused=fused,
             foreach=False,
@@ -96,18 +97,31 @@ def adam(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_dec
     return Optimizer(init, update)
 
 
+def same_layout(leaf: Tensor, grad: Tensor) -> bool:
+    """Whether two tensors of one shape have their numbers in the same order, without gaps, in memory."""
+    if leaf.shape != grad.shape:
+        return False
+    return all(each.is_contiguous() for each in _contiguous(leaf, grad))
+
+
 def _fusible(leaf: Tensor, grad: Tensor) -> bool:
     """Whether torch's fused kernel accepts the two tensors and gives the same bits as the loop."""
-    if not (leaf.is_cpu and grad.is_cpu and leaf.dtype == grad.dtype and leaf.dtype in _FUSED):
-        return False
+    single = leaf.is_cpu and grad.is_cpu and leaf.dtype == grad.dtype and leaf.dtype in _FUSED
+    return single and same_layout(leaf, grad)
+
+
+def _contiguous(leaf: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Views with the dimensions in the order of the leaf's memory: the fused kernel pairs numbers by their place."""
     if leaf.is_contiguous():
-        return leaf.shape == grad.shape and grad.is_contiguous()
-    return leaf.is_contiguous(memory_format=torch.channels_last) and leaf.stride() == grad.stride()
+        return leaf, grad
+    order = memory_order(leaf)
+    return leaf.permute(order), grad.permute(order)
 
 
-def _contiguous(leaves: Iterable[Tensor]) -> list[Tensor]:
-    """Contiguous views of leaves that are so, or have channels last: the fused kernel pairs numbers by their place."""
-    return [leaf if leaf.is_contiguous() else leaf.permute(0, 2, 3, 1) for leaf in leaves]
+def memory_order(leaf: Tensor) -> list[int]:
+    """Dimensions by descending stride: permuted to this order, a tensor without gaps is contiguous."""
+    strides = leaf.stride()
+    return sorted(range(leaf.dim()), key=lambda place: -strides[place])
 
 
 def build(name: Literal["sgd", "adam"], momentum: float, weight_decay: float) -> Optimizer:

@@ -10,10 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from cfl.core.optim import same_layout
+
 SMALL = 32  # products in bfloat16 with more terms in each sum stay in bfloat16
 
 Run = Callable[..., Sequence[Tensor]]
 aten = torch.ops.aten
+_VIEWS = (aten.view.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim)
 
 
 class Descent(NamedTuple):
@@ -34,15 +37,16 @@ def take_out(graph: fx.GraphModule) -> list[Descent]:
     (output,) = graph.graph.find_nodes(op="output")
     found, factors = list[Descent](), list[fx.Node]()
     updates = graph.graph.find_nodes(op="call_function", target=aten._fused_sgd_.tensor_lr)
-    changing = {param for update in updates for param in update.args[0]}
+    changing = {_origin(param) for update in updates for param in update.args[0]}
     for node in updates:
         params, grads, rate = node.args[0], node.args[1], node.kwargs["lr"]
         kept = []
         for param, grad in zip(params, grads, strict=True):
-            known = param in inputs and rate in inputs and param.meta["val"].is_contiguous()
-            pair = _factors(grad) if known else []
+            whole = _origin(param)  # the update may see a permutation of it
+            known = whole in inputs and rate in inputs and same_layout(param.meta["val"], grad.meta["val"])
+            pair = _factors(grad) if known and param.meta["val"].numel() == whole.meta["val"].numel() else []
             if pair and not changing & {*map(_origin, pair)}:
-                found.append(Descent(inputs[param], inputs[rate], node.kwargs["weight_decay"]))
+                found.append(Descent(inputs[whole], inputs[rate], node.kwargs["weight_decay"]))
                 factors += pair
             else:
                 kept.append((param, grad))
@@ -64,7 +68,8 @@ def descending(run: Run, descents: Sequence[Descent]) -> Run:
         factors = results[own:]
         for descent, one, other in zip(descents, factors[::2], factors[1::2], strict=True):
             rate, param = float(given[descent.lr]), given[descent.param]
-            matrices = param.view(*one.shape[:2], other.shape[2])
+            count, rows, columns = *one.shape[:2], other.shape[2]
+            matrices = param.as_strided((count, rows, columns), (rows * columns, columns, 1))
             matrices.baddbmm_(one.to(param.dtype), other.to(param.dtype), beta=1 - rate * descent.decay, alpha=-rate)
         return results[:own]
 
@@ -74,17 +79,14 @@ def descending(run: Run, descents: Sequence[Descent]) -> Run:
 def _factors(grad: Any) -> list[fx.Node]:
     """The factors (matrices, m, k) and (matrices, k, n) of a gradient in any shape; none if it is no product.
 
-    Between the product and its use as a gradient may be views, conversions, and transposes that cancel out.
+    Between the product and its use as a gradient may be views of it, and conversions.
     """
-    turned = False
     while len(grad.users) == 1:
         if grad.target == aten.bmm.default:
             small = grad.meta["val"].dtype != torch.bfloat16 or grad.args[0].meta["val"].shape[2] <= SMALL
             pair = grad.all_input_nodes
-            return list(pair) if small and not turned and len(pair) == 2 else []
-        if grad.target == aten.transpose.int and set(grad.args[1:]) == {1, 2}:
-            turned = not turned
-        elif not (_widens(grad) or grad.target == aten.view.default and not turned):
+            return list(pair) if small and len(pair) == 2 else []
+        if grad.target not in _VIEWS and not _widens(grad):
             break
         grad = grad.args[0]
     return []

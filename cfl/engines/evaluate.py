@@ -96,7 +96,7 @@ def accuracies(
     counts: dict[int, list[Tensor]] = {task: [] for task in served}  # correct and not finite, of each batch
     with torch.no_grad():
         for task, *others in groups.values():
-            params = model.laid_out(dict(served[task]))
+            params = model.layout.laid_out(dict(served[task]))
             rows = {own: torch.arange(len(parts[own])) for own in (task, *others)}
             if separate and len(parts[task]) > batch_size:  # samples sorted by class would give batches of one class
                 source = rng.generator(rng.key(model.seed, "evaluation", task))

@@ -1,7 +1,7 @@
 """The local step. Every engine runs it, for one client or under `torch.func.vmap` for several."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -69,10 +69,10 @@ class LocalStep:
         """The task up to which a growing head is."""
         return max((self.task, *self.heads)) if self.model.growing else self.task
 
-    def start(self, params: Tree) -> Local:
-        """Return the carry before the first step, with copies of the trainable leaves. params: the broadcast model."""
+    def start(self, params: Tree, copied: Callable[[Tensor], Tensor] = torch.clone) -> Local:
+        """Return the carry before the first step. params: the broadcast model; copied: copies a trainable leaf."""
         names = self.model.trainable(self.task, self.heads)
-        trained = tree.clone(tree.select(params, (name for name in names if name not in self.frozen)))
+        trained = tree.map(copied, tree.select(params, (name for name in names if name not in self.frozen)))
         return Local(trained, tree.select(params, self.model.buffers(self.task)), self.optimizer.init(trained))
 
     def context(self, inputs: StepInputs, buffers: Tree | None = None) -> Ctx:

@@ -20,7 +20,7 @@ from cfl.contract import Batch, Client, Ctx, RoundInfo, RoundInputs, TreesByOwne
 from cfl.core import Tree, rng, tree
 from cfl.engines.block import ALL, Block, Group
 from cfl.engines.loop import LoopEngine, Trained, named, recorded
-from cfl.engines.step import Local, LocalStep, StepInputs
+from cfl.engines.step import LocalStep, StepInputs
 from cfl.engines.traced import Traces, Trees
 
 
@@ -51,7 +51,7 @@ class VmappedEngine(LoopEngine):
         for block in self.blocks(inputs.clients, inputs.states):
             with named("local training", block, inputs.info):
                 try:
-                    together = len(block) > 1 or self.compile and self.block == 1
+                    together = len(block) > 1 or self._single
                     trained = self._train_block(step, inputs, block) if together else None
                 except _NeedsKeys:
                     trained = None
@@ -89,7 +89,7 @@ class VmappedEngine(LoopEngine):
                     block.write(group.places, local._replace(buffers=found["buffers"]))
                     losses[group.places, index] = found["losses"][""].to(losses)
         losses = _last(losses, torch.tensor(block.steps, device=device), self.epochs)
-        leaves = block.local.params | block.local.buffers
+        leaves = tree.map(Tensor.contiguous, block.local.params | block.local.buffers)
         return [
             Trained(client, dict(zip(leaves, parts, strict=True)), count, loss)
             for client, count, loss, *parts in zip(clients, block.steps, losses, *leaves.values(), strict=True)
@@ -97,17 +97,20 @@ class VmappedEngine(LoopEngine):
 
     def _block(self, step: LocalStep, inputs: RoundInputs, clients: list[Client]) -> Block:
         """Return a block before its first step: every client starts from the broadcast."""
-        params, buffers = (
-            tree.map(lambda leaf: leaf.expand(len(clients), *leaf.shape).clone(), part)
-            for part in step.start(inputs.shared["params"])[:2]
-        )
+
+        def stacked(leaf: Tensor) -> Tensor:
+            if self._single and self._fast_layout:
+                return self.model.layout.copied(leaf, compiled=True)[None]
+            return leaf.expand(len(clients), *leaf.shape).clone()
+
+        local = step.start(inputs.shared["params"], stacked)
+        local = local._replace(buffers=tree.map(stacked, local.buffers))
         plans = []
         for client in clients:
             epochs = [self.plan(inputs.info, client, epoch) for epoch in range(self.epochs)]
             plans.append([(part, (key, number)) for parts, key in epochs for number, part in enumerate(parts)])
         state = tree.stack([self.composed.step_state(inputs.states[client.id]) for client in clients])
         memories = list(self._memories(inputs, clients))
-        local = Local(params, buffers, step.optimizer.init(params))
         # One shape for all steps of a block, so that one compilation serves them; batch statistics forbid padding.
         width = self.batch_size if self.compile and not self._batch_statistics else 1
         return Block(clients, local, state, plans, memories, width)
@@ -173,6 +176,11 @@ class VmappedEngine(LoopEngine):
         # Which steps are compiled depends on nothing but their shapes, so that a resumed run compiles the same ones.
         whole = self.compile and own["batch"]["y"].shape == (self.block, self.batch_size)
         return self.traces(gradients, inputs, info.task, alike, info.lr, _OfBlock, compile=whole)
+
+    @property
+    def _single(self) -> bool:
+        """Whether the steps of single clients are compiled."""
+        return self.compile and self.block == 1
 
     @cached_property
     def _batch_statistics(self) -> bool:

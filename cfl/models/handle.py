@@ -19,7 +19,7 @@ from cfl.core.functorch import transforming
 from cfl.models import adapters
 from cfl.models import precision as precisions
 from cfl.models.layers import drop_running_stats, full_name, layers_of, leaf_slots, new_heads, norm_parameters
-from cfl.models.memory_format import channels_last, is_channels_last, suits_channels_last
+from cfl.models.memory_format import Layout, is_channels_last
 from cfl.models.passes import passes
 from cfl.models.tracing import check_outputs, frozen_names, own_copy, trace
 
@@ -40,6 +40,7 @@ class Model:
     from the start, no broadcast has them; `start_from` replaces both;
     layers: the projectable layers that train, in the order of their first call; stem: path of the first layer called;
     norms: affine parameters of normalisation layers, name to the number of projected modules called before the layer;
+    layout: the memory layout of leaves with which the module is fastest;
     classifier: path of the last Linear layer, None for a module that does not end in one.
     Raises ConfigError for a module that cannot be trained, whose outputs do not fit the stream, or that is all frozen.
     """
@@ -84,7 +85,7 @@ class Model:
         self._names_per_task.update(self._buffer_names if norm_stats == "per_task" else ())
         self._slots = leaf_slots(self.module)
         self.stem = paths[0] if paths else None
-        self._channels_last = suits_channels_last(self.module, input_shape, device, precision)
+        self.layout = Layout(self.module, input_shape, device, precision)
         self.layers = layers_of(self.module, paths[:-1] if multi_head else paths)
         self.norms = norm_parameters(called, self.layers)
         fixed = frozen_names(self.module)
@@ -267,13 +268,9 @@ class Model:
             for layer in active:
                 layer.training = True
 
-    def laid_out(self, params: Tree) -> Tree:
-        """Return `params` in the memory layout that the module computes with fastest; copies where it is another."""
-        return channels_last(params) if self._channels_last else params
-
     def _call(self, leaves: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Call the module with these leaves as its parameters and buffers, as `torch.func.functional_call` does."""
-        if self._channels_last and not transforming() and any(map(is_channels_last, leaves.values())):
+        if self.layout.gains and not transforming() and any(map(is_channels_last, leaves.values())):
             x = x.contiguous(memory_format=torch.channels_last)
         # `functional_call` looks up every name at each call: a local step of the permuted-digits MLP takes 17 % longer,
         # one of the Permuted MNIST MLP 0.4 % (benchmarks/functional_call.py, stored in results/functional-call there).

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -9,19 +10,34 @@ from torch import Tensor, nn
 from cfl.core import Tree
 
 
-def suits_channels_last(
-    module: nn.Module, input_shape: Sequence[int], device: torch.device | str, precision: str
-) -> bool:
-    """Whether a module allows channels last and gains by it."""
-    return gains_by_channels_last(module, precision) and allows_channels_last(module, input_shape, device)
+class Layout:
+    """The memory layout of leaves with which a module computes faster: as they are, or with channels last.
 
-
-def gains_by_channels_last(module: nn.Module, precision: str) -> bool:
-    """Whether local steps of a module with convolutions are faster with channels last.
-
-    Max pooling is far faster. Without it, and in float32, the gain is less than it takes to convert the weights.
+    Parameters are those of `allows_channels_last`; precision: of products.
+    gains: whether local steps that are not compiled are faster with channels last, and the module allows it.
     """
-    return precision != "float32" or any(isinstance(layer, nn.MaxPool2d) for layer in module.modules())
+
+    def __init__(
+        self, module: nn.Module, input_shape: Sequence[int], device: torch.device | str, precision: str
+    ) -> None:
+        self._known = module, input_shape, device
+        # Max pooling is far faster. Without it, and in float32, the gain is less than it takes to convert the weights.
+        pools = any(isinstance(layer, nn.MaxPool2d) for layer in module.modules())
+        self.gains = (pools or precision != "float32") and self.allowed
+
+    @cached_property
+    def allowed(self) -> bool:
+        """Whether the module allows channels last. Compiled steps gain by them wherever it does."""
+        return allows_channels_last(*self._known)
+
+    def laid_out(self, params: Tree) -> Tree:
+        """Return leaves in the layout with which the module is faster; copies where they have another."""
+        return channels_last(params) if self.gains else params
+
+    def copied(self, leaf: Tensor, compiled: bool = False) -> Tensor:
+        """Copy a leaf to the layout with which a local step is faster. compiled: for compiled steps."""
+        last = leaf.dim() == 4 and (self.allowed if compiled else self.gains)
+        return leaf.clone(memory_format=torch.channels_last if last else torch.preserve_format)
 
 
 def allows_channels_last(module: nn.Module, input_shape: Sequence[int], device: torch.device | str) -> bool:

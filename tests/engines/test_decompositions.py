@@ -1,4 +1,4 @@
-"""The gradient of a convolution by its weights as a product: equal to torch's, and only where inputs are few."""
+"""Convolutions and their gradients as products: equal to torch's, and only where inputs are few."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from cfl.core import rng
-from cfl.engines.decompositions import convolution_backward
+from cfl.engines.decompositions import FEWER, convolution, convolution_backward
 
 SHAPES = [*itertools.product((1, 3), (1, 2), (0, 1), (1, 2), ((3, 3), (1, 2)))]
 
@@ -24,6 +24,23 @@ def test_gradients_equal_those_of_torch(groups, stride, padding, dilation, kerne
         found, expected = convolution_backward(*given), torch.ops.aten.convolution_backward(*given)
         for asked, one, other in zip(mask, found, expected, strict=True):
             assert torch.allclose(one, other, rtol=1e-12, atol=1e-12) if asked else one is None
+
+
+@pytest.mark.parametrize(("groups", "stride", "padding", "dilation", "kernel"), SHAPES)
+@pytest.mark.parametrize("outputs", [120, 240])  # for each of 3 groups fewer than the places in some cases, and more
+def test_outputs_and_gradients_by_the_input_equal_those_of_torch(groups, stride, padding, dilation, kernel, outputs):
+    draws = rng.generator(0)
+    x = torch.randn(1, 6, 7, 6, dtype=torch.float64, generator=draws)
+    weight = torch.randn(outputs, 6 // groups, *kernel, dtype=torch.float64, generator=draws)
+    how = [stride] * 2, [padding] * 2, [dilation] * 2, False, [0, 0], groups
+    for bias in (None, torch.randn(outputs, dtype=torch.float64, generator=draws)):
+        found, expected = convolution(x, weight, bias, *how), torch.ops.aten.convolution(x, weight, bias, *how)
+        few = expected[0, 0].numel() <= FEWER * outputs // groups
+        assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12) if few else found is NotImplemented
+    grad = torch.randn(expected.shape, dtype=torch.float64, generator=draws)
+    given = grad, x, weight, [outputs], *how, [True, True, True]
+    pairs = zip(convolution_backward(*given), torch.ops.aten.convolution_backward(*given), strict=True)
+    assert all(torch.allclose(one, other, rtol=1e-12, atol=1e-12) for one, other in pairs)
 
 
 def test_large_images_and_other_convolutions_stay_as_they_are():

@@ -123,6 +123,23 @@ def test_a_convolutions_weights():
     assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(found, expected, strict=True))
 
 
+def test_a_convolutions_weights_with_channels_last():
+    """The product (clients, outputs, height x width x inputs) has the order of the weights in memory."""
+
+    def work(weight, x, g, lr):
+        slope = torch.bmm(g.transpose(1, 2), x).view(1, 3, 2, 2, 5).permute(0, 1, 4, 2, 3)
+        update([weight.permute(0, 1, 3, 4, 2)], [slope.permute(0, 1, 3, 4, 2)], lr)
+        return [g.sum()]
+
+    weight, x, g = leaves((1, 3, 5, 2, 2), (1, 6, 20), (1, 6, 3))
+    last = weight[0].contiguous(memory_format=torch.channels_last)[None]
+    expected, found, descents = both(work, [last, x, g, LR])
+    assert len(descents) == 1
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(found, expected, strict=True))
+    assert found[1].stride() == last.stride()
+    assert not traced(work, [weight, x, g, LR])[2]  # contiguous weights have another order than the product
+
+
 def test_turned_products_stay():
     def work(weight, x, g, lr):
         update([weight], [torch.bmm(g.transpose(1, 2), x).transpose(1, 2)], lr)

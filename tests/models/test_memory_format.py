@@ -7,7 +7,7 @@ from torch import nn
 from cfl import models
 from cfl.core import optim, rng
 from cfl.models import Model
-from cfl.models.memory_format import allows_channels_last, gains_by_channels_last, is_channels_last
+from cfl.models.memory_format import Layout, allows_channels_last, is_channels_last
 
 SHAPE = (3, 8, 8)
 
@@ -50,21 +50,34 @@ def test_who_allows_it():
 
 
 def test_who_gains():
-    assert gains_by_channels_last(network(), "float32")
-    resnet = models.build("resnet18", (3, 16, 16), 5, {})
-    assert not gains_by_channels_last(resnet, "float32") and gains_by_channels_last(resnet, "bf16")
-    model = Model(resnet, (3, 16, 16), [5], multi_head=False)
-    assert not any(map(is_channels_last, model.laid_out(model.params).values()))
+    assert Layout(network(), SHAPE, "cpu", "float32").gains
+    resnet, shape = models.build("resnet18", (3, 16, 16), 5, {}), (3, 16, 16)
+    assert Layout(resnet, shape, "cpu", "bf16").gains and not Layout(resnet, shape, "cpu", "float32").gains
+    model = Model(resnet, shape, [5], multi_head=False)
+    assert not any(map(is_channels_last, model.layout.laid_out(model.params).values()))
+
+
+def test_copies():
+    """Compiled steps gain wherever the module allows channels last."""
+    shape = (3, 16, 16)
+    model = Model(models.build("resnet18", shape, 5, {}), shape, [5], multi_head=False)
+    weight, head = model.params["stem.weight"], model.params["head.weight"]
+    for leaf in (weight, head):
+        copies = [model.layout.copied(leaf), model.layout.copied(leaf, compiled=True)]
+        assert [is_channels_last(each) for each in copies] == [False, leaf is weight]
+        assert all(torch.equal(each, leaf) and each.data_ptr() != leaf.data_ptr() for each in copies)
+    other = Model(Viewing(), SHAPE, [5], multi_head=False)
+    assert not is_channels_last(other.layout.copied(other.params["conv.weight"], compiled=True))
 
 
 def test_outputs_are_the_same():
     model = Model(network(), SHAPE, [5], multi_head=False)
     x = torch.randn(6, *SHAPE, generator=rng.generator(1))
-    laid = model.laid_out(model.params)
+    laid = model.layout.laid_out(model.params)
     assert [name for name, leaf in laid.items() if is_channels_last(leaf)] == ["0.weight"]
     assert torch.allclose(model.logits(laid, x, 0), model.logits(model.params, x, 0), atol=1e-6)
     other = Model(Viewing(), SHAPE, [5], multi_head=False)
-    assert not any(map(is_channels_last, other.laid_out(other.params).values()))
+    assert not any(map(is_channels_last, other.layout.laid_out(other.params).values()))
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
@@ -76,8 +89,9 @@ def test_the_fused_update_pairs_the_same_numbers(decay):
     expected = {name: leaf - 0.5 * (grads[name] + decay * leaf) for name, leaf in params.items()}
     lay = lambda leaves: {**leaves, "w": leaves["w"].contiguous(memory_format=torch.channels_last)}  # noqa: E731
     sgd = optim.sgd(0.0, decay)
-    cases = (params, grads, True), (lay(params), lay(grads), True), (lay(params), grads, False)
-    for given, slope, fused in cases:
+    cases = [(params, grads, True), (lay(params), lay(grads), True), (lay(params), grads, False)]
+    stacked = lambda leaves: {name: leaf[None] for name, leaf in leaves.items()}  # noqa: E731  # a block of one client
+    for given, slope, fused in [*cases, *((stacked(one), stacked(other), fused) for one, other, fused in cases)]:
         found = {name: leaf.clone() for name, leaf in given.items()}
         assert sgd.fuses(slope, found) == fused
         sgd.update(slope, {}, found, 0.5, 0)
