@@ -1,33 +1,62 @@
-"""Conversions in the order of memory: weights with channels last are converted to bfloat16 without a change of layout.
+"""Conversions of convolutions' weights to bfloat16, made once before a compiled step.
 
-Inductor would loop over the dimensions as they are named, and transpose twice. Matrices stay as they are: torch copies
-transposed factors in bfloat16 before it multiplies them, and Inductor turns them as it converts.
+Inductor would loop over the dimensions as they are named, transpose twice, and convert for each operation that reads
+the weights. Matrices stay with Inductor: torch copies transposed stacks in bfloat16 before it multiplies them, and
+Inductor turns them as it converts.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from cfl.core.optim import memory_order, same_layout
+from cfl.engines.descents import VIEWS
+from cfl.engines.products import writes
 
+Run = Callable[..., Sequence[Tensor]]
 aten = torch.ops.aten
 
 
-def convert_in_order(graph: fx.GraphModule) -> None:
-    """Let conversions in a trace see images and weights of convolutions as contiguous, if their memory has no gaps."""
+def take_out_conversions(graph: fx.GraphModule) -> list[int]:
+    """Make conversions of images and kernels among a trace's inputs new inputs; return the places of what they convert.
+
+    The new inputs come after the trace's own, in the order of the places. A trace that writes in place, except for the
+    update of the weights at its end, stays as it is.
+    """
+    if any(writes(node) for node in graph.graph.nodes):
+        return []
+    inputs = graph.graph.find_nodes(op="placeholder")
+    last, converted = inputs[-1], dict[fx.Node, fx.Node]()
     for node in graph.graph.find_nodes(op="call_function", target=aten._to_copy.default):
-        given: Any = node.args[0]
-        value = getattr(given, "meta", {}).get("val")  # constants have none
-        if value is None or value.dim() < 4 or value.is_contiguous() or not same_layout(value, value):
+        source: Any = node.args[0]
+        views: list[Any] = []
+        while getattr(source, "target", None) in VIEWS:
+            views.append(source)
+            source = source.args[0]
+        if source not in inputs or source.meta["val"].dim() < 4 or node.meta["val"].dtype != torch.bfloat16:
             continue
-        order = memory_order(value)
+        if source not in converted:
+            with graph.graph.inserting_after(last):
+                last = converted[source] = graph.graph.placeholder(f"converted_{len(converted)}")
+            last.meta["val"] = source.meta["val"].to(torch.bfloat16)
+        found: Any = converted[source]
         with graph.graph.inserting_before(node):
-            turned = graph.graph.call_function(aten.permute.default, (given, order))
-        with graph.graph.inserting_after(node):
-            back = graph.graph.call_function(aten.permute.default, (node, [*map(order.index, range(len(order)))]))
-        node.replace_all_uses_with(back, lambda user, back=back: user is not back)
-        node.args = (turned, *node.args[1:])
-        turned.meta["val"], back.meta["val"] = value.permute(order), node.meta["val"]
-        node.meta["val"] = node.meta["val"].permute(order)
+            for view in reversed(views):
+                given, found = found, graph.graph.call_function(view.target, (found, *view.args[1:]))
+                found.meta["val"] = view.target(given.meta["val"], *view.args[1:])
+        node.replace_all_uses_with(found)
+        graph.graph.erase_node(node)
+    graph.graph.eliminate_dead_code()
     graph.recompile()
+    return [inputs.index(source) for source in converted]
+
+
+def converting(run: Run, places: Sequence[int]) -> Run:
+    """Return a function that calls `run` with the inputs at these places once more, in bfloat16, after all inputs."""
+    return (lambda *given: run(*with_conversions(given, places))) if places else run
+
+
+def with_conversions(given: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    """Inputs, and then those at these places in bfloat16."""
+    return [*given, *(given[place].to(torch.bfloat16) for place in places)]

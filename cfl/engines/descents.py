@@ -16,7 +16,7 @@ SMALL = 32  # products in bfloat16 with more terms in each sum stay in bfloat16
 
 Run = Callable[..., Sequence[Tensor]]
 aten = torch.ops.aten
-_VIEWS = (aten.view.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim)
+VIEWS = (aten.view.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim)
 
 
 class Descent(NamedTuple):
@@ -86,7 +86,7 @@ def _factors(grad: Any) -> list[fx.Node]:
             small = grad.meta["val"].dtype != torch.bfloat16 or grad.args[0].meta["val"].shape[2] <= SMALL
             pair = grad.all_input_nodes
             return list(pair) if small and len(pair) == 2 else []
-        if grad.target not in _VIEWS and not _widens(grad):
+        if grad.target not in VIEWS and not _widens(grad):
             break
         grad = grad.args[0]
     return []

@@ -15,7 +15,7 @@ def reorder(graph: fx.GraphModule) -> None:
 
     A trace that writes in place, except for the update of the weights at its end, stays as it is.
     """
-    if any(_writes(node) for node in graph.graph.nodes):
+    if any(writes(node) for node in graph.graph.nodes):
         return
     for node in graph.graph.find_nodes(op="call_function", target=aten.bmm.default):
         inner, c = node.args
@@ -33,6 +33,7 @@ def reorder(graph: fx.GraphModule) -> None:
     graph.recompile()
 
 
-def _writes(node: fx.Node) -> bool:
+def writes(node: fx.Node) -> bool:
+    """Whether an operation writes in place, other than the update of the weights at the end of a step."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.is_mutable and node.target != aten._fused_sgd_.tensor_lr

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from cfl.contract import Ctx
 from cfl.core import Tree
 from cfl.engines.compiled import compiled, draws
-from cfl.engines.conversions import convert_in_order
+from cfl.engines.conversions import converting, take_out_conversions, with_conversions
 from cfl.engines.decompositions import DECOMPOSITIONS
 from cfl.engines.descents import descending, take_out
 from cfl.engines.products import reorder
@@ -109,9 +109,9 @@ def record(work: Work, inputs: Trees, compile: bool = False) -> tuple[Callable[[
     run: Callable[..., Any] = graph
     if compile and not read & _FROZEN:
         reorder(graph)
-        convert_in_order(graph)
+        conversions = take_out_conversions(graph)
         descents = take_out(graph)
-        run = descending(compiled(graph, leaves), descents)
+        run = descending(converting(compiled(graph, with_conversions(leaves, conversions)), conversions), descents)
 
     def repeat(inputs: Trees) -> Trees:
         with torch.no_grad():
