@@ -50,11 +50,12 @@ def sgd(momentum: float = 0.0, weight_decay: float = 0.0) -> Optimizer:
 
     def update(grads: Tree, state: Tree, params: Tree, lr: float | Tensor, step: int) -> None:
         fused = fuses(grads, params)
-        pairs = ((params[name], grad) for name, grad in grads.items())
-        leaves, slopes = zip(*(_contiguous(*pair) if fused else pair for pair in pairs), strict=True)
+        pairs = [(params[name], grad) for name, grad in grads.items()]
+        if fused:  # the kernel pairs numbers by their place in memory
+            pairs = [_in_memory_order(*pair) for pair in pairs]
         torch_sgd(
-            list(leaves),
-            list(slopes),
+            [leaf for leaf, _ in pairs],
+            [grad for _, grad in pairs],
             [state[name] if momentum else None for name in grads],
             fused=fused,
             foreach=False,
@@ -99,29 +100,30 @@ def adam(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_dec
 
 def same_layout(leaf: Tensor, grad: Tensor) -> bool:
     """Whether two tensors of one shape have their numbers in the same order, without gaps, in memory."""
-    if leaf.shape != grad.shape:
-        return False
-    return all(each.is_contiguous() for each in _contiguous(leaf, grad))
-
-
-def _fusible(leaf: Tensor, grad: Tensor) -> bool:
-    """Whether torch's fused kernel accepts the two tensors and gives the same bits as the loop."""
-    single = leaf.is_cpu and grad.is_cpu and leaf.dtype == grad.dtype and leaf.dtype in _FUSED
-    return single and same_layout(leaf, grad)
-
-
-def _contiguous(leaf: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Views with the dimensions in the order of the leaf's memory: the fused kernel pairs numbers by their place."""
-    if leaf.is_contiguous():
-        return leaf, grad
     order = memory_order(leaf)
-    return leaf.permute(order), grad.permute(order)
+    return leaf.shape == grad.shape and all(each.permute(order).is_contiguous() for each in (leaf, grad))
 
 
 def memory_order(leaf: Tensor) -> list[int]:
     """Dimensions by descending stride: permuted to this order, a tensor without gaps is contiguous."""
     strides = leaf.stride()
-    return sorted(range(leaf.dim()), key=lambda place: -strides[place])
+    places = range(leaf.dim())
+    return [*places] if leaf.is_contiguous() else sorted(places, key=lambda place: -strides[place])
+
+
+def _fusible(leaf: Tensor, grad: Tensor) -> bool:
+    """Whether torch's fused kernel accepts the two tensors and gives the same bits as the loop."""
+    supported = leaf.is_cpu and grad.is_cpu and leaf.dtype == grad.dtype and leaf.dtype in _FUSED
+    dense = leaf.is_contiguous() or leaf.permute(memory_order(leaf)).is_contiguous()
+    return supported and dense and leaf.shape == grad.shape
+
+
+def _in_memory_order(leaf: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """A view of the leaf with its dimensions in the order of memory, and the gradient in the same order, contiguous."""
+    if leaf.is_contiguous():
+        return leaf, grad.contiguous()
+    order = memory_order(leaf)
+    return leaf.permute(order), grad.permute(order).contiguous()
 
 
 def build(name: Literal["sgd", "adam"], momentum: float, weight_decay: float) -> Optimizer:

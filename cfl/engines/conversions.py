@@ -1,8 +1,8 @@
-"""Conversions of convolutions' weights to bfloat16, made once before a compiled step.
+"""Conversions of images and of convolutions' weights to bfloat16, made once before a compiled step.
 
-Inductor would loop over the dimensions as they are named, transpose twice, and convert for each operation that reads
-the weights. Matrices stay with Inductor: torch copies transposed stacks in bfloat16 before it multiplies them, and
-Inductor turns them as it converts.
+Inductor would loop over the dimensions in the order of the shape, not of memory, and convert for each operation that
+reads the weights. Matrices stay with Inductor: torch copies transposed stacks in bfloat16 before a product, and
+Inductor transposes them as it converts.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from cfl.engines.descents import VIEWS
+from cfl.engines.descents import VIEWS, keeps_layout
 from cfl.engines.products import writes
 
 Run = Callable[..., Sequence[Tensor]]
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def take_out_conversions(graph: fx.GraphModule) -> list[int]:
-    """Make conversions of images and kernels among a trace's inputs new inputs; return the places of what they convert.
+    """Replace conversions of inputs with at least four dimensions by new inputs; return the places of those inputs.
 
     The new inputs come after the trace's own, in the order of the places. A trace that writes in place, except for the
     update of the weights at its end, stays as it is.
@@ -29,12 +29,14 @@ def take_out_conversions(graph: fx.GraphModule) -> list[int]:
     inputs = graph.graph.find_nodes(op="placeholder")
     last, converted = inputs[-1], dict[fx.Node, fx.Node]()
     for node in graph.graph.find_nodes(op="call_function", target=aten._to_copy.default):
+        if node.meta["val"].dtype != torch.bfloat16 or not keeps_layout(node):
+            continue
         source: Any = node.args[0]
         views: list[Any] = []
         while getattr(source, "target", None) in VIEWS:
             views.append(source)
             source = source.args[0]
-        if source not in inputs or source.meta["val"].dim() < 4 or node.meta["val"].dtype != torch.bfloat16:
+        if source not in inputs or source.meta["val"].dim() < 4:
             continue
         if source not in converted:
             with graph.graph.inserting_after(last):

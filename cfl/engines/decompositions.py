@@ -1,19 +1,22 @@
 """Convolutions of small images as products of matrices.
 
 In a local step, a deep layer has more weights than inputs to multiply them with. torch's kernels change the memory
-layout of all these weights, or multiply them by zeros around the images; products do neither. A product that is the
-gradient by the weights can also descend, see `descents`.
+layout of all these weights, or multiply them by the zeros of the padding; products do neither. A product that is the
+gradient by the weights can also descend, see `descents`. Products keep the layout that torch's kernels would give.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# Places are samples x height x width of the output. Products are used
-FEW = 2  # for the gradient by the weights, if places <= FEW * output channels
-FEWER = 1  # for the output and the gradient by the input, if places <= FEWER * output channels
+from cfl.models.memory_format import is_channels_last
+
+# Places are samples x height x width of the output.
+FEW = 2  # the gradient by the weights is a product if places <= FEW * output channels
+FEWER = 1  # the output, and the gradient by the input, are products if places <= FEWER * output channels
 
 aten = torch.ops.aten
 Pair = Sequence[int]
@@ -40,9 +43,12 @@ def convolution(
     sizes = [(x.shape[2 + axis] + 2 * padding[axis] - span[axis] - 1) // stride[axis] + 1 for axis in (0, 1)]
     if len(x) * sizes[0] * sizes[1] > FEWER * outputs:
         return NotImplemented
-    patches = _patches(x, weight.shape[2:], stride, padding, dilation, groups)
-    found = torch.bmm(patches, _matrices(weight, groups).transpose(1, 2))
+    last = is_channels_last(weight)
+    patches = _patches(x, weight.shape[2:], stride, padding, dilation, groups, last)
+    found = torch.bmm(patches, _matrices(weight, groups, last).transpose(1, 2))
     images = found.unflatten(1, (len(x), *sizes)).permute(1, 0, 4, 2, 3).flatten(1, 2)
+    if not (last or is_channels_last(x)):
+        images = images.contiguous()
     return images if bias is None else images + bias[:, None, None]
 
 
@@ -64,49 +70,56 @@ def convolution_backward(
     grad: (samples, outputs, height, width); mask: which gradients are asked for, by input, weight and bias.
     """
     outputs, kernel, places = len(weight) // groups, weight.shape[2:], grad.numel() // grad.shape[1]
-    if not mask[1] or transposed or len(kernel) != 2 or places > FEW * outputs:
+    if not mask[1] or transposed or len(kernel) != 2 or not 0 < places <= FEW * outputs:
         return NotImplemented
+    last = is_channels_last(weight)
     grads = grad.unflatten(1, (groups, outputs)).permute(1, 2, 0, 3, 4).reshape(groups, outputs, places)
-    products = torch.bmm(grads, _patches(x, kernel, stride, padding, dilation, groups))
-    by_weight = products.view(len(weight), *kernel, -1).permute(0, 3, 1, 2)
+    products = torch.bmm(grads, _patches(x, kernel, stride, padding, dilation, groups, last))
+    by_weight = products.view(len(weight), *kernel, -1).permute(0, 3, 1, 2) if last else products.view(weight.shape)
     by_bias = grad.sum((0, 2, 3)) if mask[2] else None
     if not mask[0]:
         return None, by_weight, by_bias
     if places > FEWER * outputs or max(stride) > 1:
         rest = stride, padding, dilation, transposed, output_padding, groups, [True, False, False]
         return aten.convolution_backward(grad, x, weight, bias_sizes, *rest)[0], by_weight, by_bias
-    shares = torch.bmm(grads.transpose(1, 2), _matrices(weight, groups))
-    shares = shares.view(groups, len(x), *grad.shape[2:], *kernel, -1).permute(1, 0, 6, 4, 5, 2, 3).flatten(1, 2)
-    by_input = sum(
-        aten.constant_pad_nd(shares[:, :, row, column], _around(row, column, kernel, padding, dilation))
-        for row in range(kernel[0])
-        for column in range(kernel[1])
-    )
-    return by_input, by_weight, by_bias
+    shares = torch.bmm(grads.transpose(1, 2), _matrices(weight, groups, last))
+    sizes = (*kernel, -1) if last else (-1, *kernel)
+    order = (6, 4, 5) if last else (4, 5, 6)
+    shares = shares.view(groups, len(x), *grad.shape[2:], *sizes).permute(1, 0, *order, 2, 3).flatten(1, 2)
+    terms = [
+        aten.constant_pad_nd(shares[:, :, row, column], margins)
+        for row, column in itertools.product(*map(range, kernel))
+        if (margins := _margins(row, column, grad.shape[2:], kernel, padding, dilation))
+    ]
+    return sum(terms) if terms else torch.zeros_like(x), by_weight, by_bias
 
 
-def _patches(x: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> Tensor:
-    """The inputs of each place: (groups, places, kernel x inputs), in the order of weights with channels last."""
+def _patches(x: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, groups: int, last: bool) -> Tensor:
+    """The inputs of each place: (groups, places, inputs x kernel), or (groups, places, kernel x inputs) if `last`."""
     windows = aten.constant_pad_nd(x, [padding[1], padding[1], padding[0], padding[0]]).permute(0, 2, 3, 1)
     for axis in (0, 1):
         span = dilation[axis] * (kernel[axis] - 1) + 1
         windows = windows.unfold(axis + 1, span, stride[axis])[..., :: dilation[axis]]
-    own = windows.unflatten(3, (groups, -1)).permute(3, 0, 1, 2, 5, 6, 4)
+    own = windows.unflatten(3, (groups, -1)).permute(3, 0, 1, 2, *((5, 6, 4) if last else (4, 5, 6)))
     return own.reshape(groups, own.shape[1] * own.shape[2] * own.shape[3], -1)
 
 
-def _matrices(weight: Tensor, groups: int) -> Tensor:
-    """Weights as matrices (groups, outputs, kernel x inputs): a view of those with channels last."""
-    return weight.permute(0, 2, 3, 1).reshape(groups, len(weight) // groups, -1)
+def _matrices(weight: Tensor, groups: int, last: bool) -> Tensor:
+    """Views of weights as matrices: (groups, outputs, inputs x kernel), or kernel x inputs with channels last."""
+    return (weight.permute(0, 2, 3, 1) if last else weight).reshape(groups, len(weight) // groups, -1)
 
 
-def _around(row: int, column: int, kernel: Pair, padding: Pair, dilation: Pair) -> list[int]:
-    """The padding of what a kernel's row and column add to the gradient by the input, for stride 1."""
+def _margins(row: int, column: int, size: Pair, kernel: Pair, padding: Pair, dilation: Pair) -> list[int]:
+    """The padding of what a kernel's row and column add to the gradient by the input, for stride 1.
+
+    size: of the output. Empty if all of it is outside of the image.
+    """
     sides = [
         (dilation[axis] * at - padding[axis], dilation[axis] * (kernel[axis] - 1 - at) - padding[axis])
         for axis, at in ((1, column), (0, row))
     ]
-    return [side for pair in sides for side in pair]
+    inside = all(size[axis] > -min(pair) for axis, pair in zip((1, 0), sides, strict=True))
+    return [side for pair in sides for side in pair] if inside else []
 
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {

@@ -4,6 +4,7 @@ No memory then holds the gradient, and the weights are read and written once. Th
 up to rounding. Factors in bfloat16 are multiplied in float32 if each sum has few terms, so no gradient is converted.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -93,15 +94,20 @@ def _factors(grad: Any) -> list[fx.Node]:
 
 
 def _widens(node: Any) -> bool:
-    """True for a conversion that changes no value."""
-    if node.target != aten._to_copy.default:
+    """True for a conversion that changes neither a value nor the layout."""
+    if node.target != aten._to_copy.default or not keeps_layout(node):
         return False
     given, found = node.args[0].meta["val"].dtype, node.meta["val"].dtype
     return given.is_floating_point and torch.promote_types(given, found) == found
 
 
+def keeps_layout(node: fx.Node) -> bool:
+    """Whether a conversion leaves the order of the numbers in memory as it is."""
+    return node.kwargs.get("memory_format") in (None, torch.preserve_format)
+
+
 def _origin(node: Any) -> fx.Node:
     """The node whose memory a factor shares."""
-    while getattr(node.target, "is_view", False) or node.target == aten._unsafe_view.default:
+    while getattr(node.target, "is_view", False) or node.target in (aten._unsafe_view.default, operator.getitem):
         node = node.args[0]
     return node

@@ -165,7 +165,7 @@ class LoopEngine(Engine):
     def _train(self, step: LocalStep, inputs: RoundInputs, client: Client) -> Trained:
         """Train a client for its local epochs."""
         info, shared, state = inputs.info, inputs.shared, inputs.states[client.id]
-        copied = self.model.layout.copied if self._fast_layout else torch.clone
+        copied = self.model.layout.copy_of if self._fast_layout else torch.clone
         local, index, id = step.start(shared["params"], copied), 0, torch.tensor(client.id)
         seen = self.composed.step_state(state)
         memories = self.memories(info, state, client)

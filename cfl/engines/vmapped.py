@@ -51,7 +51,7 @@ class VmappedEngine(LoopEngine):
         for block in self.blocks(inputs.clients, inputs.states):
             with named("local training", block, inputs.info):
                 try:
-                    together = len(block) > 1 or self._single
+                    together = len(block) > 1 or self._compiles_single
                     trained = self._train_block(step, inputs, block) if together else None
                 except _NeedsKeys:
                     trained = None
@@ -99,8 +99,9 @@ class VmappedEngine(LoopEngine):
         """Return a block before its first step: every client starts from the broadcast."""
 
         def stacked(leaf: Tensor) -> Tensor:
-            if self._single and self._fast_layout:
-                return self.model.layout.copied(leaf, compiled=True)[None]
+            """A copy of a leaf for each client."""
+            if self._compiles_single and self._fast_layout:
+                return self.model.layout.copy_of(leaf, compiled=True)[None]
             return leaf.expand(len(clients), *leaf.shape).clone()
 
         local = step.start(inputs.shared["params"], stacked)
@@ -178,7 +179,7 @@ class VmappedEngine(LoopEngine):
         return self.traces(gradients, inputs, info.task, alike, info.lr, _OfBlock, compile=whole)
 
     @property
-    def _single(self) -> bool:
+    def _compiles_single(self) -> bool:
         """Whether the steps of single clients are compiled."""
         return self.compile and self.block == 1
 

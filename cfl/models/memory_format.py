@@ -7,13 +7,13 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from cfl.core import Tree
+from cfl.core import Tree, rng
 
 
 class Layout:
     """The memory layout of leaves with which a module computes faster: as they are, or with channels last.
 
-    Parameters are those of `allows_channels_last`; precision: of products.
+    module, input_shape, device: as in `allows_channels_last`; precision: of products, as in the configuration.
     gains: whether local steps that are not compiled are faster with channels last, and the module allows it.
     """
 
@@ -34,9 +34,10 @@ class Layout:
         """Return leaves in the layout with which the module is faster; copies where they have another."""
         return channels_last(params) if self.gains else params
 
-    def copied(self, leaf: Tensor, compiled: bool = False) -> Tensor:
+    def copy_of(self, leaf: Tensor, compiled: bool = False) -> Tensor:
         """Copy a leaf to the layout with which a local step is faster. compiled: for compiled steps."""
-        last = leaf.dim() == 4 and (self.allowed if compiled else self.gains)
+        # With one output channel, torch's gradients have another layout than its fake tensors promise to a trace.
+        last = leaf.dim() == 4 and (self.allowed and len(leaf) > 1 if compiled else self.gains)
         return leaf.clone(memory_format=torch.channels_last if last else torch.preserve_format)
 
 
@@ -52,7 +53,7 @@ def allows_channels_last(module: nn.Module, input_shape: Sequence[int], device: 
     plain = copy.deepcopy(module).eval()
     x = torch.linspace(-1, 1, 2 * torch.Size(input_shape).numel()).reshape(2, *input_shape)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), rng.fork(0):
             expected = plain(x)
             plain.load_state_dict(channels_last(plain.state_dict()), assign=True)
             found = plain(x.contiguous(memory_format=torch.channels_last))

@@ -82,6 +82,13 @@ def test_a_gradient_may_be_of_another_shape_or_precision(grad):
     assert torch.allclose(leaf, weight - 0.5 * (2.0 + 0.1 * weight))
 
 
+def test_a_step_without_gradients_changes_nothing():
+    """As where a method pauses all parameters."""
+    params = {"w": torch.ones(3)}
+    optim.sgd(weight_decay=0.1).update({}, {}, params, 0.5, 0)
+    assert torch.equal(params["w"], torch.ones(3))
+
+
 def test_one_step_of_sgd_by_hand():
     # decayed gradient 3 + 0.5 * 2 = 4; buffer 0.9 * 1 + 4 = 4.9; weight 2 - 0.1 * 4.9 = 1.51
     optimizer = optim.sgd(momentum=0.9, weight_decay=0.5)

@@ -11,9 +11,12 @@ import cfl
 from cfl.core import ConfigError
 from cfl.engines import compiled as module
 from cfl.engines import traced
+from cfl.models import Model
 from tests import toy
+from tests.engines.test_vmapped import images
 from tests.runtime.test_resume import Killed, Stop, finished
 
+SGD = torch.ops.aten._fused_sgd_.tensor_lr
 OPTIONS = ("tasks=2", "cohort=3", "engine=vmapped", "block=3", "local.batch_size=4", "local.lr=0.1")
 
 
@@ -58,6 +61,52 @@ def test_steps_with_convolutions_are_compiled(block, precision, compilations):
     assert kinds.count(torch.ops.aten.convolution.default) == len(compilations)  # of the first one
     assert kinds.count(torch.ops.aten.convolution_backward.default) == len(compilations)
     assert largest(found, plain) < (1e-5 if precision == "float32" else 0.02)
+
+
+class Network(nn.Module):
+    """A network for images. Its second convolution has one output channel, the third and fourth become products.
+
+    draws: whether the step has draws that keep it from being compiled; viewing: whether its forward calls `view`.
+    """
+
+    def __init__(self, draws=False, viewing=False):
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = (1, 4), (4, 1), (1, 64), (64, 64)
+        self.layers = nn.ModuleList(nn.Conv2d(*pair, 3, padding=1) for pair in sizes)
+        self.pool, self.head, self.draws, self.viewing = nn.AvgPool2d(2), nn.Linear(64 * 9, 2), draws, viewing
+
+    def forward(self, x):
+        x = self.pool(self.layers[0](x).relu())
+        for layer in self.layers[1:]:
+            x = layer(x).relu()
+        if self.draws:
+            x = x + 0 * torch.randn_like(x)
+        return self.head(x.view(len(x), -1) if self.viewing else x.flatten(1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"viewing": True}, {"draws": True}])
+def test_single_clients_with_images(options, compilations, monkeypatch):
+    """The weights of two convolutions and of the head descend in any layout; the others are updated by the kernel."""
+    found, take_out = [], traced.take_out
+
+    def noted(graph):
+        found.append(take_out(graph))
+        return found[-1]
+
+    monkeypatch.setattr(traced, "take_out", noted)
+    assert Model(Network(**options), (1, 6, 6), [2], multi_head=False).layout.allowed == (not options.get("viewing"))
+
+    def run(*overrides):
+        config = toy.config(*OPTIONS, "block=1", *overrides, method="fedavg")
+        return cfl.run(config, stream=images(), model=Network(**options)).params
+
+    plain, after = run(), run("compile=true")
+    assert compilations and [len(each) for each in found] == [3] * len(compilations)
+    updates = [graph.graph.find_nodes(op="call_function", target=SGD) for graph in compilations]
+    assert [len(node.args[0]) for nodes in updates for node in nodes] == [7] * len(compilations)  # of ten leaves
+    assert largest(plain, after) < 1e-5
 
 
 class Factored(nn.Module):

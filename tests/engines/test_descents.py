@@ -140,12 +140,15 @@ def test_a_convolutions_weights_with_channels_last():
     assert not traced(work, [weight, x, g, LR])[2]  # contiguous weights have another order than the product
 
 
-def test_turned_products_stay():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_turned_products_stay(dtype):
     def work(weight, x, g, lr):
-        update([weight], [torch.bmm(g.transpose(1, 2), x).transpose(1, 2)], lr)
+        turned = torch.bmm(g.transpose(1, 2), x).transpose(1, 2)
+        update([weight], [turned.to(torch.float32, memory_format=torch.contiguous_format)], lr)
         return [g.sum()]
 
-    assert not traced(work, [*leaves((2, 4, 4), (2, 5, 4), (2, 5, 4)), LR])[2]
+    weight, x, g = leaves((2, 4, 4), (2, 5, 4), (2, 5, 4))
+    assert not traced(work, [weight, x.to(dtype), g.to(dtype), LR])[2]
 
 
 def test_factors_that_are_weights_stay():
