@@ -567,7 +567,7 @@ def test_rank_rules_at_full_length_are_the_stored_runs():
 
 def test_readme_has_permuted_mnist_beside_the_paper():
     """As benchmarks/RESULTS.md, which a test compares with the stored runs."""
-    methods = {"FL": "FedAvg", **{f"{name}+FL": name for name in ("EWC", "ER", "GPM")}}
+    methods = {"FL": "FedAvg", **{f"{name}+FL": name for name in ("EWC", "RGO", "ER", "GPM")}}
     methods |= {name: name for name in ("GLFC", "TARGET", "FOT")}
     expected = []
     for partition in ("IID", "non-IID"):
@@ -594,12 +594,16 @@ def test_baselines_at_full_length_are_the_stored_runs():
         if given:  # the page: within one and a half of the paper's deviations
             assert all(abs(100 * ours[own] - score.mean) < 1.5 * score.std for own, score in cell.paper.items())
     assert rows(page, after="Our ER, GPM and GLFC are stronger than the paper's.") == found
-    runs = table.runs(["ER+FL", "PMNIST", "IID"], [0], "paper", ["strategy.budget=total"], Path("runs"), [RUNS])
-    [(cell, (run,))] = runs.items()
-    acc, fgt = (f"{100 * run.results()[name]:.2f}" for name in ("acc", "fgt"))
-    printed = " and ".join(f"{score.mean:.2f}" for score in cell.paper.values())
     text = " ".join(page.read_text(encoding="utf-8").split())
-    assert f"with IID data it has an ACC of {acc} and an FGT of {fgt} (paper: {printed})" in text
+    for row, which, given, before in (
+        ("ER+FL", "IID", ["strategy.budget=total"], "with IID data it has"),
+        ("RGO+FL", "non-IID", [], "with alpha 1 and at full length, seed 0, has"),
+    ):
+        runs = table.runs([row, "PMNIST", which], [0], "paper", given, Path("runs"), [RUNS])
+        [(cell, (run,))] = runs.items()
+        acc, fgt = (f"{100 * run.results()[name]:.2f}" for name in ("acc", "fgt"))
+        printed = " and ".join(f"{score.mean:.2f}" for score in cell.paper.values())
+        assert f"{before} an ACC of {acc} and an FGT of {fgt} (paper: {printed})" in text
 
 
 def test_figures_of_the_page_on_hostile_clients_are_the_stored_ones():

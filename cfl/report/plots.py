@@ -14,9 +14,9 @@ from zlib import crc32
 
 import numpy as np
 
-# Okabe and Ito (2008), with grey for black and yellow: colour-blind readers can tell them apart, on white and on black.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080")
-_MARKERS = {"o": "●", "s": "■", "^": "▲", "D": "◆", "v": "▼", "*": "★"}
+# Okabe and Ito (2008), with grey and purple for black and yellow: for colour-blind readers, on white and on black.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080", "#AA3377")
+_MARKERS = {"o": "●", "s": "■", "^": "▲", "D": "◆", "v": "▼", "*": "★", "P": "✚"}
 _INK = "#010203"  # placeholder for the colour of the surrounding text, as in page.mplstyle
 
 
