@@ -34,12 +34,10 @@ def convolution(
     groups: int,
 ) -> Any:
     """Decompose the operator of that name where inputs are few."""
-    if transposed or weight.dim() != 4:
+    if transposed or weight.dim() != 4 or not len(x):
         return NotImplemented
-    outputs, span = (
-        len(weight) // groups,
-        [by * (size - 1) for by, size in zip(dilation, weight.shape[2:], strict=True)],
-    )
+    outputs = len(weight) // groups
+    span = [by * (size - 1) for by, size in zip(dilation, weight.shape[2:], strict=True)]
     sizes = [(x.shape[2 + axis] + 2 * padding[axis] - span[axis] - 1) // stride[axis] + 1 for axis in (0, 1)]
     if len(x) * sizes[0] * sizes[1] > FEWER * outputs:
         return NotImplemented
