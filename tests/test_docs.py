@@ -562,6 +562,9 @@ def test_rank_rules_at_full_length_are_the_stored_runs():
     assert told.format(*iid["local"], *iid["global"]) in text
     printed = read_yaml(ROOT / "cfl/experiments/papers/fot.yaml")
     scores = re.findall(r"([\d.]+)±", printed["fot-table1"]["paper"]["non-IID"]["FOT"][0])
+    wide = found["norm_ratio, dropout off, global model, Gram matrices, bfloat16"]
+    assert abs(float(wide[3]) - float(paper[4])) < 0.1  # of the space in use
+    assert f"({paper[4]}, Table 3), but its ACC is {float(paper[1]) - float(wide[0]):.1f} points lower" in text
     assert paper == ["paper", *scores, "–", printed["fot-table3"]["paper"][""]["PMNIST"][1], "–"]
 
 
