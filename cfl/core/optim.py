@@ -100,11 +100,11 @@ def adam(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_dec
 
 def same_layout(leaf: Tensor, grad: Tensor) -> bool:
     """Whether two tensors of one shape have their numbers in the same order, without gaps, in memory."""
-    order = memory_order(leaf)
+    order = _order(leaf)
     return leaf.shape == grad.shape and all(each.permute(order).is_contiguous() for each in (leaf, grad))
 
 
-def memory_order(leaf: Tensor) -> list[int]:
+def _order(leaf: Tensor) -> list[int]:
     """Dimensions by descending stride: permuted to this order, a tensor without gaps is contiguous."""
     strides = leaf.stride()
     places = range(leaf.dim())
@@ -114,7 +114,7 @@ def memory_order(leaf: Tensor) -> list[int]:
 def _fusible(leaf: Tensor, grad: Tensor) -> bool:
     """Whether torch's fused kernel accepts the two tensors and gives the same bits as the loop."""
     supported = leaf.is_cpu and grad.is_cpu and leaf.dtype == grad.dtype and leaf.dtype in _FUSED
-    dense = leaf.is_contiguous() or leaf.permute(memory_order(leaf)).is_contiguous()
+    dense = leaf.is_contiguous() or leaf.permute(_order(leaf)).is_contiguous()
     return supported and dense and leaf.shape == grad.shape
 
 
@@ -122,7 +122,7 @@ def _in_memory_order(leaf: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """A view of the leaf with its dimensions in the order of memory, and the gradient in the same order, contiguous."""
     if leaf.is_contiguous():
         return leaf, grad.contiguous()
-    order = memory_order(leaf)
+    order = _order(leaf)
     return leaf.permute(order), grad.permute(order).contiguous()
 
 

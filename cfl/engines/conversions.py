@@ -5,16 +5,15 @@ reads the weights. Matrices stay with Inductor: torch copies transposed stacks i
 Inductor transposes them as it converts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from cfl.engines.descents import VIEWS, keeps_layout
+from cfl.engines.descents import VIEWS, Run, keeps_layout
 from cfl.engines.products import writes
 
-Run = Callable[..., Sequence[Tensor]]
 aten = torch.ops.aten
 
 

@@ -89,6 +89,7 @@ class VmappedEngine(LoopEngine):
                     block.write(group.places, local._replace(buffers=found["buffers"]))
                     losses[group.places, index] = found["losses"][""].to(losses)
         losses = _last(losses, torch.tensor(block.steps, device=device), self.epochs)
+        # `finish` sees contiguous leaves, whatever the layout of the steps.
         leaves = tree.map(Tensor.contiguous, block.local.params | block.local.buffers)
         return [
             Trained(client, dict(zip(leaves, parts, strict=True)), count, loss)
