@@ -18,7 +18,7 @@ from cfl.engines.compiled import obstacle
 from cfl.engines.pool import forks
 
 STEPS, CLIENTS = 4, 32  # a trial has at most so many steps of a client, and clients
-WARM, LEAST, MOST = 2, 3, 20  # rounds of a trial: untimed rounds first, fewest timed rounds, most timed rounds
+WARM, LEAST, MOST = 2, 3, 50  # rounds of a trial: untimed rounds first, fewest timed rounds, most timed rounds
 SECONDS = 0.4  # target time of a round, which limits the clients of a trial; its timed rounds stop at this sum
 HOPELESS = 1.5  # a trial stops at a timed round that takes longer than this times the best time so far
 BETTER = 0.95  # a later, more involved choice must take less than this fraction of the best time so far
@@ -114,7 +114,7 @@ def _shortened(client: Client, batch_size: int) -> Client:
 
 @dataclass
 class _Trials:
-    """Timings of choices. seconds: the best time of each choice so far."""
+    """Timings of choices. seconds: of a round by each choice."""
 
     build: Callable[[str, int | None, bool], Engine]
     device: torch.device
@@ -143,11 +143,16 @@ class _Trials:
             before = seconds
 
     def repeat_close(self) -> list[Choice]:
-        """Return the choices close to the best after more timings of each: on a busy machine, one is not enough."""
+        """Return the choices close to the best, with the median of more timings of each.
+
+        On a busy machine one is not enough, and the least time favours a choice that other processes slow down.
+        """
         best = min(self.seconds.values(), default=math.inf)
         close = [choice for choice, seconds in self.seconds.items() if seconds <= CLOSE * best]
-        for choice in AGAIN * close if len(close) > 1 else ():
-            self.seconds[choice] = min(self.seconds[choice], self.measure(choice, self.inputs)[0])
+        if len(close) > 1:
+            times = [[self.measure(choice, self.inputs)[0] for choice in close] for _ in range(AGAIN)]
+            for choice, *more in zip(close, *times, strict=True):
+                self.seconds[choice] = statistics.median([self.seconds[choice], *more])
         return close
 
     def compiled(self, chosen: Choice, rounds: float) -> Choice:

@@ -1,5 +1,6 @@
 """The choice of an engine: candidates, growing blocks, memory; trials change no result. Time is simulated."""
 
+import itertools
 import math
 import time
 
@@ -139,6 +140,17 @@ def test_a_hopeless_trial_is_short(monkeypatch):
     places = [place for place, clients in trials.rounds if len(clients) > 1]
     hopeless = [("vmapped", block) for block in (2, 4) for _ in range(module.WARM + 1)]
     assert places == [("loop", None)] * (module.WARM + module.MOST) + hopeless
+
+
+def test_close_choices_go_by_the_median_of_three_timings(monkeypatch):
+    """A block is as slow as the loop but for its first trial, as if another process had slept during that one."""
+    trials = Trials(monkeypatch, lambda name, block, clients: next(own[name, block]))
+    rounds = module.WARM + module.MOST
+    own = {place: itertools.repeat(0.004) for place in (("loop", None), ("vmapped", 4))}
+    own["vmapped", 2] = itertools.chain(itertools.repeat(0.0035, rounds), itertools.repeat(0.004))
+    assert trials.choose("auto") == Choice("loop", None, 1)
+    own["vmapped", 2] = itertools.repeat(0.0035)
+    assert trials.choose("auto") == Choice("vmapped", 2, 1)
 
 
 def test_a_given_block_is_kept(monkeypatch):
