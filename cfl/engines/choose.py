@@ -21,7 +21,9 @@ STEPS, CLIENTS = 4, 32  # a trial has at most so many steps of a client, and cli
 WARM, LEAST, MOST = 2, 3, 50  # rounds of a trial: untimed rounds first, fewest timed rounds, most timed rounds
 SECONDS = 0.4  # target time of a round, which limits the clients of a trial; its timed rounds stop at this sum
 HOPELESS = 1.5  # a trial stops at a timed round that takes longer than this times the best time so far
-BETTER = 0.95  # a later, more involved choice must take less than this fraction of the best time so far
+# A later, more involved engine must take less than this fraction of the best time so far. A larger block may take more
+# by as much: a trial has fewer clients than a round, and small blocks divide few clients more evenly among the workers.
+BETTER = 0.98
 CLOSE, AGAIN = 1.3, 2  # choices within CLOSE times the best time are timed AGAIN more times
 LONG = 200.0  # seconds: shorter runs do not try compiled steps, whose compiler takes some seconds a trial
 MEMORY = 0.8  # fraction of the free memory that a block may take
@@ -73,14 +75,16 @@ def choose(
     engines = _engines(workers, threads, device) if engine == "auto" else [(engine, threads)]
     if engine == "auto":  # slow steps are timed with fewer clients
         one, _ = trials.measure(Choice(engines[0][0], block, threads), inputs._replace(clients=short[:1]), limit=0.0)
-        most = max(2 * workers, int(min(SECONDS / one, CLIENTS)))
+        # A power of two is cut into equal blocks: a smaller last block would be traced while it is timed.
+        most = 2 ** round(math.log2(max(2 * workers, min(SECONDS / one, CLIENTS))))
         trials.inputs = inputs._replace(clients=short[:most])
     for name, inside in engines:
         sizes = [block] if block or "vmapped" not in name else _blocks(len(trials.inputs.clients), workers, name)
         trials.grow_blocks((Choice(name, size, inside) for size in sizes), required=engine != "auto")
     chosen, *others = trials.repeat_close() or [Choice("loop", None, threads)]
     for choice in others:
-        if trials.seconds[choice] < BETTER * trials.seconds[chosen]:
+        larger = (choice.engine, choice.threads) == (chosen.engine, chosen.threads)
+        if trials.seconds[choice] < (1 / BETTER if larger else BETTER) * trials.seconds[chosen]:
             chosen = choice
     if compile is None and engine == "auto":
         steps, trial = (sum(one.steps(batch_size) for one in each) for each in (inputs.clients, trials.inputs.clients))
