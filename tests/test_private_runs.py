@@ -387,25 +387,25 @@ def test_poisson_cohorts_have_the_right_mean_and_spread():
     deviations sqrt(15 / 8K), the variance within 5 of about var sqrt(2 / K), each client's rate within 5 of its own."""
     people, phase = population("sampling=poisson"), Phase("train")
     assert people.expected(phase, (0,)) == 3.0
-    cohorts = [people.cohort(phase, (0,), key) for key in KEYS]
+    cohorts = [people.cohort(phase, (0,), 0, key) for key in KEYS]
     sizes, drawn = torch.tensor([float(len(ids)) for ids in cohorts]), Counter(id for ids in cohorts for id in ids)
     assert abs(float(sizes.mean()) - 3.0) < 5 * math.sqrt(15 / 8 / len(KEYS))
     assert abs(float(sizes.var()) - 15 / 8) < 5 * 15 / 8 * math.sqrt(2 / len(KEYS))
     for id in range(8):
         assert abs(drawn[id] / len(KEYS) - 3 / 8) < 5 * math.sqrt(3 / 8 * 5 / 8 / len(KEYS))
     assert all(list(ids) == sorted(set(ids)) for ids in cohorts) and () in cohorts  # (5/8)^8 = 2.3 % of them
-    assert cohorts == [people.cohort(phase, (0,), key) for key in KEYS]
+    assert cohorts == [people.cohort(phase, (0,), 0, key) for key in KEYS]
 
 
 def test_only_owners_are_drawn_and_all_of_them_where_no_draw_is_asked_for():
     people = population("sampling=poisson", "partition.task_share=0.5")
     owners = people.owners((1,))
     assert len(owners) == 4
-    drawn = {id for key in KEYS[:200] for id in people.cohort(Phase("train"), (1,), key)}
+    drawn = {id for key in KEYS[:200] for id in people.cohort(Phase("train"), (1,), 0, key)}
     assert drawn == set(owners)
-    assert people.cohort(Phase("sketch", cohort="available"), (1,), 7) == owners
+    assert people.cohort(Phase("sketch", cohort="available"), (1,), 0, 7) == owners
     few = population("sampling=poisson", "partition.task_share=0.25")  # 2 owners, fewer than the cohort
-    assert all(few.cohort(Phase("train"), (1,), key) == few.owners((1,)) for key in KEYS[:20])
+    assert all(few.cohort(Phase("train"), (1,), 0, key) == few.owners((1,)) for key in KEYS[:20])
 
 
 def test_drop_outs_have_the_right_rate_at_every_stage():
@@ -425,7 +425,7 @@ def test_who_is_drawn_does_not_tell_who_drops_out():
     """Were the two draws of one key, those with the lowest numbers would be in both. Apart, a client is in both at
     rate 3/8 x 3/10, and the draws of two rounds are as independent."""
     people, count = population("sampling=poisson", "drop_rate=0.3"), 8 * (len(KEYS) - 1)
-    cohorts = [set(people.cohort(Phase("train"), (0,), key)) for key in KEYS]
+    cohorts = [set(people.cohort(Phase("train"), (0,), 0, key)) for key in KEYS]
     drops = [set(people.dropped(tuple(range(8)), key)) for key in KEYS]
     pairs = {
         3 / 8 * 3 / 10: sum(len(ids & lost) for ids, lost in zip(cohorts[1:], drops[1:], strict=True)),

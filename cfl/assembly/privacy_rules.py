@@ -125,10 +125,10 @@ def _sampling(released: Iterable[Phase], config: RunConfig) -> Iterator[str]:
             f"with secagg={config.secagg} the server is not trusted and knows who takes part, so sampling does not "
             "amplify privacy; set dp.amplify=false"
         )
-    elif config.sampling == "fixed":
+    elif config.sampling != "poisson":
         yield (
-            "sampling=fixed has no bound in the accountants, which amplify by Poisson sampling; set sampling=poisson, "
-            "or dp.amplify=false to count each round in which a client takes part in full"
+            f"sampling={config.sampling} has no bound in the accountants, which amplify by Poisson sampling; set "
+            "sampling=poisson, or dp.amplify=false to count each round in which a client takes part in full"
         )
     elif config.dp.protect == "work" and any(phase.train for phase in drawn):
         yield (

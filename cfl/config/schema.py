@@ -165,8 +165,10 @@ class RunConfig(Section):
         20, description="rounds per task: one number, a list, or a mapping from names of tasks"
     )
     cohort: Positive = Field(10, description="clients per round; all owners of the task if these are fewer")
-    sampling: Literal["fixed", "poisson"] = Field(
-        "fixed", description="cohorts of fixed size, or clients drawn independently with the same mean size"
+    sampling: Literal["fixed", "poisson", "round"] = Field(
+        "fixed",
+        description="cohorts of fixed size; clients drawn independently with the same mean size; or cohorts of fixed "
+        "size drawn from the round's number within its task, the same for every seed",
     )
     drop_rate: float = Field(0.0, ge=0, lt=1, description="probability that a client of a cohort drops out of a round")
     validation: float = Field(

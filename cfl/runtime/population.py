@@ -47,10 +47,12 @@ class Population:
         owners = len(self.owners(tasks))
         return float(min(self.config.cohort, owners) if phase.cohort == "sampled" else owners)
 
-    def cohort(self, phase: Phase, tasks: tuple[int, ...], key: int) -> tuple[int, ...]:
+    def cohort(self, phase: Phase, tasks: tuple[int, ...], trained: int, key: int) -> tuple[int, ...]:
         """Ids of a round's cohort, ascending: all owners of data of the tasks, or a draw of them by the round's key.
 
-        Fixed sampling draws the same number of clients in every round; Poisson sampling draws each independently.
+        trained: number of earlier training rounds of the task. Poisson sampling draws each client independently, the
+        others draw the same number of clients in every round; sampling=round draws by `trained` in place of the key, as
+        `numpy.random.choice` after `numpy.random.seed(trained)`.
         """
         owners, expected = self.owners(tasks), self.expected(phase, tasks)
         if not expected:
@@ -58,7 +60,9 @@ class Population:
         if expected >= len(owners):
             return owners
         source = rng.numpy_generator(rng.key(key, "cohort"))
-        if self.config.sampling == "poisson":  # one draw per owner: the only cost of a round that grows with them
+        if self.config.sampling == "round":
+            drawn = np.sort(np.random.RandomState(trained).choice(len(owners), self.config.cohort, replace=False))
+        elif self.config.sampling == "poisson":  # one draw per owner: the only cost of a round that grows with them
             drawn = np.flatnonzero(source.random(len(owners)) < expected / len(owners))
         else:
             drawn = np.sort(source.choice(len(owners), self.config.cohort, replace=False))

@@ -118,7 +118,7 @@ class Rounds:
         (task, phase, number), key = self.schedule[position], self._keys[position]
         sees, heads = self.sees(task), tuple(self.strategy.heads(task, self.tasks))
         owners, expected = self.population.owners(sees), self.population.expected(phase, sees)
-        cohort = self.population.cohort(phase, sees, key)
+        cohort = self.population.cohort(phase, sees, self._trained[position], key)
         info = RoundInfo(
             task=task,
             tasks=self.tasks,

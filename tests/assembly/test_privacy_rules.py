@@ -47,6 +47,10 @@ REFUSED = {
         ["dp.level=client", NOISE, UNIFORM],
         r"sampling=fixed has no bound.*set sampling=poisson, or dp\.amplify=false",
     ),
+    "a part of the clients, the same for every seed": (
+        ["dp.level=client", NOISE, UNIFORM, "sampling=round"],
+        r"sampling=round has no bound.*set sampling=poisson, or dp\.amplify=false",
+    ),
     "a draw that a server knows, of fixed size": (
         ["dp.level=client", NOISE, UNIFORM, "secagg=full"],
         r"^with secagg=full the server is not trusted and knows who takes part.*; set dp\.amplify=false$",

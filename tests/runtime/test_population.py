@@ -82,7 +82,7 @@ def test_cohorts_are_the_draw_from_the_owners_themselves(count, cohort, share):
     assert len(owners) == count * share
     for key in (1, 2):
         drawn = rng.numpy_generator(rng.key(key, "cohort")).choice(owners, cohort, replace=False)
-        found = people.cohort(phase, (0,), key)
+        found = people.cohort(phase, (0,), 0, key)
         assert found == tuple(sorted(drawn.tolist())) and all(type(id) is int for id in found)
 
 
@@ -90,13 +90,25 @@ def test_poisson_cohorts_are_a_draw_for_each_owner():
     people = crowd(1000, "sampling=poisson", "partition.task_share=0.5")
     owners = people.owners((0,))
     taken = rng.numpy_generator(rng.key(7, "cohort")).random(500) < 64 / 500
-    found = people.cohort(Phase("train"), (0,), 7)
+    found = people.cohort(Phase("train"), (0,), 0, 7)
     assert found == tuple(np.array(owners)[taken].tolist()) and 0 < len(found) < 500
+
+
+def test_cohorts_by_round_are_those_of_the_papers_codes():
+    """`numpy.random.seed(round)`, then `numpy.random.choice`: for all seeds, and anew in each task."""
+    state = np.random.get_state()
+    for number in (0, 7):
+        np.random.seed(number)
+        drawn = np.random.choice(range(1000), 64, replace=False)
+        for key, seed in ((1, 0), (2, 5)):
+            people = crowd(1000, "sampling=round", f"seed={seed}")
+            assert people.cohort(Phase("train"), (0,), number, key) == tuple(sorted(drawn.tolist()))
+    np.random.set_state(state)
 
 
 def test_a_round_makes_nothing_for_clients_that_are_not_in_it():
     people = crowd(10_000)
-    cohort = people.cohort(Phase("train"), (0,), 3)
+    cohort = people.cohort(Phase("train"), (0,), 0, 3)
     clients = [people.client(id, 0, (0,)) for id in cohort]
     assert [len(client) for client in clients] == [2] * 64 and people.fraction(cohort, (0,)) == 64 / 10_000
     base = people.deals[0].order
