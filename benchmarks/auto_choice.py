@@ -2,12 +2,15 @@
 
     python benchmarks/auto_choice.py [--workload NAME ...] [--tries 10] [--runs 7] [--json FILE]
 
-A try chooses anew. Then rounds of all that was chosen, and of each fixed engine with each block, take turns, still
-beside that process. A try is good if the median round of its choice takes at most 5 percent longer than the fastest.
+A try chooses anew. Then rounds of all that was chosen, and of each fixed engine with blocks of 2, 4, 8 and, if these
+are at most 16, all clients, take turns, still beside that process. A try is good if the median round of its choice
+takes at most 5 percent longer than the fastest.
 """
 
 import argparse
 import contextlib
+import itertools
+import os
 import statistics
 import subprocess
 import sys
@@ -20,21 +23,19 @@ from throughput import Ours, known, timed
 from throughput_work import WORKLOADS, Workload
 
 BUSY = """
-import os, time
-parent = os.getppid()
-while os.getppid() == parent:
+import os, sys, time
+while os.getppid() == int(sys.argv[1]):
     end = time.perf_counter() + 0.01
     while time.perf_counter() < end: pass
     time.sleep(0.01)
 """
-FIXED = [("loop", None), ("pool", None), *((name, size) for name in ("vmapped", "pool+vmapped") for size in (2, 4, 8))]
 GOOD = 1.05
 
 
 @contextlib.contextmanager
 def busy() -> Iterator[subprocess.Popen]:
     """A process that computes for 10 milliseconds and sleeps for 10, by turns, until its parent ends."""
-    process = subprocess.Popen([sys.executable, "-c", BUSY])
+    process = subprocess.Popen([sys.executable, "-c", BUSY, str(os.getpid())])
     try:
         yield process
     finally:
@@ -54,7 +55,9 @@ def measure(work: Workload, tries: int, runs: int) -> dict[str, Any]:
 
         chosen = [ours("auto", None) for _ in range(tries)]
         labels = [label(one) for one in chosen]
-        rivals = dict(zip(labels, chosen)) | {label(one): one for one in (ours(*fixed) for fixed in FIXED)}
+        sizes = sorted({2, 4, 8} | ({work.clients} if work.clients <= 16 else set()))
+        fixed = [("loop", None), ("pool", None), *itertools.product(("vmapped", "pool+vmapped"), sizes)]
+        rivals = dict(zip(labels, chosen)) | {label(one): one for one in (ours(*each) for each in fixed)}
         seconds: dict[str, list[float]] = {name: [] for name in rivals}
         for _ in range(runs):
             for name, one in rivals.items():

@@ -41,6 +41,11 @@ def check_schedule(phases: Iterable[Phase], owners: Mapping[int, int], config: R
                 "partition.task_share or set secagg=none"
             )
     cohorts = {phase.cohort for phase in phases if not (phase.diagnostic or phase.stores)} - {"none"}
+    if config.sampling == "round" and "sampled" in cohorts and config.cohort < max(owners.values(), default=0):
+        raise ConfigError(
+            "everybody can compute the cohorts of sampling=round, so accomplices of the server may have chosen theirs; "
+            "secure sums need cohorts that nobody can foresee: set sampling=fixed"
+        )
     # Of Poisson cohorts the mean size; a round whose cohort is not safe is aborted.
     sizes = {(min(config.cohort, n) if kind == "sampled" else n, n) for kind in cohorts for n in owners.values()}
     for size, count in sorted(sizes):

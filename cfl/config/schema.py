@@ -168,7 +168,7 @@ class RunConfig(Section):
     sampling: Literal["fixed", "poisson", "round"] = Field(
         "fixed",
         description="cohorts of fixed size; clients drawn independently with the same mean size; or cohorts of fixed "
-        "size drawn from the round's number within its task, the same for every seed",
+        "size that depend on the number of a training round within the run, not on the seed",
     )
     drop_rate: float = Field(0.0, ge=0, lt=1, description="probability that a client of a cohort drops out of a round")
     validation: float = Field(

@@ -43,6 +43,11 @@ def numpy_generator(key: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(key))
 
 
+def legacy_generator(seed: int) -> np.random.RandomState:
+    """Make NumPy's old generator: it draws what the functions of `np.random` draw after `np.random.seed(seed)`."""
+    return np.random.RandomState(seed)
+
+
 def private_generator(seed: int | None, *path: int | str) -> np.random.Generator:
     """Make a generator for draws that privacy depends on. Its key of 128 bits is the `long_key` of seed and path.
 

@@ -21,8 +21,8 @@ STEPS, CLIENTS = 4, 32  # a trial has at most so many steps of a client, and cli
 WARM, LEAST, MOST = 2, 3, 50  # rounds of a trial: untimed rounds first, fewest timed rounds, most timed rounds
 SECONDS = 0.4  # target time of a round, which limits the clients of a trial; its timed rounds stop at this sum
 HOPELESS = 1.5  # a trial stops at a timed round that takes longer than this times the best time so far
-# A later, more involved engine must take less than this fraction of the best time so far. A larger block may take more
-# by as much: a trial has fewer clients than a round, and small blocks divide few clients more evenly among the workers.
+# A later, more involved engine must take less than this fraction of the best time. Of an engine's blocks the largest is
+# chosen whose time is within it: a trial has fewer clients than a round, which small blocks divide more evenly.
 BETTER = 0.98
 CLOSE, AGAIN = 1.3, 2  # choices within CLOSE times the best time are timed AGAIN more times
 LONG = 200.0  # seconds: shorter runs do not try compiled steps, whose compiler takes some seconds a trial
@@ -75,17 +75,14 @@ def choose(
     engines = _engines(workers, threads, device) if engine == "auto" else [(engine, threads)]
     if engine == "auto":  # slow steps are timed with fewer clients
         one, _ = trials.measure(Choice(engines[0][0], block, threads), inputs._replace(clients=short[:1]), limit=0.0)
-        # A power of two is cut into equal blocks: a smaller last block would be traced while it is timed.
-        most = 2 ** round(math.log2(max(2 * workers, min(SECONDS / one, CLIENTS))))
+        processes = workers if any("pool" in name for name, _ in engines) else 1
+        # Each process gets 2^k clients, for equal blocks: a smaller last one would be traced while it is timed.
+        most = processes * 2 ** max(1, round(math.log2(min(SECONDS / one, CLIENTS) / processes)))
         trials.inputs = inputs._replace(clients=short[:most])
     for name, inside in engines:
         sizes = [block] if block or "vmapped" not in name else _blocks(len(trials.inputs.clients), workers, name)
         trials.grow_blocks((Choice(name, size, inside) for size in sizes), required=engine != "auto")
-    chosen, *others = trials.repeat_close() or [Choice("loop", None, threads)]
-    for choice in others:
-        larger = (choice.engine, choice.threads) == (chosen.engine, chosen.threads)
-        if trials.seconds[choice] < (1 / BETTER if larger else BETTER) * trials.seconds[chosen]:
-            chosen = choice
+    chosen = trials.best() if trials.seconds else Choice("loop", None, threads)
     if compile is None and engine == "auto":
         steps, trial = (sum(one.steps(batch_size) for one in each) for each in (inputs.clients, trials.inputs.clients))
         return trials.compiled(chosen, rounds * steps / trial)
@@ -118,7 +115,7 @@ def _shortened(client: Client, batch_size: int) -> Client:
 
 @dataclass
 class _Trials:
-    """Timings of choices. seconds: of a round by each choice."""
+    """Timings of choices. seconds: median of a trial's round by each choice."""
 
     build: Callable[[str, int | None, bool], Engine]
     device: torch.device
@@ -146,8 +143,20 @@ class _Trials:
                 return
             before = seconds
 
-    def repeat_close(self) -> list[Choice]:
-        """Return the choices close to the best, with the median of more timings of each.
+    def best(self) -> Choice:
+        """Return the largest block, within the noise, of the fastest engine."""
+        close, time = self._timed_again(), self.seconds.__getitem__
+        places = dict.fromkeys((choice.engine, choice.threads) for choice in close)
+        engines = [[choice for choice in close if (choice.engine, choice.threads) == place] for place in places]
+        chosen, *others = engines
+        for blocks in others:
+            if min(map(time, blocks)) < BETTER * min(map(time, chosen)):
+                chosen = blocks
+        limit = min(map(time, chosen)) / BETTER
+        return max((choice for choice in chosen if time(choice) <= limit), key=lambda choice: choice.block or 0)
+
+    def _timed_again(self) -> list[Choice]:
+        """Time the choices close to the best again, set `seconds` to the median of their timings, and return them.
 
         On a busy machine one is not enough, and the least time favours a choice that other processes slow down.
         """
@@ -162,7 +171,7 @@ class _Trials:
     def compiled(self, chosen: Choice, rounds: float) -> Choice:
         """Return the fastest compiled choice, if it saves more than compiling takes; else `chosen`.
 
-        The fastest blocks are tried, and blocks of one client if an engine without blocks is faster than they are.
+        The chosen or fastest blocks are tried, and blocks of one client if an engine without blocks is faster.
         rounds: of trials, as long as the run.
         """
         best = self.seconds.get(chosen, 0.0)
@@ -172,7 +181,7 @@ class _Trials:
         blocks = [
             choice for choice, own in self.seconds.items() if "vmapped" in choice.engine and own < HOPELESS * best
         ]
-        tried = sorted(blocks, key=lambda choice: self.seconds[choice])[:1]
+        tried = sorted(blocks, key=lambda choice: (choice != chosen, self.seconds[choice]))[:1]
         if "vmapped" not in chosen.engine and chosen.block is None:
             alone = "pool+vmapped" if chosen.engine == "pool" else "vmapped"
             tried.append(chosen._replace(engine=alone, block=1))

@@ -50,19 +50,18 @@ class Population:
     def cohort(self, phase: Phase, tasks: tuple[int, ...], trained: int, key: int) -> tuple[int, ...]:
         """Ids of a round's cohort, ascending: all owners of data of the tasks, or a draw of them by the round's key.
 
-        trained: number of earlier training rounds of the task. Poisson sampling draws each client independently, the
-        others draw the same number of clients in every round; sampling=round draws by `trained` in place of the key, as
-        `numpy.random.choice` after `numpy.random.seed(trained)`.
+        trained: number of earlier training rounds of the run. Poisson sampling draws each client independently, the
+        others draw the same number of clients in every round. In training, sampling=round draws by `trained` in place
+        of the key.
         """
         owners, expected = self.owners(tasks), self.expected(phase, tasks)
         if not expected:
             return ()
         if expected >= len(owners):
             return owners
-        source = rng.numpy_generator(rng.key(key, "cohort"))
-        if self.config.sampling == "round":
-            drawn = np.sort(np.random.RandomState(trained).choice(len(owners), self.config.cohort, replace=False))
-        elif self.config.sampling == "poisson":  # one draw per owner: the only cost of a round that grows with them
+        by_number = self.config.sampling == "round" and phase.train
+        source = rng.legacy_generator(trained) if by_number else rng.numpy_generator(rng.key(key, "cohort"))
+        if self.config.sampling == "poisson":  # one draw per owner, so a round's cost grows with their number
             drawn = np.flatnonzero(source.random(len(owners)) < expected / len(owners))
         else:
             drawn = np.sort(source.choice(len(owners), self.config.cohort, replace=False))

@@ -52,7 +52,7 @@ class Budget:
         """Releases in the first `rounds` rounds (None: in all) but those `skipped`, for each client that has any."""
         spent: dict[int, Counter[float]] = {}
         together: dict[tuple[int, ...], Counter[float]] = {}  # by tasks seen: releases of all owners of their data
-        trained = schedule.trained(self.rounds)
+        trained = schedule.trained(self.rounds, restart=False)
         for place, ((task, phase, _), key) in enumerate(zip(self.rounds[:rounds], self.keys[:rounds], strict=True)):
             if place in skipped or not scope.releases([phase], self.config):
                 continue

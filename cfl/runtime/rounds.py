@@ -43,6 +43,7 @@ class Rounds:
         self.schedule = schedule.planned(self.strategy, label, [task.name for task in stream.tasks], config.rounds)
         self._rates = schedule.rates(self.schedule, config.local)
         self._trained = schedule.trained(self.schedule)
+        self._trained_in_run = schedule.trained(self.schedule, restart=False)
         self._keys = schedule.keys(config.seed, self.schedule)
         self.positions = {key: position for position, key in enumerate(self._keys)}
         owners = {task: len(population.owners(self.sees(task))) for task in range(self.tasks)}
@@ -118,7 +119,7 @@ class Rounds:
         (task, phase, number), key = self.schedule[position], self._keys[position]
         sees, heads = self.sees(task), tuple(self.strategy.heads(task, self.tasks))
         owners, expected = self.population.owners(sees), self.population.expected(phase, sees)
-        cohort = self.population.cohort(phase, sees, self._trained[position], key)
+        cohort = self.population.cohort(phase, sees, self._trained_in_run[position], key)
         info = RoundInfo(
             task=task,
             tasks=self.tasks,

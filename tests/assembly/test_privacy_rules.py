@@ -330,6 +330,14 @@ def test_a_strategy_that_draws_in_later_tasks_only_is_refused_before_anything_ru
     assert cfl.run(full, stream=toy.stream(), strategy=Late()).metrics["epsilon"] > 0
 
 
+def test_secure_sums_refuse_cohorts_that_everybody_can_compute():
+    known = toy.config("secagg=sum", "sampling=round", "partition.clients=20", "cohort=10", method="fedavg")
+    with pytest.raises(ConfigError, match="cohorts of sampling=round.*: set sampling=fixed$"):
+        check_schedule([DRAWN], {0: 20}, known)
+    check_schedule([ALL], {0: 20}, known)
+    check_schedule([DRAWN], {0: 10}, known)  # no draw
+
+
 @pytest.mark.parametrize("secagg", ["full", "sum"])
 def test_a_task_that_one_client_holds_has_no_secure_sum(secagg):
     protected = read(f"secagg={secagg}")

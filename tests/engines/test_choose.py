@@ -12,7 +12,7 @@ import cfl
 from cfl.contract import Client, RoundInputs, Share
 from cfl.core import UpdateError, machine
 from cfl.engines import choose as module
-from cfl.engines.choose import Choice, choose, undecided
+from cfl.engines.choose import Choice, _Trials, choose, undecided
 from tests import toy
 from tests.engines.test_loop import info_of
 from tests.engines.test_vmapped import model_of, samples_of
@@ -125,12 +125,9 @@ def test_a_cpu_with_several_cores_runs_processes(monkeypatch):
 
 
 def test_slow_steps_are_timed_with_few_clients(monkeypatch):
-    """A client takes 3/32 s alone: 4 clients fit into the 0.4 s of a round; each of 3 workers gets 2 or more.
-
-    The number is a power of two.
-    """
+    """A client takes 3/32 s alone: 4 clients fit into the 0.4 s of a round. Each worker gets 2 or more."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for workers, clients in ((1, 4), (3, 8)):
+    for workers, clients in ((1, 4), (3, 6), (5, 10)):
         trials = Trials(monkeypatch, lambda name, block, clients: 3 / 32 * clients)
         trials.choose("auto", workers=workers)
         seen = [len(given) for _, given in trials.rounds]
@@ -155,6 +152,19 @@ def test_close_choices_go_by_the_median_of_three_timings(monkeypatch):
     assert trials.choose("auto") == Choice("loop", None, 1)
     own["vmapped", 2] = itertools.repeat(0.0035)
     assert trials.choose("auto") == Choice("vmapped", 2, 1)
+
+
+def test_the_largest_block_within_the_noise_of_the_fastest_is_chosen(monkeypatch):
+    """Each block takes 1.5 % longer than the one before, so only that of 4 is within 2 % of that of 2."""
+    monkeypatch.setattr(module, "BETTER", 0.98)
+    trials = _Trials(None, CPU, 1, None)
+    trials.seconds = {Choice("vmapped", block, 1): 1.015**power for power, block in enumerate((2, 4, 8))}
+    monkeypatch.setattr(trials, "measure", lambda choice, inputs: (trials.seconds[choice], 0))
+    assert trials.best() == Choice("vmapped", 4, 1)
+    trials.seconds[Choice("vmapped", 2, 2)] = 0.985  # 1.5 % faster than the fastest, 3 % faster than the chosen one
+    assert trials.best() == Choice("vmapped", 4, 1)
+    trials.seconds[Choice("vmapped", 2, 2)] = 0.975
+    assert trials.best() == Choice("vmapped", 2, 2)
 
 
 def test_a_given_block_is_kept(monkeypatch):
@@ -201,8 +211,7 @@ def test_trials_take_few_steps(monkeypatch):
 )
 def test_a_measurement_changes_nothing_and_is_written_down(options, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "CLIENTS", 2)
-    monkeypatch.setattr(module, "CLOSE", math.inf)
-    monkeypatch.setattr(module, "BETTER", math.inf)  # the last candidate wins
+    monkeypatch.setattr(_Trials, "best", lambda self: list(self.seconds)[-1])
     common = ("tasks=1", "workers=1", *options)
     found = cfl.run(toy.config("engine=auto", *common, method="fedavg"), stream=toy.stream(1), output=tmp_path)
     stored = yaml.safe_load((tmp_path / "config.yaml").read_text())

@@ -5,8 +5,10 @@ import pytest
 import torch
 
 import cfl
+from cfl.assembly import methods
 from cfl.contract import Phase
 from cfl.core import ConfigError, rng
+from cfl.runtime.builder import build_session
 from cfl.runtime.population import Population
 from tests import toy
 
@@ -95,15 +97,24 @@ def test_poisson_cohorts_are_a_draw_for_each_owner():
 
 
 def test_cohorts_by_round_are_those_of_the_papers_codes():
-    """`numpy.random.seed(round)`, then `numpy.random.choice`: for all seeds, and anew in each task."""
-    state = np.random.get_state()
-    for number in (0, 7):
-        np.random.seed(number)
-        drawn = np.random.choice(range(1000), 64, replace=False)
-        for key, seed in ((1, 0), (2, 5)):
-            people = crowd(1000, "sampling=round", f"seed={seed}")
-            assert people.cohort(Phase("train"), (0,), number, key) == tuple(sorted(drawn.tolist()))
+    """`numpy.random.seed(round)`, then `numpy.random.choice`: the round counts through the run, the seed does not."""
+    state, more = np.random.get_state(), ["tasks=2", "rounds=3", "cohort=2", "sampling=round"]
+    for seed in (0, 5):
+        config = toy.config(*more, f"seed={seed}", method="fot")
+        run = build_session(config, toy.stream(2), methods.build(config))
+        training = [place for place, (_, phase, _) in enumerate(run.schedule) if phase.train]
+        assert len(training) == 6 and len(training) < len(run.schedule)  # sketches and coverage are between
+        for number, place in enumerate(training):
+            np.random.seed(number)
+            drawn = np.random.choice(range(run.config.partition.clients), 2, replace=False)
+            assert run.rounds.info(place).clients == tuple(sorted(drawn.tolist()))
     np.random.set_state(state)
+
+
+def test_rounds_without_training_have_cohorts_of_their_own():
+    people, phase = crowd(100, "sampling=round"), Phase("work", train=False, work=True)
+    assert people.cohort(phase, (0,), 0, 1) != people.cohort(phase, (0,), 0, 2)
+    assert people.cohort(phase, (0,), 0, 1) == crowd(100).cohort(phase, (0,), 0, 1)
 
 
 def test_a_round_makes_nothing_for_clients_that_are_not_in_it():

@@ -85,6 +85,7 @@ def observed(run, strategy):
 CASES = {
     "client": ("fedavg", [*CLIENT, NOISE, "dp.amplify=false"]),
     "client, poisson": ("fedavg", [*CLIENT, NOISE, "dp.amplify=false", "sampling=poisson"]),
+    "client, cohorts by round": ("fedavg", [*CLIENT, NOISE, "dp.amplify=false", "sampling=round", "cohort=2"]),
     "client, sketches too": ("fot", [*CLIENT, NOISE, "dp.amplify=false"]),
     "client, sketches alone": ("fot", [*CLIENT, NOISE, "dp.amplify=false", "dp.protect=work"]),
     "client, sketches with an update": (
