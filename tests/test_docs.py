@@ -1,6 +1,8 @@
 """The documentation holds: its Python runs as written, its commands parse, its links exist, its tables agree."""
 
+import itertools
 import json
+import math
 import re
 import shlex
 from dataclasses import fields
@@ -12,6 +14,7 @@ import click
 import numpy as np
 import pytest
 import typer
+from scipy import stats
 
 import cfl
 from cfl.assembly.resolve import resolve
@@ -566,6 +569,21 @@ def test_rank_rules_at_full_length_are_the_stored_runs():
     assert abs(float(wide[3]) - float(paper[4])) < 0.1  # of the space in use
     assert f"({paper[4]}, Table 3), but its ACC is {float(paper[1]) - float(wide[0]):.1f} points lower" in text
     assert paper == ["paper", *scores, "–", printed["fot-table3"]["paper"][""]["PMNIST"][1], "–"]
+
+
+def test_differences_from_the_paper_have_the_intervals_of_the_page():
+    """Welch's interval of a difference of means, from the standard deviations of three seeds each."""
+    table, found = reproduce.table("fot-table1"), []
+    for part, (row, method) in itertools.product(("IID", "non-IID"), (("FL", "FedAvg"), ("FOT", "FOT"))):
+        [(cell, runs)] = table.runs([row, "PMNIST", part], range(3), "paper", [], Path("runs"), [RUNS]).items()
+        for measure, ours in reproduce.scores(table.measures, runs).items():
+            paper = cell.paper[measure]
+            assert ours.runs == 3
+            squares = [own.std**2 / 2 for own in (ours, paper)]  # of the means; / 2 as the deviations divide by 3
+            freedom = sum(squares) ** 2 / sum(square**2 / 2 for square in squares)
+            gap, half = ours.mean - paper.mean, stats.t.ppf(0.975, freedom) * math.sqrt(sum(squares))
+            found.append([part, method, measure.upper(), f"{gap:+.2f}", f"{gap - half:.2f} to {gap + half:.2f}"])
+    assert rows(ROOT / "docs/fidelity.md", after="### Permuted MNIST beside the paper") == found
 
 
 def test_readme_has_permuted_mnist_beside_the_paper():
