@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shlex
+from collections import defaultdict
 from dataclasses import fields
 from inspect import isfunction
 from pathlib import Path
@@ -534,15 +535,13 @@ def test_figures_of_the_fidelity_page_are_the_stored_ones():
 
 
 def test_rank_rules_at_full_length_are_the_stored_runs():
-    """The rows after the paper's: those runs of FOT on Permuted MNIST, seed 0, that are not IID."""
-    found, left, iid = {}, {}, {}
+    """The rows after the paper's: the runs of FOT on Permuted MNIST, seed 0."""
+    page, page_text = ROOT / "docs/fidelity.md", " ".join((ROOT / "docs/fidelity.md").read_text().split())
+    found, left = defaultdict(dict), {}
     for folder in (RUNS / "paper/permuted-mnist").iterdir():
         config, metrics = read_yaml(folder / "config.yaml"), json.loads((folder / "metrics.json").read_text())
         own = config["strategy"]
-        if (config["method"], config["partition"]["name"], config["seed"]) == ("fot", "iid", 0):
-            if own["criterion"] == "energy" and not own.get("dropout"):
-                iid[own["model"]] = [f"{100 * metrics[score]:.2f}" for score in ("acc", "fgt")]
-        if (config["method"], config["partition"]["name"], config["seed"]) == ("fot", "shards", 0):
+        if (config["method"], config["seed"]) == ("fot", 0):
             use = metrics["subspace_use"]
             name = f"{own['criterion']}, dropout {'on' if own.get('dropout') else 'off'}, {own['model']} model"
             name += (
@@ -551,24 +550,44 @@ def test_rank_rules_at_full_length_are_the_stored_runs():
                 + ", bfloat16" * (config.get("precision") == "bf16")
             )
             shares = metrics["acc"], metrics["fgt"], metrics["accuracy_matrix"][9][9], mean(use.values()), use["1"]
-            found[name] = [f"{100 * share:.2f}" for share in shares]
-            left[name] = [f"{100 * (1 - share):.1f}" for share in use.values()]  # nothing joins after the last task
-    paper, *ours = rows(ROOT / "docs/fidelity.md", after="It can cost accuracy on later tasks.")
-    assert {name: cells for name, *cells in ours} == found
-    below = rows(ROOT / "docs/fidelity.md", after="Share of each layer's directions that nine tasks leave to the tenth")
+            found[config["partition"]["name"]][name] = [f"{100 * share:.2f}" for share in shares]
+            if config["partition"]["name"] == "shards":  # nothing joins the bases after the last task
+                left[name] = [f"{100 * (1 - share):.1f}" for share in use.values()]
+    printed, gaps = read_yaml(ROOT / "cfl/experiments/papers/fot.yaml"), []
+    widest = "norm_ratio, dropout off, global model, Gram matrices, bfloat16"
+    tables = (
+        ("IID", "iid", "With IID data and threshold"),
+        ("non-IID", "shards", "It can cost accuracy on later tasks."),
+    )
+    for place, (part, partition, above) in enumerate(tables):
+        paper, *ours = rows(page, after=above)
+        assert {name: cells for name, *cells in ours} == found[partition]
+        scores = re.findall(r"([\d.]+)±", printed["fot-table1"]["paper"][part]["FOT"][0])
+        assert paper == ["paper", *scores, "–", printed["fot-table3"]["paper"][""]["PMNIST"][place], "–"]
+        gaps.append((found[partition][widest][3], paper[4], float(paper[1]) - float(found[partition][widest][0])))
+        plain = [cells for name, *cells in ours if name.startswith("energy, dropout off")]
+        assert all(float(cells[3]) < 2 / 3 * float(paper[4]) for cells in plain)
+    below = rows(page, after="Share of each layer's directions that nine tasks leave to the tenth")
     assert {name: cells for name, *cells in below} == left
-    here, local = (found[f"energy, dropout off, {what}, bfloat16"] for what in ("global model", "local models"))
+    (use, theirs, lower), shards = gaps
+    told = (
+        f"({shards[0]} for {shards[1]}, and with IID data {use} for {theirs}), but its ACC is {shards[2]:.1f} points "
+    )
+    assert told + f"lower, and {lower:.1f} with IID data" in page_text
+    models = "global model", "local models"
+    here, local = (found["shards"][f"energy, dropout off, {what}, bfloat16"] for what in models)
     gains = float(local[0]) - float(here[0]), float(here[1]) - float(local[1])
-    text = " ".join((ROOT / "docs/fidelity.md").read_text().split())
-    assert "an ACC larger by {:.1f} points and an FGT smaller by {:.1f}, with one seed".format(*gains) in text
-    told = "lead to an ACC of {} and an FGT of {}, the global model, in float32, to an ACC of {} and an FGT of {}."
-    assert told.format(*iid["local"], *iid["global"]) in text
-    printed = read_yaml(ROOT / "cfl/experiments/papers/fot.yaml")
-    scores = re.findall(r"([\d.]+)±", printed["fot-table1"]["paper"]["non-IID"]["FOT"][0])
-    wide = found["norm_ratio, dropout off, global model, Gram matrices, bfloat16"]
-    assert abs(float(wide[3]) - float(paper[4])) < 0.1  # of the space in use
-    assert f"({paper[4]}, Table 3), but its ACC is {float(paper[1]) - float(wide[0]):.1f} points lower" in text
-    assert paper == ["paper", *scores, "–", printed["fot-table3"]["paper"][""]["PMNIST"][1], "–"]
+    assert "an ACC larger by {:.1f} points and an FGT smaller by {:.1f}, with one seed".format(*gains) in page_text
+
+
+def test_cohorts_by_round_are_no_better_for_fedavg():
+    found = {}
+    for folder in (RUNS / "paper/permuted-mnist").glob("fedavg-seed0-*"):
+        config, metrics = read_yaml(folder / "config.yaml"), json.loads((folder / "metrics.json").read_text())
+        if (config.get("precision"), config["partition"]["name"]) == ("bf16", "shards") and config["rounds"] != 200:
+            found[config["sampling"]] = [f"{100 * metrics[score]:.2f}" for score in ("acc", "fgt")]
+    told = "has an ACC of {} and an FGT of {}, and with `sampling=round`, the code's cohorts, {} and {}."
+    assert told.format(*found["fixed"], *found["round"]) in " ".join((ROOT / "docs/fidelity.md").read_text().split())
 
 
 def test_differences_from_the_paper_have_the_intervals_of_the_page():
