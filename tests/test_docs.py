@@ -483,6 +483,17 @@ def test_figures_of_flower_on_the_speed_page_are_the_stored_ones():
     assert rows(page, after="python benchmarks/deployment.py") == expected
 
 
+def test_how_often_auto_chooses_well_is_as_stored():
+    stored = [ROOT / f"benchmarks/results/throughput/auto{name}.json" for name in ("", "-cifar100")]
+    found = [row for path in stored for row in json.loads(path.read_text())["workloads"]]
+    told = [(row["workload"], f"in {row['good']} of {len(row['ratios'])}") for row in found]
+    worse = [ratio for row in found for ratio in row["ratios"] if ratio > 1.05]
+    text = " ".join((ROOT / "docs/speed.md").read_text().split())
+    for name, often in told:
+        assert re.search(rf"{often}[^,.]*`{name}`", text)
+    assert f"The other choices take {min(worse):.2f} to {max(worse):.2f} times as long" in text
+
+
 def test_the_growth_on_the_speed_page_is_the_stored_one():
     stored = json.loads((ROOT / "benchmarks/results/scaling/scaling.json").read_text())["population"]
     expected = [
