@@ -4,6 +4,7 @@
 
 coverage: share of the energy that a subspace really covers when FOT's rank rule, on a Gaussian sketch, says 0.94.
 ranks: directions that the three rank rules take of one spectrum; FOT with each of them.
+intervals: differences from FOT's Table 1 over three seeds, by the stored runs of Permuted MNIST.
 dp: FOT's appendix H for epsilon 5 and delta 1e-5: what its noise gives, and what noise leaves of a sketch.
 sizes: bytes of FOT's models, sketches and bases, beside its Table 5 and the arithmetic of its Table 13.
 bias: outputs of the first task after training on the second, with biases projected and free.
@@ -30,7 +31,7 @@ from pathlib import Path
 
 import torch
 from fidelity_baselines import encoding, gpm, overlap
-from fidelity_fot import bias, coverage, dp, precision, ranks, sizes
+from fidelity_fot import bias, coverage, dp, intervals, precision, ranks, sizes
 from fidelity_local import alias, projection, scale
 from fidelity_tables import Table, markdown
 from host import about
@@ -38,8 +39,10 @@ from host import about
 FOLDER = Path("benchmarks/results/fidelity")
 PARTS: dict[str, Callable[[], list[Table]]] = {
     part.__name__: part
-    for part in (coverage, ranks, dp, sizes, bias, precision, gpm, overlap, encoding, scale, alias, projection)
-}
+    for part in (
+        coverage, ranks, intervals, dp, sizes, bias, precision, gpm, overlap, encoding, scale, alias, projection
+    )
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
 from fidelity_tables import SEEDS, Table, measured, run
+from scipy import stats
 from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
 from torch import nn
@@ -19,9 +22,11 @@ from cfl import models
 from cfl.aggregation import accounting
 from cfl.aggregation.accounting import Releases
 from cfl.core import rng, tree
+from cfl.experiments import reproduce
 from cfl.methods.subspace import basis as bases
 from cfl.methods.subspace.sketch import Gram, unpack
 
+RUNS = Path(__file__).parent / "results/runs"
 RULES = ("energy", "norm_ratio", "eq12")
 EPSILON, DELTA, CLIENTS, RELEASES = 5.0, 1e-5, 50, 20 * 19  # FOT, appendix H; Mini-ImageNet: layers x extractions
 
@@ -70,6 +75,21 @@ def ranks(seeds: Sequence[int] = SEEDS, *shorter: str) -> list[Table]:
             [[name, *measured(results, *columns)] for name, results in runs.items()],
         ),
     ]
+
+
+def intervals() -> list[Table]:
+    """Welch's interval, from three numbers with the paper's mean and standard deviation (of a population)."""
+    table, found = reproduce.table("fot-table1"), []
+    for part, (row, method) in itertools.product(("IID", "non-IID"), (("FL", "FedAvg"), ("FOT", "FOT"))):
+        [(cell, runs)] = table.runs([row, "PMNIST", part], SEEDS, "paper", [], RUNS, [RUNS]).items()
+        for name in table.measures:
+            ours = [reproduce.scores([name], [run])[name].mean for run in runs]
+            paper = cell.paper[name]
+            theirs = [paper.mean + paper.std * step for step in (-math.sqrt(1.5), 0.0, math.sqrt(1.5))]
+            low, high = stats.ttest_ind(ours, theirs, equal_var=False).confidence_interval(0.95)
+            found.append([part, method, name.upper(), fmean(ours) - paper.mean, float(low), float(high)])
+    heads = {"partition": "", "method": "", "score": "", "ours less the paper's": "+.2f"}
+    return [Table("Permuted MNIST beside the paper", heads | {"95 % interval from": "+.2f", "to": "+.2f"}, found)]
 
 
 def delta_of(epsilon: float, mu: float) -> float:

@@ -43,6 +43,7 @@ class Budget:
         self.config, self.dp, self.population, self.sees = config, config.dp, population, sees
         self.rounds = [] if self.dp.level == "none" else rounds
         self.keys = schedule.keys(config.seed, self.rounds)
+        self._trained = schedule.trained(self.rounds, restart=False)
         self._known: dict[Plan, float] = {}
         self.multiplier = self.dp.noise_multiplier or 0.0
         if self.dp.target_epsilon is not None:
@@ -52,7 +53,6 @@ class Budget:
         """Releases in the first `rounds` rounds (None: in all) but those `skipped`, for each client that has any."""
         spent: dict[int, Counter[float]] = {}
         together: dict[tuple[int, ...], Counter[float]] = {}  # by tasks seen: releases of all owners of their data
-        trained = schedule.trained(self.rounds, restart=False)
         for place, ((task, phase, _), key) in enumerate(zip(self.rounds[:rounds], self.keys[:rounds], strict=True)):
             if place in skipped or not scope.releases([phase], self.config):
                 continue
@@ -61,7 +61,7 @@ class Budget:
             if self.dp.level == "client" and self.dp.amplify:  # all that may be drawn spend, at the sampling rate
                 together.setdefault(tasks, Counter())[expected / len(owners)] += 1
                 continue
-            for id in self.population.cohort(phase, tasks, trained[place], key):
+            for id in self.population.cohort(phase, tasks, self._trained[place], key):
                 own = spent.setdefault(id, Counter())
                 if self.dp.level == "example" and phase.train and self.dp.protect == "all":
                     own.update(self._local(id, task, tasks))
