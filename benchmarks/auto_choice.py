@@ -43,6 +43,12 @@ def busy() -> Iterator[subprocess.Popen]:
         process.wait()
 
 
+def engines(clients: int) -> list[tuple[str, int | None]]:
+    """The fixed engines, each with its block, that a choice is compared with."""
+    blocks = sorted({2, 4, 8} | ({clients} if clients <= 16 else set()))
+    return [("loop", None), ("pool", None), *itertools.product(("vmapped", "pool+vmapped"), blocks)]
+
+
 def measure(work: Workload, tries: int, runs: int) -> dict[str, Any]:
     """The choices, the median seconds of a round by each choice and fixed engine, and how many tries are good."""
     with known(work), busy(), contextlib.ExitStack() as stack:
@@ -55,9 +61,8 @@ def measure(work: Workload, tries: int, runs: int) -> dict[str, Any]:
 
         chosen = [ours("auto", None) for _ in range(tries)]
         labels = [label(one) for one in chosen]
-        sizes = sorted({2, 4, 8} | ({work.clients} if work.clients <= 16 else set()))
-        fixed = [("loop", None), ("pool", None), *itertools.product(("vmapped", "pool+vmapped"), sizes)]
-        rivals = dict(zip(labels, chosen)) | {label(one): one for one in (ours(*each) for each in fixed)}
+        fixed = {label(one): one for one in (ours(*each) for each in engines(work.clients))}
+        rivals = dict(zip(labels, chosen)) | fixed
         seconds: dict[str, list[float]] = {name: [] for name in rivals}
         for _ in range(runs):
             for name, one in rivals.items():

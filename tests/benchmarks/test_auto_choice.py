@@ -15,7 +15,7 @@ def scripts(script, monkeypatch):
 @pytest.mark.slow
 def test_choices_are_compared_with_the_fastest(scripts, monkeypatch):
     auto_choice, work = scripts
-    monkeypatch.setattr(auto_choice, "FIXED", [("loop", None), ("vmapped", 2)])
+    monkeypatch.setattr(auto_choice, "engines", lambda clients: [("loop", None), ("vmapped", 2)])
     small = dict(name="tiny", clients=3, samples=20, batch=20, shape=(8,), classes=3, model="mlp", lr=0.1)
     row = auto_choice.measure(work.Workload(**small, options={"hidden": [16]}), tries=2, runs=3)
     assert len(row["choices"]) == len(row["ratios"]) == 2
@@ -24,6 +24,13 @@ def test_choices_are_compared_with_the_fastest(scripts, monkeypatch):
     assert median[row["best"]] == min(median.values())
     assert row["ratios"] == [median[name] / min(median.values()) for name in row["choices"]]
     assert row["good"] == sum(ratio <= 1.05 for ratio in row["ratios"])
+
+
+@pytest.mark.parametrize(("clients", "blocks"), [(10, [2, 4, 8, 10]), (8, [2, 4, 8]), (64, [2, 4, 8])])
+def test_a_choice_is_compared_with_all_clients_in_one_block_if_they_are_few(scripts, clients, blocks):
+    engines = scripts[0].engines(clients)
+    assert [block for name, block in engines if name == "pool+vmapped"] == blocks
+    assert [name for name, block in engines if block is None] == ["loop", "pool"]
 
 
 def test_the_busy_process_ends_with_the_measurement(scripts):
