@@ -27,7 +27,7 @@ from cfl.experiments.compare import HOW, experiment, finished, place
 from cfl.report import reproduced, tables
 from cfl.report.overview import overview
 from cfl.report.repeat import command
-from cfl.report.runs import FinishedRun, read, scenes
+from cfl.report.runs import FinishedRun, Scene, read, scenes
 from cfl.report.tables import Cell
 from cfl.runtime.run_folder import write_json
 
@@ -79,25 +79,35 @@ def page(runs: Path = RUNS) -> str:
                 sections += ["\n".join(f"- {note}" for note in table.notes) + "\n"] if table.notes else []
     rest = [run for run in stored if run.config is None or experiment(run.config) not in used]
     for scale, words in SCALES.items():
-        for scene in scenes([run for run in rest if run.options["scale"] == scale]):
-            titles, rows, labels = overview([replace(scene, setting="")])
-            configs = [group.runs[0].config for group in scene.groups]
-            made = [(command(config) if config else None) or [] for config in configs]
-            shared = _shared(made, scene.setting)
-            title = ", ".join(filter(None, (scene.benchmark, scene.setting, *shared)))
-            for group, row, given in zip(scene.groups, rows, made, strict=True):
-                if given:  # the label says what differs between the rows, not what differs from the preset
-                    own = ", ".join(_options(given, {*scene.setting.split(", "), *shared}))
-                    row[0] = Cell(group.runs[0].metrics["method"] + (f" ({own})" if own else ""))
-            lines = "\n".join(shlex.join(one) for one in made if one)
-            sections += [f"## {title}, not in a paper ({words})\n", *([f"```\n{lines}\n```\n"] if lines else [])]
-            sections += [tables.markdown(titles, rows, labels)]
+        found = scenes([run for run in rest if run.options["scale"] == scale])
+        for benchmark in sorted({scene.benchmark for scene in found}):
+            sections += [f"## {benchmark}, not in a paper ({words})\n"]
+            sections += [line for scene in found if scene.benchmark == benchmark for line in _scene(scene)]
     return "\n".join(sections)
 
 
-def _shared(commands: Sequence[Sequence[str]], setting: str) -> list[str]:
+def _scene(scene: Scene) -> list[str]:
+    """A table of runs that are in no paper: the options that they share, their commands, and their scores."""
+    titles, rows, labels = overview([replace(scene, setting="")])
+    configs = [group.runs[0].config for group in scene.groups]
+    made = [(command(config) if config else None) or [] for config in configs]
+    setting = list(filter(None, scene.setting.split(", ")))
+    settings = [*setting, *_shared(made, setting)]
+    for group, row, given in zip(scene.groups, rows, made, strict=True):
+        if given:  # the label says what differs between the rows, not what differs from the preset
+            own = ", ".join(_options(given, settings))
+            row[0] = Cell(group.runs[0].metrics["method"] + (f" ({own})" if own else ""))
+    lines = "\n".join(shlex.join(one) for one in made if one)
+    return [
+        *([f"With {', '.join(f'`{option}`' for option in settings)}:\n"] if settings else []),
+        *([f"```\n{lines}\n```\n"] if lines else []),
+        tables.markdown(titles, rows, labels),
+    ]
+
+
+def _shared(commands: Sequence[Sequence[str]], setting: Container[str]) -> list[str]:
     """The options that all commands set, but for those of the setting and of how runs are computed."""
-    first, *others = [_options(words, setting.split(", ")) for words in commands]
+    first, *others = [_options(words, setting) for words in commands]
     return [text for text in first if all(text in other for other in others)]
 
 

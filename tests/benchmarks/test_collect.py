@@ -49,15 +49,16 @@ def test_a_run_is_stored_once_and_shown(collect, tmp_path):
     page = collect.page(tmp_path / "runs")
     assert f"{machine['processor']}, {machine['cores']} cores" in page and "runs: 1," in page
     (row,) = (line for line in page.splitlines() if line.startswith("| `fot`"))
-    options = "tasks=2, rounds=1, partition.clients=4, model.hidden=[8]"  # what differs from the preset
-    assert f" {percent(own['acc'])} |" in row and f"## permuted-digits, {options}, not in a paper" in page
+    options = "`tasks=2`, `rounds=1`, `partition.clients=4`, `model.hidden=[8]`"  # what differs from the preset
+    assert f" {percent(own['acc'])} |" in row
+    assert f"## permuted-digits, not in a paper (full length)\n\nWith {options}:" in page
 
 
 def test_a_title_has_what_all_groups_set_and_the_setting_does_not_say(collect):
     first = "cfl-run train x --method fot --set engine=pool --set partition.name=shards --set a.b=1 --set c=2".split()
     second = "cfl-run train x --method ewc --set engine=pool --set a.b=1 --set partition.name=shards --set c=3".split()
-    assert collect._shared([first, second], "") == ["partition.name=shards", "a.b=1"]
-    assert collect._shared([first, second], "a.b=1") == ["partition.name=shards"]
+    assert collect._shared([first, second], []) == ["partition.name=shards", "a.b=1"]
+    assert collect._shared([first, second], ["a.b=1"]) == ["partition.name=shards"]
     assert collect._shared([first, []], "") == []  # no command is known of the second
 
 
@@ -69,7 +70,7 @@ def test_a_label_is_of_what_differs_between_the_rows(collect, tmp_path):
         put(tmp_path / str(place), config)
         collect.store(tmp_path / str(place), tmp_path / "runs")
     page = collect.page(tmp_path / "runs")
-    title = "## permuted-mnist, partition.name=shards, strategy.dropout=true, not in a paper (full length)"
+    title = "not in a paper (full length)\n\nWith `partition.name=shards`, `strategy.dropout=true`:\n"
     labels = [line.split(" | ")[0] for line in page.partition(title)[2].splitlines() if line.startswith("| `")]
     assert sorted(labels) == ["| `fot (strategy.criterion=norm_ratio)`", "| `fot`"]
 
