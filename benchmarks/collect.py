@@ -33,14 +33,17 @@ from cfl.runtime.run_folder import write_json
 
 HERE = Path(__file__).parent
 RUNS, PAGE = HERE / "results" / "runs", HERE / "RESULTS.md"
-SCALES = {"paper": "full length", "small": "small, ten minutes to an hour a run", "smoke": "smoke, seconds a run"}
+SCALES = {"paper": "full length", "small": "small", "smoke": "smoke"}
 
 _HEAD = """# Results
 
 Made by `python benchmarks/collect.py` from the runs in `benchmarks/results/runs`; nothing here is typed by hand.
 Scores are mean ± population standard deviation over the seeds. Differences are ours less the paper's, in brackets
 in standard deviations of both where ours has two runs or more. At small scale the numbers are others than the paper's,
-which stand there for the order.
+which stand there for the order. "Full length" is a benchmark's preset without `--scale`, with the options named.
+ACC is the mean accuracy on all tasks after the last one, FGT the mean loss of accuracy since a task was learned, LA the
+mean accuracy on each task when it was just learned, and "tasks" the share of test samples whose task is inferred
+correctly. Bold: the best, and every score that the seeds do not tell apart from it (`docs/report.md`).
 Dashes: nothing printed, not run, or not in `cfl`. Runs shared the machine with others, so seconds are upper bounds.
 `docs/reproduce.md` says how to run more.
 """
