@@ -68,13 +68,16 @@ def choose(
     build: makes the engine of a name and a block, with compiled steps or without; inputs: of the round.
     engine, block, workers, threads, batch_size, compile: as configured; a given block is kept.
     rounds: number of such rounds in the run, which decides whether compiled steps pay.
-    With engine=auto, choices that fail are left out. With a named engine, an error of its smallest block is raised.
+    With engine=auto, choices that fail are left out, and with compile=True those whose steps are never compiled. With a
+    named engine, an error of its smallest block is raised.
     """
     short = [_shortened(client, batch_size) for client in inputs.clients[:CLIENTS]]
     trials = _Trials(build, device, workers, inputs._replace(clients=short))
     engines = _engines(workers, threads, device) if engine == "auto" else [(engine, threads)]
     if engine == "auto":  # slow steps are timed with fewer clients
-        one, _ = trials.measure(Choice(engines[0][0], block, threads), inputs._replace(clients=short[:1]), limit=0.0)
+        engines = [each for each in engines if "vmapped" in each[0] or not compile]
+        smallest = {name: block or (2 if "vmapped" in name else None) for name, _ in engines}
+        one = trials.first((Choice(name, smallest[name], inside) for name, inside in engines), short[:1])
         processes = workers if any("pool" in name for name, _ in engines) else 1
         # Each process gets 2^k clients, for equal blocks: a smaller last one would be traced while it is timed.
         most = processes * 2 ** max(1, round(math.log2(min(SECONDS / one, CLIENTS) / processes)))
@@ -82,7 +85,9 @@ def choose(
     for name, inside in engines:
         sizes = [block] if block or "vmapped" not in name else _blocks(len(trials.inputs.clients), workers, name)
         trials.grow_blocks((Choice(name, size, inside) for size in sizes), required=engine != "auto")
-    chosen = trials.best() if trials.seconds else Choice("loop", None, threads)
+    if not trials.seconds:
+        return Choice("loop", None, threads, False if compile else None)
+    chosen = trials.best()
     if compile is None and engine == "auto":
         steps, trial = (sum(one.steps(batch_size) for one in each) for each in (inputs.clients, trials.inputs.clients))
         return trials.compiled(chosen, rounds * steps / trial)
@@ -123,6 +128,17 @@ class _Trials:
     inputs: RoundInputs
     seconds: dict[Choice, float] = field(default_factory=dict)
 
+    def first(self, choices: Iterable[Choice], clients: list[Client]) -> float:
+        """Return the seconds of a round of these clients by the first choice that does not fail."""
+        failed: Exception | None = None
+        for choice in choices:
+            try:
+                return self.measure(choice, self.inputs._replace(clients=clients), limit=0.0)[0]
+            except FAILURES as error:
+                failed = failed or error
+        assert failed is not None
+        raise failed
+
     def grow_blocks(self, choices: Iterable[Choice], required: bool) -> None:
         """Time choices of growing blocks until one fails or is not faster, or the next may not fit in memory.
 
@@ -162,11 +178,14 @@ class _Trials:
         """
         best = min(self.seconds.values(), default=math.inf)
         close = [choice for choice, seconds in self.seconds.items() if seconds <= CLOSE * best]
-        if len(close) > 1:
-            times = [[self.measure(choice, self.inputs)[0] for choice in close] for _ in range(AGAIN)]
-            for choice, *more in zip(close, *times, strict=True):
-                self.seconds[choice] = statistics.median([self.seconds[choice], *more])
-        return close
+        times, failed = {choice: [self.seconds[choice]] for choice in close}, set[Choice]()
+        for choice in close * AGAIN if len(close) > 1 else ():
+            try:
+                times[choice].append(self.measure(choice, self.inputs)[0])
+            except FAILURES:
+                failed.add(choice)
+        self.seconds |= {choice: statistics.median(own) for choice, own in times.items()}
+        return [choice for choice in close if choice not in failed] or close
 
     def compiled(self, chosen: Choice, rounds: float) -> Choice:
         """Return the fastest compiled choice, if it saves more than compiling takes; else `chosen`.

@@ -70,7 +70,7 @@ class LoopEngine(Engine):
 
     def collect(self, total: UploadSum, inputs: RoundInputs, observe: Observe | None) -> Collected:
         info, shared, _, states = inputs
-        found, before, uploading = Collected(), _writes(shared, states), set(info.uploading)
+        found, before, uploading = Collected(), count_writes(shared, states), set(info.uploading)
         for client, params, uploads, state, loss in self._finished(inputs):
             if info.phase.work:
                 uploads["work"], state = self._work(info, shared, params, state, client)
@@ -91,7 +91,7 @@ class LoopEngine(Engine):
                 found.states[client.id] = _without_views(state, states[client.id])
                 if loss is not None:
                     found.losses[client.id] = loss
-        _check_writes(before, _writes(shared, states), info)
+        check_writes(before, count_writes(shared, states), info)
         return found
 
     def fault(self, inputs: RoundInputs, client: Client) -> str:
@@ -231,7 +231,7 @@ def _check_memory(client: Client, before: Tree, after: Tree, info: RoundInfo) ->
         )
 
 
-def _check_writes(before: Mapping[str, int], after: Mapping[str, int], info: RoundInfo) -> None:
+def check_writes(before: Mapping[str, int], after: Mapping[str, int], info: RoundInfo) -> None:
     """Raise UpdateError for in-place writes of hooks: those of a worker process would be lost."""
     written = [what for what, writes in after.items() if writes != before[what]]
     if written:
@@ -248,7 +248,7 @@ def _without_views(state: Tree, before: Tree) -> Tree:
     }
 
 
-def _writes(shared: TreesByOwner, states: Mapping[int, Tree]) -> dict[str, int]:
+def count_writes(shared: TreesByOwner, states: Mapping[int, Tree]) -> dict[str, int]:
     """Count in-place writes to the broadcast and to each client's state. Leaves of one arena share a counter."""
     given = {"the broadcast": list(shared.values())}
     given |= {f"the state of client {id}": [state] for id, state in states.items()}

@@ -23,6 +23,7 @@ from cfl.engines.descents import descending, take_out
 from cfl.engines.products import reorder
 
 AFTER, MOST = 8, 64  # a trace is recorded when its shapes come for the eighth time; number of traces kept
+UNUSED = 1024  # steps after which an unused trace makes way for another
 _FROZEN = frozenset(("step", "key"))  # fields of a context that change from step to step; a trace would freeze them
 
 Trees = Mapping[str, Tree]
@@ -34,7 +35,8 @@ class Traces:
 
     def __init__(self) -> None:
         self._times: Counter[Hashable] = Counter()
-        self._known: dict[Hashable, Callable[[Trees], Trees] | None] = {}
+        self._known: dict[Hashable, Callable[[Trees], Trees] | None] = {}  # the least recently used first
+        self._steps, self._used = 0, dict[Hashable, int]()  # number of steps, and that of each trace's last step
         self._fixed: dict[Hashable, tuple[str, ...]] = {}  # by shapes: whether a trace is of one task, of one rate
 
     def __call__(
@@ -59,23 +61,36 @@ class Traces:
         )
         given = {"task": task, "lr": lr}
         fixed = self._fixed.get(shapes, () if alike else ("task",))
+        compile = compile and "lr" not in fixed
         place = shapes, *(given[name] for name in fixed)
+        self._steps += 1
         if place not in self._known:
             self._times[place] += 1
-            if not compile and (self._times[place] < AFTER or len(self._known) >= MOST):
+            if not compile and (self._times[place] < AFTER or not self._has_room()):
                 return work(inputs, kind)
             trace, read = record(work, inputs, compile)
             self._fixed[shapes] = tuple(name for name in given if name in read or name in fixed)
             place = shapes, *(given[name] for name in self._fixed[shapes])
             self._known[place] = None if read & _FROZEN else trace
-        known = self._known[place]
+        self._used[place] = self._steps
+        known = self._known[place] = self._known.pop(place)
         return work(inputs, kind) if known is None else known(inputs)
+
+    def _has_room(self) -> bool:
+        """Whether a further trace may be kept, perhaps in place of one that has not been used for long."""
+        if len(self._known) >= MOST:
+            oldest = next(iter(self._known))
+            if self._steps - self._used[oldest] < UNUSED:
+                return False
+            del self._known[oldest], self._used[oldest]
+        return True
 
 
 def record(work: Work, inputs: Trees, compile: bool = False) -> tuple[Callable[[Trees], Trees] | None, set[str]]:
     """Return a trace of the work, or None if it cannot be traced, and the fields of contexts that the work reads.
 
-    compile: reorder products, let weights descend along them, and compile the trace, see `compiled`.
+    compile: reorder products, let weights descend along them, and compile the trace, see `compiled`; work that
+    reads the learning rate is only traced.
     """
     from torch.fx.experimental.proxy_tensor import make_fx  # slow to import, and most runs do not need it
 
@@ -105,6 +120,8 @@ def record(work: Work, inputs: Trees, compile: bool = False) -> tuple[Callable[[
             graph = make_fx(flat, how, "fake", _allow_non_fake_inputs=True)(*leaves)
     except Exception:  # the step runs untraced, and raises its own error if it has one
         return None, read
+    if compile and "lr" in read:  # each learning rate would be compiled anew
+        return record(work, inputs)
     _tidy(graph)
     run: Callable[..., Any] = graph
     if compile and not read & _FROZEN:

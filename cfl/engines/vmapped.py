@@ -7,19 +7,17 @@ differ from those of the `loop` engine, their distribution does not.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from operator import itemgetter
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from cfl.contract import Batch, Client, Ctx, RoundInfo, RoundInputs, TreesByOwner
 from cfl.core import Tree, rng, tree
 from cfl.engines.block import ALL, Block, Group
-from cfl.engines.loop import LoopEngine, Trained, named, recorded
+from cfl.engines.loop import LoopEngine, Trained, check_writes, count_writes, named, recorded
 from cfl.engines.step import LocalStep, StepInputs
 from cfl.engines.traced import Traces, Trees
 
@@ -70,12 +68,17 @@ class VmappedEngine(LoopEngine):
             found += [ordered[begin : begin + self.block] for begin in range(0, len(ordered), self.block)]
         return found
 
+    def fault(self, inputs: RoundInputs, client: Client) -> str:
+        # Hooks of a trace do not run, so they could not be watched.
+        return super(VmappedEngine, replace(self, compile=False)).fault(inputs, client)
+
     def _train_block(self, step: LocalStep, inputs: RoundInputs, clients: list[Client]) -> list[Trained]:
         """Train the clients of a block for their local epochs. Raises _NeedsKeys if a hook reads `ctx.key`."""
         info, block, device = inputs.info, self._block(step, inputs, clients), clients[0].device
         dtype = next((leaf.dtype for leaf in block.local.params.values()), torch.float32)
         losses = torch.zeros(len(clients), block.steps[0], device=device, dtype=dtype)
         rate = torch.tensor(info.lr, dtype=torch.float64)
+        before = count_writes({}, {clients[0].id: block.state})  # a copy, which `collect` does not see
         self.model.module.train()
         with self.model.lowered(), rng.fork(rng.key(info.key, "local", *block.ids.tolist()), device):
             for index in range(block.steps[0]):
@@ -88,6 +91,7 @@ class VmappedEngine(LoopEngine):
                         step.optimizer.update(found["grads"], local.optimizer, local.params, info.lr, index)
                     block.write(group.places, local._replace(buffers=found["buffers"]))
                     losses[group.places, index] = found["losses"][""].to(losses)
+        check_writes(before, count_writes({}, {clients[0].id: block.state}), info)
         losses = _last(losses, torch.tensor(block.steps, device=device), self.epochs)
         # `finish` sees contiguous leaves, whatever the layout of the steps.
         leaves = tree.map(Tensor.contiguous, block.local.params | block.local.buffers)
@@ -114,7 +118,7 @@ class VmappedEngine(LoopEngine):
         state = tree.stack([self.composed.step_state(inputs.states[client.id]) for client in clients])
         memories = list(self._memories(inputs, clients))
         # One shape for all steps of a block, so that one compilation serves them; batch statistics forbid padding.
-        width = self.batch_size if self.compile and not self._batch_statistics else 1
+        width = self.batch_size if self.compile and not self.model.couples_samples else 1
         return Block(clients, local, state, plans, memories, width)
 
     def _memories(self, inputs: RoundInputs, clients: list[Client]) -> Iterator[Iterator[Batch]]:
@@ -141,7 +145,7 @@ class VmappedEngine(LoopEngine):
         live = sum(index < count for count in block.steps)
         drawn = [next(memory) for memory in block.memories[:live]]
         groups = [list(range(live))]
-        if self._batch_statistics:
+        if self.model.couples_samples:
             alike: dict[tuple[int, int], list[int]] = {}
             for place, memory in enumerate(drawn):
                 alike.setdefault((block.sizes[place][index], len(memory.y)), []).append(place)
@@ -183,10 +187,6 @@ class VmappedEngine(LoopEngine):
     def _compiles_single(self) -> bool:
         """Whether the steps of single clients are compiled."""
         return self.compile and self.block == 1
-
-    @cached_property
-    def _batch_statistics(self) -> bool:
-        return any(isinstance(layer, _BatchNorm) for layer in self.model.module.modules())
 
 
 def _places(at: list[int], live: int, clients: int) -> slice | Tensor:

@@ -20,7 +20,7 @@ from cfl.models import adapters
 from cfl.models import precision as precisions
 from cfl.models.layers import drop_running_stats, full_name, layers_of, leaf_slots, new_heads, norm_parameters
 from cfl.models.memory_format import Layout, is_channels_last
-from cfl.models.passes import passes
+from cfl.models.passes import couples, passes
 from cfl.models.tracing import check_outputs, frozen_names, own_copy, trace
 
 NormStats = Literal["per_task", "batch", "running"]
@@ -41,6 +41,7 @@ class Model:
     layers: the projectable layers that train, in the order of their first call; stem: path of the first layer called;
     norms: affine parameters of normalisation layers, name to the number of projected modules called before the layer;
     layout: the memory layout of leaves with which the module is fastest;
+    couples_samples: whether a sample's outputs in training depend on the others of its batch, see `couples`;
     classifier: path of the last Linear layer, None for a module that does not end in one.
     Raises ConfigError for a module that cannot be trained, whose outputs do not fit the stream, or that is all frozen.
     """
@@ -67,6 +68,7 @@ class Model:
         if norm_stats == "batch":
             drop_running_stats(self.module)
         called, outputs = trace(self.module, input_shape, device, dtype)
+        self.couples_samples = couples(self.module, input_shape, device, dtype)
         paths = [path for path, layer in called.items() if isinstance(layer, nn.Linear | nn.Conv2d)]
         self.classifier: str | None = None
         self._head_names: list[str] = []
@@ -282,7 +284,7 @@ class Model:
             if not self._lowered:
                 return self.module(x)
             with precisions.lowered(x.device):
-                return self.module(x).to(slots[0][2].dtype)
+                return self.module(x).to(next(leaf.dtype for *_, leaf in slots if leaf.is_floating_point()))
         finally:
             for (holder, key, _), leaf in zip(slots, own, strict=True):
                 holder[key] = leaf

@@ -36,13 +36,13 @@ class Layout:
 
     def copy_of(self, leaf: Tensor, compiled: bool = False) -> Tensor:
         """Copy a leaf to the layout with which a local step is faster. compiled: for compiled steps."""
-        # With one output channel, torch's gradients have another layout than its fake tensors promise to a trace.
-        last = leaf.dim() == 4 and (self.allowed and len(leaf) > 1 if compiled else self.gains)
+        # With one channel in or out, torch's results have another layout than its fake tensors promise to a trace.
+        last = leaf.dim() == 4 and (self.allowed and min(leaf.shape[:2]) > 1 if compiled else self.gains)
         return leaf.clone(memory_format=torch.channels_last if last else torch.preserve_format)
 
 
 def allows_channels_last(module: nn.Module, input_shape: Sequence[int], device: torch.device | str) -> bool:
-    """Whether a module with convolutions in float32, on a CPU, gives the same outputs with channels last.
+    """Whether a module with convolutions in float32, on a CPU, gives the same outputs with channels last, and trains.
 
     A module may fail, for example where its forward calls `view` instead of `flatten`.
     """
@@ -53,10 +53,12 @@ def allows_channels_last(module: nn.Module, input_shape: Sequence[int], device: 
     plain = copy.deepcopy(module).eval()
     x = torch.linspace(-1, 1, 2 * torch.Size(input_shape).numel()).reshape(2, *input_shape)
     try:
-        with torch.no_grad(), rng.fork(0):
+        with torch.enable_grad(), rng.fork(0):
             expected = plain(x)
             plain.load_state_dict(channels_last(plain.state_dict()), assign=True)
-            found = plain(x.contiguous(memory_format=torch.channels_last))
+            x = x.contiguous(memory_format=torch.channels_last)
+            found = plain(x)
+            plain.train()(x).sum().backward()
     except Exception:  # whatever a user's forward raises
         return False
     return torch.allclose(found, expected, rtol=1e-3, atol=1e-4)

@@ -2,7 +2,7 @@
 
 import time
 from contextlib import AbstractContextManager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +29,14 @@ def prepare(module: nn.Module) -> None:
     """
     for layer in module.modules():
         if isinstance(layer, NORMS):
-            layer.register_forward_pre_hook(_widened)
+            layer.register_forward_pre_hook(_widened, with_kwargs=True)
             layer.register_forward_hook(_narrowed)
 
 
-def _widened(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    layer.__dict__["given"] = args[0].dtype
-    return (args[0].float(), *args[1:]) if transforming() else args
+def _widened(layer: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> tuple[Any, Any]:
+    (x,) = (*args, *named.values())
+    layer.__dict__["given"] = x.dtype
+    return ((x.float(),), {}) if transforming() else (args, named)
 
 
 def _narrowed(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:

@@ -12,6 +12,9 @@ from cfl.core import ConfigError, rng
 from cfl.core.errors import reason
 from cfl.models.layers import NORMS
 
+# A recomputation in the backward pass would read the module's own parameters, not those of the client.
+_RECOMPUTES = "activation checkpointing (torch.utils.checkpoint) is not supported; call the layers without it"
+
 
 def own_copy(module: Any, device: torch.device | str) -> nn.Module:
     """Return a copy of a module on a device. Raises ConfigError for a module that cannot be copied or trained."""
@@ -111,7 +114,7 @@ def _logits(module: nn.Module, x: Tensor) -> Tensor:
                 layer.register_forward_hook(lambda *_: running.pop() and None),
             ]
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.autograd.graph.disable_saved_tensors_hooks(_RECOMPUTES):
             outputs = module(x)
     except Exception as error:
         raise ConfigError(_failure(module, x, error, running)) from error

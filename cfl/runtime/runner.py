@@ -140,13 +140,22 @@ def _compiling(config: RunConfig, sink: Sink) -> RunConfig:
 
 
 def _settled(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
-    """The configuration with the engine, block, threads and `compile` that were measured when the run began."""
+    """The configuration with the engine, block, threads and `compile` that were measured when the run began.
+
+    Raises ConfigError if the run compiled its steps, and this machine cannot.
+    """
     chosen = {name: before.get(name) for name in Choice._fields}
     named = (config.engine, config.threads) == (chosen["engine"], chosen["threads"])
     wanted = (config.engine == "auto" or named) and config.block in (None, chosen["block"])
     wanted = wanted and config.compile in (None, chosen["compile"])
     same = decisive(before) == decisive({**resolve.dump(config), **chosen})
-    return config.model_copy(update=chosen) if wanted and same else config
+    if not (wanted and same):
+        return config
+    if chosen["compile"] and (why := obstacle(machine.device(config.device))):
+        raise ConfigError(
+            f"the run to resume compiled its steps (engine=auto), but {why}; install it, or start a new run"
+        )
+    return config.model_copy(update=chosen)
 
 
 def stream_of(config: RunConfig, data_root: Path | None, download: bool, public: bool) -> Stream:

@@ -268,3 +268,29 @@ def test_compiled_steps_are_not_tried_without_a_compiler_or_with_another_engine(
     assert trials.choose("auto", block=4, rounds=10**6, compile=None) == Choice("loop", 4, 1)
     assert trials.choose("vmapped", rounds=10**6, compile=None).compile is None  # a named engine stays as it is
     assert all(trial.faster == 1 for trial in trials.engines)
+
+
+def test_a_first_choice_that_fails_is_left_out(monkeypatch):
+    found, _ = chosen(monkeypatch, "auto", {("loop", None): OSError("no processes")} | vmapped(8, 9))
+    assert found == Choice("vmapped", 2, 1)
+    with pytest.raises(OSError, match="no processes"):  # no other choice works either
+        chosen(monkeypatch, "auto", {("loop", None): OSError("no processes")} | vmapped(ValueError("neither")))
+
+
+def test_a_choice_that_fails_when_it_is_timed_again_is_left_out(monkeypatch):
+    monkeypatch.setattr(module, "BETTER", 0.98)
+    trials = _Trials(None, CPU, 1, None)
+    trials.seconds = {Choice("vmapped", 2, 1): 1.0, Choice("vmapped", 4, 1): 0.9}
+
+    def measure(choice, inputs):
+        if choice.block == 4:
+            raise MemoryError
+        return trials.seconds[choice], 0
+
+    monkeypatch.setattr(trials, "measure", measure)
+    assert trials.best() == Choice("vmapped", 2, 1)
+
+
+def test_with_compiled_steps_only_engines_that_compile_are_tried(monkeypatch):
+    found, tried = chosen(monkeypatch, "auto", LOOP | vmapped(12, 13), compile=True)
+    assert found == Choice("vmapped", 2, 1, True) and ("loop", None) not in tried

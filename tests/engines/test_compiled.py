@@ -11,7 +11,9 @@ import cfl
 from cfl.core import ConfigError
 from cfl.engines import compiled as module
 from cfl.engines import traced
+from cfl.engines.choose import Choice
 from cfl.models import Model
+from cfl.runtime import builder
 from tests import toy
 from tests.engines.test_vmapped import images
 from tests.runtime.test_resume import Killed, Stop, finished
@@ -234,6 +236,18 @@ def test_without_a_compiler_the_run_says_so_once_and_traces(tmp_path: Path):
     assert all(torch.equal(leaf, found.params[name]) for name, leaf in plain.params.items())
     assert finished(tmp_path / "run")[:2] == finished(tmp_path / "plain")[:2]
     assert "compile: false\n" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+def test_a_run_that_auto_compiled_needs_a_compiler_to_resume(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(builder, "choose", lambda *_, **__: Choice("vmapped", 3, 1, True))
+    monkeypatch.setattr(traced, "compiled", lambda graph, leaves: graph)  # without the compiler's seconds
+    config = toy.config("tasks=2", "cohort=3", "rounds=3", "engine=auto")
+    with pytest.raises(Killed):
+        cfl.run(config, stream=toy.stream(), output=tmp_path / "run", sink=Stop(2))
+    assert "compile: true\n" in (tmp_path / "run" / "config.yaml").read_text()
+    monkeypatch.undo()
+    with settings.patch({"cpp.cxx": ("no-such-compiler",)}), pytest.raises(ConfigError, match="run to resume compiled"):
+        cfl.run(config, stream=toy.stream(), output=tmp_path / "run", resume=True)
 
 
 def test_obstacles():

@@ -154,3 +154,33 @@ def test_a_trace_draws_like_the_untraced_step():
             found.append([traces(dropped, inputs, task=0, alike=False)[""][""] for _ in range(3)])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
     assert not torch.equal(found[0][0], found[0][1])
+
+
+def test_a_trace_that_is_unused_for_long_makes_way(monkeypatch, after):
+    """Room for two traces: a third one is recorded once the first has not been used for five steps."""
+    tries, traces = after(1), traced.Traces()
+    monkeypatch.setattr(traced, "MOST", 2)
+    monkeypatch.setattr(traced, "UNUSED", 5)
+
+    def step(size):
+        inputs = {"params": {"w": torch.ones(size)}}
+        found = traces(lambda given, kind: {"params": {"w": 2 * given["params"]["w"]}}, inputs, 0, True)
+        assert found["params"]["w"].equal(torch.full((size,), 2.0))
+        return len(tries)
+
+    assert [step(size) for size in (1, 2, 3, 1)] == [1, 2, 2, 2]  # both are in use: no room
+    assert [step(3) for _ in range(4)] == [2, 2, 3, 3]  # the third of them is five steps after that of size 2
+    assert step(1) == 3  # was used since then, and is kept
+    assert step(2) == 3  # no room
+
+
+def test_steps_that_read_the_learning_rate_are_not_compiled(monkeypatch):
+    """Each rate would be compiled anew."""
+    compiled = []
+    monkeypatch.setattr(traced, "compiled", lambda graph, leaves: compiled.append(graph) or graph)
+    options = ["compile=true", "local.lr_decay=0.9", "strategy.max_fisher=auto"]
+    found = weights("ewc", *options)
+    assert not compiled
+    assert_same_bits(found, weights("ewc", *options[1:]))
+    weights("fedavg", "compile=true")
+    assert compiled

@@ -14,9 +14,10 @@ from torch import nn
 import cfl
 from cfl import engines
 from cfl.aggregation.gaussian import SampleNoise
-from cfl.contract import Client, RoundInputs, Share, Strategy
+from cfl.contract import Client, LocalRegularizer, RoundInputs, Share, Strategy
 from cfl.contract.composed import ComposedMethod
-from cfl.core import UpdateError, optim, plugins, rng
+from cfl.core import UpdateError, optim, plugins, rng, tree
+from cfl.engines import traced
 from cfl.models import Model
 from cfl.streams import from_tensors
 from cfl.streams.store import Pool, TaskSamples
@@ -395,3 +396,56 @@ def test_an_error_of_vmap_names_the_clients_of_the_block():
 
     with pytest.raises(UpdateError, match=r"local training failed at clients 4, 9 \(task 0, phase train, round 0\): "):
         a_round(engine_of("vmapped", model_of(), rules={"odd": Branches()}, block=2), samples_of(30), ROWS)
+
+
+class Centred(nn.Module):
+    """Samples less the mean of their batch."""
+
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+def centred():
+    return toy.net(nn.Linear(8, 6), Centred(), nn.ReLU(), nn.Linear(6, 2))
+
+
+def instances():
+    norm = nn.InstanceNorm1d(2, track_running_stats=True)
+    return toy.net(nn.Unflatten(1, (2, 4)), norm, nn.Flatten(), nn.Linear(8, 2))
+
+
+@pytest.mark.parametrize("make", [centred, instances])
+@pytest.mark.parametrize("compile", ["compile=false", "compile=true"])
+def test_samples_that_depend_on_their_batch_see_no_padding(make, compile, monkeypatch):
+    monkeypatch.setattr(traced, "compiled", lambda graph, leaves: graph)  # the trace, without the compiler's seconds
+    assert_same_run(make, toys(), (compile,), BLOCKS)
+
+
+class Writing(LocalRegularizer):
+    """Counts its calls in place."""
+
+    def init_client(self, params, model):
+        return {"calls": torch.zeros(3)}
+
+    def adjust(self, grads, params, ctx):
+        ctx.state["calls"].add_(1)
+        return grads
+
+
+@pytest.mark.parametrize("engine", [["engine=loop"], ["engine=vmapped", "block=3"]], ids=["loop", "vmapped"])
+def test_a_step_that_writes_to_the_state_is_refused(engine):
+    with pytest.raises(UpdateError, match="a hook writes in place to the state of client"):
+        run(plain, toys(), engine, regularizers={"writing": Writing()})
+
+
+class Endless(LocalRegularizer):
+    """Divides by zero."""
+
+    def adjust(self, grads, params, ctx):
+        return tree.map(lambda grad: grad / (grad - grad).abs().sum(), grads)
+
+
+def test_a_hook_at_fault_is_named_though_its_steps_are_compiled(monkeypatch):
+    monkeypatch.setattr(traced, "compiled", lambda graph, leaves: graph)
+    with pytest.raises(UpdateError, match=r"adjust of regularizer\.endless \(Endless\) is NaN"):
+        run(plain, toys(), ["engine=vmapped", "block=1", "compile=true"], regularizers={"endless": Endless()})

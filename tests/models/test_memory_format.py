@@ -23,6 +23,14 @@ class Viewing(nn.Module):
         return self.head(self.conv(x).view(len(x), -1))
 
 
+class ViewingInTraining(Viewing):
+    """The same in training mode alone, and after a max pooling, with which steps gain by channels last."""
+
+    def forward(self, x):
+        x = self.conv(x)
+        return self.head(x.view(len(x), -1) if self.training else x.flatten(1))
+
+
 class ByStride(nn.Module):
     """A network whose outputs depend on the memory layout."""
 
@@ -43,6 +51,7 @@ def test_who_allows_it():
     assert allows_channels_last(network(), SHAPE, "cpu")
     assert allows_channels_last(models.build("resnet18", (3, 16, 16), 5, {}), (3, 16, 16), "cpu")
     assert not allows_channels_last(Viewing(), SHAPE, "cpu")
+    assert not allows_channels_last(ViewingInTraining(), SHAPE, "cpu")
     assert not allows_channels_last(ByStride(), SHAPE, "cpu")
     assert not allows_channels_last(network().double(), SHAPE, "cpu")  # its convolutions have no such kernels
     assert not allows_channels_last(nn.Linear(4, 2), (4,), "cpu")

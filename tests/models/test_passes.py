@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from cfl.models import Model
-from cfl.models.passes import passes
+from cfl.models.passes import couples, passes
 
 X = torch.randn(300, 6, generator=torch.Generator().manual_seed(0))
 
@@ -59,3 +59,30 @@ def test_no_pass_has_a_single_sample_of_several():
 def test_elsewhere_than_on_a_cpu_passes_are_as_large_as_they_may_be():
     parts = passes(nn.Identity(), torch.empty(2000, device="meta"), 1024)
     assert [len(part) for part in parts] == [1024, 976]
+
+
+class Centred(nn.Module):
+    """Samples less the mean of their batch."""
+
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize(
+    ("layer", "coupled"),
+    [
+        (nn.Identity(), False),
+        (nn.Dropout(0.5), False),
+        (nn.LayerNorm(3), False),
+        (nn.InstanceNorm1d(2), False),
+        (nn.InstanceNorm1d(2, track_running_stats=True), True),  # its buffers
+        (nn.BatchNorm1d(2), True),
+        (Centred(), True),
+    ],
+)
+def test_modules_whose_samples_depend_on_each_other_are_found(layer, coupled):
+    module = nn.Sequential(nn.Linear(6, 6), nn.Unflatten(1, (2, 3)), layer, nn.Flatten(), nn.Linear(6, 3))
+    state = torch.get_rng_state()
+    assert couples(module, (6,), "cpu") == coupled
+    assert Model(module, (6,), [3], multi_head=False).couples_samples == coupled
+    assert torch.get_rng_state().equal(state)

@@ -178,3 +178,39 @@ def test_a_wrong_precision_is_refused() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert cfl.resolve("permuted-digits", overrides=["precision=bf16"]).precision == "bf16"
+
+
+class ByKeyword(nn.Module):
+    """A network that names the input of its normalisation layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(input=self.body(x)).relu())
+
+
+class Quantized(nn.Module):
+    """A network whose first parameter is a frozen matrix of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        levels = torch.arange(48).reshape(6, 8) % 7 - 3
+        self.levels, self.head = nn.Parameter(levels, requires_grad=False), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((x @ self.levels.float().t() / 4).relu())
+
+
+@pytest.mark.parametrize("network", [ByKeyword, Quantized])
+@pytest.mark.parametrize("engine", [["engine=loop"], ["engine=vmapped", "block=3"]], ids=["loop", "vmapped"])
+def test_networks_of_float32_train_in_bfloat16_too(network: type[nn.Module], engine: list[str]) -> None:
+    torch.manual_seed(0)
+    model, few = network(), ["rounds=1", *engine]
+    found = [
+        cfl.run(toy_config(*few, *low, method="fedavg"), stream=toy_stream(1), model=model).params
+        for low in ([], [LOW])
+    ]
+    assert not torch.equal(*(params["head.weight"] for params in found))
+    torch.testing.assert_close(*(params["head.weight"] for params in found), rtol=0.05, atol=0.01)

@@ -1,8 +1,11 @@
 """The trial run of a module changes neither the module nor the state of random draws."""
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from cfl.core import ConfigError
 from cfl.models import Model
 
 
@@ -17,3 +20,20 @@ def test_a_trial_run_leaves_no_trace() -> None:
         assert not any(part._forward_hooks or part._forward_pre_hooks for part in own.modules())
         assert all(leaf.equal(before[name]) for name, leaf in own.state_dict().items())
     assert all(leaf.equal(before[name]) for name, leaf in model.params.items())
+
+
+class Checkpointed(nn.Module):
+    """A network that keeps no activations and computes them again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(8, 6), nn.Tanh()), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.body, x, use_reentrant=False))
+
+
+def test_activation_checkpoints_are_refused() -> None:
+    """The backward pass would compute with the module's own weights instead of the client's."""
+    with pytest.raises(ConfigError, match="activation checkpointing .* is not supported"):
+        Model(Checkpointed(), (8,), [2], multi_head=False)
