@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from cfl.config.schema import RunConfig
-from cfl.contract import Strategy
+from cfl.contract import LocalRegularizer, Strategy
 from cfl.contract.checked import Checked
 from cfl.core import ConfigError, options, plugins, unknown
 from cfl.models import sample
@@ -53,6 +53,10 @@ def check(methods: Mapping[str, Any], config: RunConfig, public: bool = False) -
             raise ConfigError(f"'{name}' distils one task at a time, but '{config.method}' trains on all tasks at once")
         if method.borrows:
             _check_lender(name, owner, method.borrows, methods)
+        if not methods["strategy"].averaged and owner != "strategy" and _changes_mean(method):
+            raise ConfigError(
+                f"'{name}' acts on the mean of the updates, of which '{config.method}' sends only a part; leave it out"
+            )
         if reason := Checked(method).refuses(run):
             raise ConfigError(f"'{name}' cannot run like this: {reason}")
         decided = method.decides or ("how updates are combined" if owner != "strategy" and method.sees_each else "")
@@ -62,6 +66,12 @@ def check(methods: Mapping[str, Any], config: RunConfig, public: bool = False) -
             deciding[decided] = name
     if config.attack.name == "sketch" and type(methods["strategy"]).poisoned is Strategy.poisoned:
         raise ConfigError(f"attack.name=sketch poisons the sketches of 'fot', and '{config.method}' sends none")
+
+
+def _changes_mean(method: Any) -> bool:
+    """Whether a regularizer has a hook on the update, or on the mean of the updates."""
+    hooks = "send", "aggregate", "server_step"
+    return any(getattr(type(method), hook) is not getattr(LocalRegularizer, hook) for hook in hooks)
 
 
 def _check_lender(name: str, owner: str, lender: str, methods: Mapping[str, Any]) -> None:

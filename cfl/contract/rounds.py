@@ -109,6 +109,7 @@ class RoundInfo:
     otherwise, in `absorb`, it is the number of `clients`.
     dropped: id to the stage at which the client drops out; privacy: None without differential privacy.
     pixels: of the task's images; None if the inputs are no 8-bit images.
+    masked: with a growing head, a loss of the task's samples has the logits of its classes alone (class_loss=current).
     """
 
     task: int
@@ -131,6 +132,7 @@ class RoundInfo:
     dropped: Mapping[int, str] = field(default_factory=dict)
     privacy: Privacy | None = None
     pixels: Pixels | None = None
+    masked: bool = False
 
     def __repr__(self) -> str:
         return f"RoundInfo({self.place}, {len(self.clients)} clients, lr={self.lr:g})"

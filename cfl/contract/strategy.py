@@ -49,6 +49,8 @@ class Strategy(LocalRegularizer):
     """Trees of the broadcast that a client gets once a task, and stores until the next task. They do not change within
     a task, and all rounds of a task with clients broadcast them, or none. A client that dropped out gets them again."""
     per_sample: ClassVar[bool] = True
+    averaged: ClassVar[bool] = True
+    """False if layers move by the `work` uploads, which `send`, `aggregate` and `server_step` of regularizers miss."""
     sequential: ClassVar[bool] = True
     """False if one model does not learn the tasks one after another; forgetting is then undefined."""
     task_incremental: ClassVar[str] = "a head a task; it trains in its own task alone"

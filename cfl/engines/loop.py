@@ -49,7 +49,7 @@ class LoopEngine(Engine):
     """One client at a time.
 
     weights: a client's weight in the mean, its number of samples or 1; on_bad_update: "raise" UpdateError or "exclude"
-    the client; sums: creates the sum of a round's uploads; noise, masked: see `LocalStep`.
+    the client; sums: creates the sum of a round's uploads; noise: see `LocalStep`.
     """
 
     model: Model
@@ -62,7 +62,6 @@ class LoopEngine(Engine):
     on_bad_update: Literal["raise", "exclude"]
     sums: Sums = UploadSum
     noise: SampleNoise | None = None
-    masked: bool = False
 
     @property
     def gathers(self) -> Mapping[str, Gathers]:
@@ -117,7 +116,7 @@ class LoopEngine(Engine):
             heads=info.heads,
             public=info.public,
             noise=self.noise,
-            masked=self.masked,
+            masked=info.masked,
         )
 
     def trained(self, step: LocalStep, inputs: RoundInputs) -> Iterator[Trained]:

@@ -194,7 +194,6 @@ def _engine(
         batch_size=config.local.batch_size,
         weights=config.agg.weights,
         on_bad_update=config.on_bad_update,
-        masked=config.class_loss == "current",
         sums=Attack(config, rounds.strategy, protection.sum).sum,
         noise=protection.samples,
     )

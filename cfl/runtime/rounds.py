@@ -141,6 +141,7 @@ class Rounds:
             dropped=self.population.dropped(cohort, key),
             privacy=scope.privacy(phase, expected < len(owners), self.config),
             pixels=self.population.stream.tasks[task].train.pool.pixels,
+            masked=self.config.class_loss == "current",
         )
         return replace(info, frozen=info.frozen | self.strategy.paused(info))
 

@@ -89,7 +89,7 @@ class FedSOL(LocalRegularizer):
                 gradient = {name: leaf for name, leaf in ctx.correction(params).items() if name in names}
             else:
                 gradient = proximal_gradient(self.proximal, self.temperature, params, names, ctx)
-            shift = self.perturbation(gradient, params, ctx.shared["params"])
+            shift = self.perturbation(gradient, params, ctx.shared["params"], ctx.model.growing)
             return grad_fn({**params, **{name: params[name] + leaf for name, leaf in shift.items()}}, ctx)
 
         return perturbed
@@ -99,17 +99,29 @@ class FedSOL(LocalRegularizer):
         head = frozenset(ctx.model.head(ctx.task)) if self.scope != "full" else frozenset(params)
         return frozenset(params) - head if self.scope == "body" else head & frozenset(params)
 
-    def perturbation(self, gradient: Tree, params: Tree, center: Tree) -> Tree:
-        """rho Lambda g_p / |g_p| (eq. 6). gradient: g_p; center: the global model."""
+    def perturbation(self, gradient: Tree, params: Tree, center: Tree, growing: bool = False) -> Tree:
+        """rho Lambda g_p / |g_p| (eq. 6). gradient: g_p; center: the global model; growing: whether the head grows."""
         norm = tree.dot(gradient, gradient).sqrt()
         length = self.rho / (norm + _SMALL)
         if self.first_step_guard:
             length = torch.where(norm < ROUNDING, 0.0, length)
-        return {name: length * self.weight_scale(params[name] - center[name]) * leaf for name, leaf in gradient.items()}
+        moved = {name: params[name] - center[name] for name in gradient}
+        layers = joined(moved) if growing else moved
+        return {name: length * self.weight_scale(moved[name], layers[name]) * leaf for name, leaf in gradient.items()}
 
-    def weight_scale(self, moved: Tensor) -> Tensor | float:
-        """Lambda (eq. 7) of a leaf; 0 where no weight moved. moved: w - w_global."""
+    def weight_scale(self, moved: Tensor, layer: Tensor | None = None) -> Tensor | float:
+        """Lambda (eq. 7) of a leaf; 0 where no weight moved. moved: w - w_global; layer: that of its whole layer."""
         if self.scale == "none":
             return 1.0
-        axes = 0 if self.scale == "output_axis" else tuple(range(moved.dim()))
-        return moved.abs() / torch.linalg.vector_norm(moved, dim=axes, keepdim=True).clamp(min=_SMALL)
+        layer = moved if layer is None else layer
+        axes = 0 if self.scale == "output_axis" else tuple(range(layer.dim()))
+        return moved.abs() / torch.linalg.vector_norm(layer, dim=axes, keepdim=True).clamp(min=_SMALL)
+
+
+def joined(leaves: Tree) -> Tree:
+    """For each leaf all parts of the layer that it belongs to, in the order of the leaves: parts of a growing head."""
+    layers: dict[str, list[Tensor]] = {}
+    for name, leaf in leaves.items():
+        layers.setdefault(name.partition("@")[0], []).append(leaf)
+    whole = {layer: torch.cat(parts) for layer, parts in layers.items()}
+    return {name: whole[name.partition("@")[0]] for name in leaves}

@@ -14,11 +14,11 @@ Fisher.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cfl.contract import Client, Ctx, GradFn, Phase, RoundInfo, Server, Strategy, TreesByOwner, with_consolidation
@@ -92,9 +92,13 @@ class EWC(Strategy):
 
     def importance(self, names: list[str], params: Tree, client: Client, info: RoundInfo) -> Tree:
         """F of `names`: mean over the client's samples of the squared gradients of log p(y | x), y its labels."""
-        loss = partial(F.cross_entropy, reduction="none")
+        model = info.model
+
+        def loss(logits: Tensor, y: Tensor) -> Tensor:
+            own = model.among(logits, info.task) if info.masked and model.growing else logits
+            return F.cross_entropy(own, y, reduction="none")
+
         parts = [
-            squared_gradients(info.model, params, names, loss, batch.x, batch.y, info.task)
-            for batch in client.batches(256)
+            squared_gradients(model, params, names, loss, batch.x, batch.y, info.task) for batch in client.batches(256)
         ]
         return tree.map(lambda *sums: torch.stack(sums).sum(0) / len(client), *parts)

@@ -99,6 +99,12 @@ class FedProTIP(TaskInference, Strategy):
             up |= {f"core/{name}": pack(core).to(next(iter(params.values()))), f"energy/{name}": sums.energies[:1]}
         return up, state
 
+    def sizes(self, uploads: Tree, info: RoundInfo) -> Tree:
+        # The bases go by the ratio of core and energy, so a cap has to scale both alike.
+        alike = {name: f"energy/{name.removeprefix('core/')}" for name in uploads if name.startswith("core/")}
+        norms = super().sizes(uploads, info)
+        return {name: norms[alike.get(name, name)] for name in uploads}
+
     def absorb(self, server: Server, mean: TreesByOwner, info: RoundInfo, lr: float) -> Server:
         new, sums = super().absorb(server, mean, info, lr), mean.get("work", {})
         basis = {name: self._extended(name, known, sums, info) for name, known in server["basis"].items()}

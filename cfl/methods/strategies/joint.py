@@ -5,8 +5,9 @@ The number of rounds is that of the whole stream, and a client sees each sample 
 defined, since tasks are not learned in sequence. Batches mix tasks, so all tasks share their running statistics.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,11 @@ class Joint(Strategy):
     class_incremental: ClassVar[str] = "the head has the classes of all tasks from the first round on"
 
     mean: str = option("tasks", "loss: mean over a batch's tasks, or over its samples", choices=("tasks", "samples"))
+
+    def refuses(self, run: Mapping[str, Any]) -> str | None:
+        if run["class_loss"] != "seen":
+            return "a batch has samples of all tasks, so no task's classes can be left out; set class_loss=seen"
+        return None
 
     def init_server(self, params: Tree, model: Model) -> Server:
         if model.buffers_per_task:

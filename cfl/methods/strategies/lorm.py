@@ -43,6 +43,7 @@ class LoRM(Strategy):
         "every round, for each layer that trains, the Gram matrix of its inputs and the layer's update times it; the "
         "update w_global - w_local of all other parameters"
     )
+    averaged: ClassVar[bool] = False
 
     gamma: float = option(0.9, "factor on the off-diagonal entries of Gram matrices; 0: diagonals alone",
                           source="RegMean: 0.9; LoRM: 0", at_least=0.0, at_most=1.0)  # fmt: skip
@@ -56,7 +57,8 @@ class LoRM(Strategy):
         return [Phase("train", rounds, work=True)]
 
     def notes(self, model: Model) -> list[str]:
-        return [f"merged by the Gram matrices of their inputs: {', '.join(layer.weight for layer in model.layers)}"]
+        merged = ", ".join(layer.weight for layer in model.layers)
+        return [f"merged by the Gram matrices of their inputs, whatever agg.weights: {merged}"]
 
     def paused(self, info: RoundInfo) -> frozenset[str]:
         return frozenset(pair[info.trained % 2] for pair in adapters.pairs(info.model.module))  # A in the first round

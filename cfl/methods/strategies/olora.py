@@ -30,6 +30,7 @@ class OLoRA(Strategy):
 
     source: ClassVar[str] = "Wang et al., Findings of EMNLP 2023, eq. 7-8"
     per_sample: ClassVar[bool] = True
+    hard_constraint: ClassVar[bool] = True
 
     strength: float = option(0.5, "lambda, weight of the overlap of A with earlier tasks' A", source="code: 0.5",
                              at_least=0.0, steep="local")  # fmt: skip

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ PUBLIC = toy.stream().public  # 20 inputs (d=8)
 X = PUBLIC.gather(torch.arange(20))[0].double()
 BATCH = Batch(toy.random(6, 8, seed=4), torch.arange(6) % 3, torch.ones(6).double(), torch.arange(6))
 PLACE = "local/fedproj"
+FIXED = SimpleNamespace(growing=False)  # what the rule asks of the model
 
 
 def watching(base=FedProj):
@@ -103,7 +105,8 @@ def hand_context(**more):
     def forward(params, batch):
         return params["w"].expand(len(batch.y), 2)
 
-    return toy.context({}, {}, None, sent={**sent, **more}, forward=forward, public=PUBLIC, client=torch.tensor(1))
+    one = torch.tensor(1)
+    return toy.context({}, {}, None, FIXED, sent={**sent, **more}, forward=forward, public=PUBLIC, client=one)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +293,7 @@ def test_minibatches_cycle_through_the_memory(batch, size):
 
     method = FedProj(memory_batch=batch)
     for number in range(6):
-        ctx = toy.context({}, {}, None, sent=sent, forward=forward, public=PUBLIC, step=number)
+        ctx = toy.context({}, {}, None, FIXED, sent=sent, forward=forward, public=PUBLIC, step=number)
         method.adjust({"w": torch.ones(8, 3).double()}, {"w": torch.zeros(8, 3).double()}, ctx)
     steps = min(batch, size)
     order = sent["rows"].tolist()

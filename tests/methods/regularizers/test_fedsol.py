@@ -129,6 +129,23 @@ def test_perturbation_by_hand():
         assert torch.allclose(found["b"], torch.tensor(bias, dtype=torch.float32), atol=1e-6)
 
 
+@pytest.mark.parametrize("scale", ["output_axis", "layer", "none"])
+def test_a_growing_head_is_scaled_as_a_whole(scale):
+    """In a model with a growing head the parts of the tasks have a leaf each."""
+    shapes = {"body.weight": (5, 4), "head.weight": (6, 5), "head.bias": (6,)}
+    center, params, gradient = ({name: toy.random(*shape, seed=s) for name, shape in shapes.items()} for s in (1, 2, 3))
+
+    def parts(leaves):
+        head = {
+            f"{name}@{task}": leaves[name][2 * task : 2 * task + 2] for task in range(3) for name in list(shapes)[1:]
+        }
+        return {"body.weight": leaves["body.weight"], **head}
+
+    whole = FedSOL(scale=scale).perturbation(gradient, params, center)
+    found = FedSOL(scale=scale).perturbation(parts(gradient), parts(params), parts(center), growing=True)
+    assert all(torch.allclose(leaf, found[name], atol=1e-12) for name, leaf in parts(whole).items())
+
+
 @pytest.mark.parametrize("shape", [(4, 3), (4, 3, 2, 2), (4,), ()])
 def test_scales_have_unit_norm(shape):
     moved = toy.random(*shape, 1).squeeze(-1)
@@ -589,8 +606,8 @@ class Watching(FedSOL):
 
     seen: list = field(default_factory=list)
 
-    def perturbation(self, gradient, params, center):
-        result = super().perturbation(gradient, params, center)
+    def perturbation(self, gradient, params, center, growing=False):
+        result = super().perturbation(gradient, params, center, growing)
         self.seen.append((set(gradient), set(params), norm(result)))
         return result
 

@@ -1,6 +1,6 @@
 """EWC: Fisher against loops over samples, the penalty against a sum over tasks, uploads and storage of runs."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -440,3 +440,25 @@ def test_a_stream_that_nobody_tuned():
     with pytest.raises(UpdateError, match="max_fisher"):
         cfl.run(config(overrides=[*options, "strategy.max_fisher=none"]), stream=cfl.from_tensors(turned))
     assert cfl.run(config(overrides=options), stream=cfl.from_tensors(turned)).metrics["acc"] > 0.25
+
+
+def test_with_the_classes_of_the_task_alone_the_fisher_is_of_that_loss():
+    """class_loss=current, by a loop over the samples: the part of the head with the old classes has none."""
+    with rng.fork(1):
+        module = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    model = Model(module, (5,), [2, 2], multi_head=True, growing=True)
+    x, y = random(7, 5), torch.arange(7) % 2 + 2
+    names = list(model.trainable(1, (0, 1)))
+    assert {"2.weight@0", "2.weight@1"} <= {*names}
+    here = replace(info(model, 1), masked=True)
+    found = EWC().importance(names, model.params, client(x, y, 1), here)
+    for name in names:
+        squares = []
+        for one, label in zip(x, y, strict=True):
+            leaf = model.params[name].clone().requires_grad_()
+            own = model.logits({**model.params, name: leaf}, one[None], 1)[:, 2:]
+            loss = F.cross_entropy(own, label[None] - 2)
+            squares.append(torch.autograd.grad(loss, leaf, allow_unused=True, materialize_grads=True)[0].square())
+        assert torch.allclose(found[name], torch.stack(squares).mean(0), atol=1e-12), name
+    assert not found["2.weight@0"].any() and found["2.weight@1"].any()
+    assert EWC().importance(names, model.params, client(x, y, 1), info(model, 1))["2.weight@0"].any()

@@ -8,11 +8,14 @@ from torch import nn
 
 import cfl
 from cfl.contract import EMPTY, Batch, Client, Share
+from cfl.contract.combining import capped
 from cfl.contract.composed import ComposedMethod
 from cfl.core import optim
 from cfl.engines.step import LocalStep, StepInputs
+from cfl.methods.regularizers import NormBound
 from cfl.methods.strategies import FedProTIP
 from cfl.methods.subspace.layer_inputs import watch
+from cfl.methods.subspace.sketch import pack, unpack
 from tests import toy
 
 
@@ -184,3 +187,17 @@ def test_bytes_from_the_shapes():
     for scenario, per_client in (("task", bases), ("class", bases + 2 * features)):
         found = _run(f"scenario={scenario}", module=module, multi_head=True).metrics["bytes_by_phase"]
         assert found["features"]["up"] == 4 * per_client
+
+
+def test_a_norm_bound_scales_core_and_energy_alike():
+    """The energy is at least the trace of the core; caps of their own would make it smaller, and bases narrower."""
+    model = cfl.Model(toy.mlp(8, 6, 2), (8,), [2], multi_head=False)
+    here = toy.consolidation(model, clients=(0, 1, 2))
+    narrow, wide = torch.ones(8, 8, dtype=torch.float64), torch.eye(8, dtype=torch.float64)
+    uploads = {
+        "core/1": torch.stack([pack(narrow), pack(narrow), pack(9 * wide)]),  # energies 8, 8, 72
+        "energy/1": torch.tensor([[8.0], [8.0], [72.0]], dtype=torch.float64),
+    }
+    sums = capped(uploads, NormBound(), FedProTIP(), here)
+    assert float(sums["energy/1"]) == pytest.approx(24)
+    assert float(unpack(sums["core/1"], 8).trace()) == pytest.approx(24)

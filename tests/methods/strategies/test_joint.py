@@ -258,3 +258,8 @@ def test_padding_changes_nothing():
         torch.testing.assert_close(padded.params[name], leaf, atol=1e-14, rtol=0)
         assert torch.equal(empty.params[name], model.params[name])
         assert torch.equal(leaf, model.params[name]) == (name in model.head(2))
+
+
+def test_the_loss_over_a_task_s_classes_alone_is_refused():
+    with pytest.raises(ConfigError, match="samples of all tasks.*set class_loss=seen"):
+        toy.config("scenario=class", "class_loss=current", method="joint")

@@ -143,3 +143,12 @@ def test_sums_are_enough():
 def test_noise_is_refused():
     with pytest.raises(ConfigError, match=r"noise in Gram matrices would decide their inverses; set dp.level=none"):
         toy.config("dp.noise_multiplier=1", "agg.weights=uniform", method="lorm")
+
+
+@pytest.mark.parametrize("rule", ["feddf", "fedavgm", "fednova", "median", "norm_bound"])
+def test_rules_on_the_mean_of_the_updates_are_refused(rule):
+    """Layers are merged from other uploads."""
+    with pytest.raises(
+        ConfigError, match=f"'{rule}' acts on the mean of the updates, of which 'lorm' sends only a part"
+    ):
+        cfl.run(toy.config("public.name=stream", method=f"lorm+{rule}"), stream=toy.stream())

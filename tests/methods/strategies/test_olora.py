@@ -100,3 +100,16 @@ def test_a_rank_that_tasks_cannot_share_is_refused():
     ):
         run_of_four = toy.config(*ADAPTED, method="olora")
         cfl.run(run_of_four, stream=toy.stream(4, multi_head=True))
+
+
+def test_other_tasks_pairs_rest_in_local_training_too():
+    """A regularizer that changes gradients acts before the mask."""
+    seen = []
+    config = toy.config("tasks=2", "local.lr=0.3", "model.adapter=lora", "model.adapter_rank=4", "local.epochs=2",
+                        method="olora+prox_projection")  # fmt: skip
+    cfl.run(
+        config, stream=toy.stream(2), observe=lambda info, id, params: seen.append((info.task, params["1.a.weight"]))
+    )
+    first, second = ([a for task, a in seen if task == number] for number in (0, 1))
+    assert all(torch.equal(a[2:], first[0][2:]) for a in first) and not torch.equal(first[0][:2], first[-1][:2])
+    assert all(torch.equal(a[:2], second[0][:2]) for a in second) and not torch.equal(second[0][2:], second[-1][2:])
