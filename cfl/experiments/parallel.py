@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -249,7 +250,10 @@ def _run(
     from cfl.runtime.runner import run
 
     try:
-        run(_as_begun(config, folder), output=folder, resume=True, sink=sink, data_root=data_root, download=download)
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: sink.warn(str(message))
+            settings = _as_begun(config, folder)
+            run(settings, output=folder, resume=True, sink=sink, data_root=data_root, download=download)
     except Busy:
         sink.send("busy", None)
     except CflError as error:

@@ -219,9 +219,10 @@ def _times(results: Results, config: RunConfig, phase: str) -> float:
     return _measured(config) * (tasks - 1)
 
 
-def _measured(config: RunConfig) -> int:
-    """Count the clients whose layer inputs FOT measures after a task, if all have data of the task."""
-    return config.cohort if config.strategy["participants"] == "sampled" else config.partition.clients
+def _measured(config: RunConfig) -> float:
+    """Count the clients whose layer inputs FOT measures after a task, if all have data of it; NaN for other methods."""
+    clients = {"sampled": config.cohort, "all": config.partition.clients}
+    return clients.get(config.strategy.get("participants", ""), math.nan)
 
 
 def _each(total: float | None, times: float) -> float:
@@ -247,7 +248,7 @@ def _sent(phase: str) -> Callable[[Results, RunConfig], float]:
 def _basis(results: Results, config: RunConfig) -> float:
     """Megabytes of the basis, broadcast with the model; the first basis is empty, so NaN for fewer than three tasks."""
     tasks, model = len(results["accuracy_matrix"]), _sent("train")(results, config)
-    if tasks < 3:
+    if tasks < 3 or "gpse" not in results["bytes_by_phase"]:
         return math.nan
     down = results["bytes_by_phase"]["gpse"]["down"] / _measured(config) / 1e6
     return (down - (tasks - 1) * model) / (tasks - 2)
@@ -257,6 +258,9 @@ def _cost(number: int, results: Results, config: RunConfig) -> float:
     """t R 2 M + (t - 1)(A + O): the arithmetic of FOT's Table 13, with the paper's R and the run's M, A and O."""
     rounds = resolve(config.benchmark).rounds
     assert isinstance(rounds, int)
+    if "participants" not in config.strategy:  # no GPSE: R (up + down), with all that the method sends
+        sent = sum(phase["up"] + phase["down"] for phase in results["bytes_by_phase"].values())
+        return number * rounds * sent / 1e6 / _times(results, config, "train")
     once = _sent("gpse")(results, config) + _basis(results, config)
     return number * rounds * 2 * _sent("train")(results, config) + (number - 1) * once
 

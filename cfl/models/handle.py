@@ -67,8 +67,9 @@ class Model:
         self.sizes, self.input_shape = tuple(classes), tuple(input_shape)
         if norm_stats == "batch":
             drop_running_stats(self.module)
+        spare = own_copy(self.module, device)  # a module may keep what its forward computes, and then has no copy
         called, outputs = trace(self.module, input_shape, device, dtype)
-        self.couples_samples = couples(self.module, input_shape, device, dtype)
+        self.couples_samples = couples(spare, input_shape, device, dtype)
         paths = [path for path, layer in called.items() if isinstance(layer, nn.Linear | nn.Conv2d)]
         self.classifier: str | None = None
         self._head_names: list[str] = []
@@ -87,7 +88,7 @@ class Model:
         self._names_per_task.update(self._buffer_names if norm_stats == "per_task" else ())
         self._slots = leaf_slots(self.module)
         self.stem = paths[0] if paths else None
-        self.layout = Layout(self.module, input_shape, device, precision)
+        self.layout = Layout(spare, input_shape, device, precision)
         self.layers = layers_of(self.module, paths[:-1] if multi_head else paths)
         self.norms = norm_parameters(called, self.layers)
         fixed = frozen_names(self.module)

@@ -1,6 +1,5 @@
 """Forward passes: whether a sample's outputs depend on the others of its batch, and how many samples a pass takes."""
 
-import copy
 from collections.abc import Sequence
 
 import torch
@@ -19,23 +18,24 @@ def couples(
     """Whether outputs or running statistics of a sample in training mode depend on the others of its batch.
 
     Found by the types of layers, and by the outputs of two samples with and without a third one; dropout is off.
-    dtype: of the samples; None: of the module's parameters. A module with random draws of its own counts as one.
+    module: is left in training mode, with other running statistics; dtype: of the samples; None: of its parameters.
+    A module with random draws of its own counts as one.
     """
     norms = [layer for layer in module.modules() if isinstance(layer, _NormBase)]
     if any(isinstance(layer, _BatchNorm) or layer.track_running_stats for layer in norms):
         return True
     own = (leaf.dtype for leaf in module.parameters() if leaf.is_floating_point())
-    other = copy.deepcopy(module).train()
-    for layer in other.modules():
+    module.train()
+    for layer in module.modules():
         if isinstance(layer, _DropoutNd):
             layer.eval()
     draws = torch.rand(3, *input_shape, generator=rng.generator(0)) * 2  # integers, such as tokens, are 0 or 1
     x = draws.to(device, dtype or next(own, torch.float32))
     with torch.no_grad():
         with rng.fork(0, device):
-            among = other(x)[:2]
+            among = module(x)[:2]
         with rng.fork(0, device):
-            alone = other(x[:2])
+            alone = module(x[:2])
     return not torch.allclose(alone, among, rtol=1e-3, atol=1e-4)
 
 

@@ -111,7 +111,7 @@ def read(paths: Iterable[Path]) -> Found:
     for folder in folders:
         if not (folder / "metrics.json").is_file():
             if error := read_json(folder / ERROR):
-                failed[folder] = error
+                failed[folder] = {"error": "an error", "message": "without a message", **error}
             else:
                 unfinished.append(folder)
             continue

@@ -59,14 +59,17 @@ class Fingerprint:
 
     def changed(self, there: Options, parts: Mapping[str, str]) -> str:
         """Name the first thing that differs from the options and the parts in the run's folder; empty if unknown."""
-        here = resolve.dump(self.config)
-        if there and (text := change(decisive(there), decisive(here))):
+        if text := self.changed_option(there):
             return text
         for name in {**self.parts, **parts} if parts else ():
             if parts.get(name) != self.parts.get(name):
                 return f"{name} changed since the run began"
         source = self.config.start or self.config.model.weights
         return f"the model in '{source}' changed since the run began" if self._start else ""
+
+    def changed_option(self, there: Options) -> str:
+        """Name the first option that differs from those in the run's folder; empty if none does, or none are there."""
+        return change(decisive(there), decisive(resolve.dump(self.config))) if there else ""
 
     def _methods(self) -> dict[str, str]:
         members, built = self.composed.members, methods.build(self.config)
@@ -112,6 +115,8 @@ def decisive(options: Options) -> dict[str, Any]:
     options = {**options, "secure": secure}
     later = {name for name, value in new.items() if options.get(name, value) == value}
     model = {name: own for name, own in options.get("model", {}).items() if (name, own) != ("weights", None)}
+    if options.get("attack", {}).get("name", "none") == "none":
+        later.add("attack")
     if model.get("adapter", "none") == "none":
         model = {name: own for name, own in model.items() if not name.startswith("adapter")}
     options = {**options, "model": model}

@@ -64,6 +64,8 @@ class Recorder:
                 self._check_callbacks(found[1].get("callbacks", {}))
                 total = self._total()
                 notes = [*notes, f"resumed after {self.state.done} of {total} rounds"]
+            else:
+                self._check_replaced(self.folder)
             self.folder.truncate_rounds(self.state.done)
             self.folder.truncate_sheets(len(self.state.reports))
             self.folder.write_config(resolve.dump(config))
@@ -200,6 +202,18 @@ class Recorder:
         except CheckpointError as error:
             changed = self.fingerprint.changed(there, parts)
             raise CheckpointError(f"{error}: {changed}" if changed else str(error)) from None
+
+    def _check_replaced(self, folder: RunFolder) -> None:
+        """Raise CheckpointError if a run without a checkpoint would be lost: results, or rounds with other options."""
+        if folder.has_results():
+            raise CheckpointError(
+                f"'{folder.path}' holds the results of a run, and no checkpoint of it; choose another --output"
+            )
+        if changed := self.fingerprint.changed_option(folder.read_config()):
+            raise CheckpointError(
+                f"'{folder.path}' holds the first rounds of a run with another configuration; choose another --output, "
+                f"or repeat the options of that run: {changed}"
+            )
 
     def _check_callbacks(self, there: Mapping[str, str]) -> None:
         """Raise CheckpointError unless later rounds depend on the same callbacks; one that failed may be mended."""

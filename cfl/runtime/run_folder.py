@@ -99,6 +99,10 @@ class RunFolder:
         """Read `made_of.json`; empty without one. Raises ConfigError for a damaged file."""
         return read_json(self.path / MADE_OF)
 
+    def has_results(self) -> bool:
+        """Whether a run has ended in the folder."""
+        return self._metrics.exists()
+
     def write_model(self, about: Mapping[str, Any]) -> None:
         """Write `model.json`: what `cfl.load` needs beside the configuration, see `cfl.runtime.saved_run`."""
         write_json(self.path / MODEL, about)

@@ -1,5 +1,7 @@
 """The model of a finished or interrupted run, loaded from the run's folder."""
 
+import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -176,18 +178,19 @@ def load(
 def checkpointed(folder: Path) -> tuple[Server, int]:
     """Return the server's trees in the last checkpoint of a run's folder, and the number of its last task."""
     if not (folder / MODEL).exists():
-        held = (folder / "config.yaml").exists()
-        raise ConfigError(
-            f"'{folder}' has no {MODEL}: an earlier version made the run; continue it with --resume to write the file"
-            if held
-            else f"'{folder}' holds no run; give the --output of one"
-        )
-    found = checkpoint.load_latest(folder / "checkpoints", None, lambda text: None)
+        why = "holds no run; give the --output of one"
+        if (folder / "checkpoints").exists() and (folder / "config.yaml").exists():
+            why = f"has no {MODEL}: an earlier version made the run; continue it with --resume to write the file"
+        elif (folder / "config.yaml").exists():
+            why = "has no checkpoints: only options and results of a run are there, not its model"
+        raise ConfigError(f"'{folder}' {why}")
+    found = checkpoint.load_latest(folder / "checkpoints", None, warnings.warn)
     if found is None:
         raise ConfigError(f"the run in '{folder}' has no checkpoint yet; wait for its first round")
     trees, meta = found
     server = {name.removeprefix("server/"): leaves for name, leaves in trees.items() if name.startswith("server/")}
-    return server, max(meta["last_task"].values(), default=0)
+    ended = len(json.loads(meta["reports"])) - 1  # perhaps without a client, where all dropped out
+    return server, max(ended, *meta["last_task"].values(), 0)
 
 
 _Size = Annotated[int, Field(ge=1)]

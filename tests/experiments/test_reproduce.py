@@ -283,3 +283,14 @@ def test_the_small_resnet8_of_fedproj_is_narrow(column, tmp_path):
     models = {scale: cell.runs([0], scale, [], tmp_path)[0].config.model for scale in ("paper", "small")}
     assert {model.name for model in models.values()} == {"resnet8"}
     assert models["small"].options["width"] == 16 < models["paper"].options["width"]
+
+
+def test_table_13_has_the_bytes_of_methods_without_sketches():
+    """R rounds of a client take R (up + down) / participations; FedCIL's rounds are of the phase "gan"."""
+    (cell,) = reproduce.table("fot-table13").only(["FedCIL", "CIFAR100"])
+    (run,) = cell.runs([0], "paper", [], Path())
+    results = {"accuracy_matrix": [[0.5] * 10] * 10, "bytes_by_phase": {"gan": {"up": 3e9, "down": 2e9}}, "timing": {}}
+    results |= {"acc": 0.5, "fgt": 0.1, "subspace_use": {}}
+    found = {name: reproduce.measure(name)[1](results, run.config) for name in cell.paper}
+    each = 5e9 / 1e6 / (5 * 10)  # five clients in one round of each of ten tasks
+    assert found["cost1"] == pytest.approx(1000 * each) and found["cost10"] == pytest.approx(10_000 * each)

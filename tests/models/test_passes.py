@@ -1,5 +1,7 @@
 """Forward passes of few samples: where they are made, and that they change nothing."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -83,6 +85,6 @@ class Centred(nn.Module):
 def test_modules_whose_samples_depend_on_each_other_are_found(layer, coupled):
     module = nn.Sequential(nn.Linear(6, 6), nn.Unflatten(1, (2, 3)), layer, nn.Flatten(), nn.Linear(6, 3))
     state = torch.get_rng_state()
-    assert couples(module, (6,), "cpu") == coupled
+    assert couples(copy.deepcopy(module), (6,), "cpu") == coupled
     assert Model(module, (6,), [3], multi_head=False).couples_samples == coupled
     assert torch.get_rng_state().equal(state)

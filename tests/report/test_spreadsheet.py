@@ -72,3 +72,11 @@ def test_a_frame_needs_a_finished_run_and_pandas(stored, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ConfigError, match="a frame needs pandas; run pip install pandas"):
         cfl.load(stored / "seed0").frame()
+
+
+def test_runs_that_a_file_leaves_out_are_counted(stored, tmp_path):
+    config = cfl.resolve("permuted-digits", overrides=["tasks=2", "rounds=1", "seed=7"])
+    cfl.run(config, output=tmp_path / "cut")
+    (tmp_path / "cut" / "metrics.json").unlink()  # beside the one that the fixture has
+    with pytest.warns(UserWarning, match=r"of the runs, 2 are unfinished; runs\.csv leaves them out"):
+        write.files([stored, tmp_path], [tmp_path / "runs.csv"])

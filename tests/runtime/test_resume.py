@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -380,3 +381,30 @@ def test_a_choice_is_taken_again_whatever_a_new_measurement_says(
     with pytest.raises(CheckpointError, match="another configuration"):
         loop = toy.config(*OPTIONS, "engine=loop")
         cfl.run(loop, stream=toy.stream(), output=tmp_path / "killed", resume=True)
+
+
+def test_results_without_a_checkpoint_are_not_replaced(tmp_path: Path) -> None:
+    """As stored runs have them, where checkpoints were deleted to save space."""
+    run(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    before = finished(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="holds the results of a run, and no checkpoint of it"):
+        run(tmp_path / "run", resume=True)
+    assert finished(tmp_path / "run") == before
+
+
+def test_first_rounds_before_a_checkpoint_are_not_replaced_by_another_run(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        cfl.run(toy.config("checkpoint_every=9"), stream=toy.stream(), output=tmp_path, sink=Stop(1))
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(
+        CheckpointError, match=r"another configuration.*repeat the options of that run: local\.lr=0\.05"
+    ):
+        cfl.run(toy.config("local.lr=0.3"), stream=toy.stream(), output=tmp_path, resume=True)
+    assert cfl.run(toy.config("checkpoint_every=9"), stream=toy.stream(), output=tmp_path, resume=True).metrics
+
+
+def test_options_of_no_attack_are_not_compared(tmp_path: Path) -> None:
+    """They change nothing, and `cfl-run compare` takes such runs for the same."""
+    cfl.run(toy.config(), stream=toy.stream(), output=tmp_path)
+    assert cfl.run(toy.config("attack.clients=2"), stream=toy.stream(), output=tmp_path, resume=True).metrics

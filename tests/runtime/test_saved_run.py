@@ -1,5 +1,6 @@
 """A run's model, loaded from its folder: it predicts as the run did, goes to files, and starts other runs."""
 
+import shutil
 from dataclasses import dataclass
 
 import numpy as np
@@ -234,3 +235,30 @@ def test_a_resumed_run_notices_that_its_starting_model_changed(tmp_path):
     (tmp_path / "other").rename(tmp_path / "first")
     with pytest.raises(CheckpointError, match="the model in '.*first' changed since the run began"):
         trained(tmp_path / "second", start, resume=True)
+
+
+def test_stored_results_alone_hold_no_model(tmp_path):
+    cfl.run(toy.config(), stream=toy.stream(), output=tmp_path / "run")
+    for name in ("model.json", "checkpoints"):
+        shutil.move(tmp_path / "run" / name, tmp_path)
+    with pytest.raises(ConfigError, match="has no checkpoints: only options and results of a run are there"):
+        cfl.load(tmp_path / "run")
+
+
+def test_a_damaged_last_checkpoint_is_reported(tmp_path):
+    cfl.run(toy.config(), stream=toy.stream(), output=tmp_path)
+    last = max((tmp_path / "checkpoints").glob("checkpoint-*.safetensors"))
+    last.write_bytes(last.read_bytes()[:100])
+    with pytest.warns(UserWarning, match=last.name):
+        cfl.load(tmp_path)
+
+
+def test_a_task_without_a_client_is_a_task_too(tmp_path):
+    """All clients drop out of the last task, whose head stays as it began."""
+    options = ("cohort=1", "drop_rate=0.9", "rounds=1", "tasks=2")
+    for seed in range(9):
+        found = cfl.run(toy.config(*options, f"seed={seed}"), stream=toy.stream(2), output=tmp_path / str(seed))
+        saved = cfl.load(tmp_path / str(seed))
+        assert saved.latest == 1
+        accuracies = saved.accuracies(toy.stream(2))
+        assert accuracies == pytest.approx(found.metrics["accuracy_matrix"][-1])
