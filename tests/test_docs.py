@@ -651,7 +651,8 @@ def test_baselines_at_full_length_are_the_stored_runs():
     text = " ".join(page.read_text(encoding="utf-8").split())
     for row, which, given, before in (
         ("ER+FL", "IID", ["strategy.budget=total"], "with IID data it has"),
-        ("RGO+FL", "non-IID", [], "with alpha 1 and at full length, seed 0, has"),
+        ("RGO+FL", "IID", [], "with alpha 1 and at full length, seed 0, our RGO has"),
+        ("RGO+FL", "non-IID", [], "with IID data, and with shards it has"),
     ):
         runs = table.runs([row, "PMNIST", which], [0], "paper", given, Path("runs"), [RUNS])
         [(cell, (run,))] = runs.items()
