@@ -14,7 +14,10 @@ def started(model: Model, folder: str) -> tuple[Tree, str]:
     Every parameter and buffer of the same name and shape is taken. Heads and buffers of a task that do not fit keep
     their own initial values. Raises ConfigError if another parameter is missing there, or has another shape.
     """
-    given = checkpointed(Path(folder))[0]["params"]
+    try:
+        given = checkpointed(Path(folder))[0]["params"]
+    except ConfigError as error:
+        raise ConfigError(f"start={folder}: {error} (relative paths begin at the working directory)") from None
     plain = adapters.plain_names(model.module)  # of a run without adapters
     given = {**given, **{name: given[own] for name, own in plain.items() if own in given and name not in given}}
     taken = {
