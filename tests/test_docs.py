@@ -487,7 +487,7 @@ def test_figures_of_flower_on_the_speed_page_are_the_stored_ones():
 
 
 def test_how_often_auto_chooses_well_is_as_stored():
-    stored = [ROOT / f"benchmarks/results/throughput/auto{name}.json" for name in ("", "-cifar100")]
+    stored = [ROOT / f"benchmarks/results/throughput/auto{name}.json" for name in ("", "-cifar100", "-resnet")]
     found = [row for path in stored for row in json.loads(path.read_text())["workloads"]]
     told = [(row["workload"], f"in {row['good']} of {len(row['ratios'])}") for row in found]
     worse = [ratio for row in found for ratio in row["ratios"] if ratio > 1.05]

@@ -66,7 +66,7 @@ class Traces:
         self._steps += 1
         if place not in self._known:
             self._times[place] += 1
-            if not compile and (self._times[place] < AFTER or not self._has_room()):
+            if not compile and (self._times[place] < AFTER or not self._has_room(once="lr" in fixed)):
                 return work(inputs, kind)
             trace, read = record(work, inputs, compile)
             self._fixed[shapes] = tuple(name for name in given if name in read or name in fixed)
@@ -76,11 +76,14 @@ class Traces:
         known = self._known[place] = self._known.pop(place)
         return work(inputs, kind) if known is None else known(inputs)
 
-    def _has_room(self) -> bool:
-        """Whether a further trace may be kept, perhaps in place of one that has not been used for long."""
+    def _has_room(self, once: bool) -> bool:
+        """Whether a further trace may be kept, perhaps in place of one that has not been used for long.
+
+        once: whether it serves a single learning rate, so that it may not be worth its recording.
+        """
         if len(self._known) >= MOST:
             oldest = next(iter(self._known))
-            if self._steps - self._used[oldest] < UNUSED:
+            if once or self._steps - self._used[oldest] < UNUSED:
                 return False
             del self._known[oldest], self._used[oldest]
         return True

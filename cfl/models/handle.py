@@ -88,7 +88,7 @@ class Model:
         self._names_per_task.update(self._buffer_names if norm_stats == "per_task" else ())
         self._slots = leaf_slots(self.module)
         self.stem = paths[0] if paths else None
-        self.layout = Layout(spare, input_shape, device, precision)
+        self.layout = Layout(self.module, input_shape, device, precision)
         self.layers = layers_of(self.module, paths[:-1] if multi_head else paths)
         self.norms = norm_parameters(called, self.layers)
         fixed = frozen_names(self.module)

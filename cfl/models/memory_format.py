@@ -50,16 +50,16 @@ def allows_channels_last(module: nn.Module, input_shape: Sequence[int], device: 
     single = all(layer.weight.dtype == torch.float32 for layer in convolutions)
     if not convolutions or not single or torch.device(device).type != "cpu" or len(input_shape) != 3:
         return False
-    plain = copy.deepcopy(module).eval()
     x = torch.linspace(-1, 1, 2 * torch.Size(input_shape).numel()).reshape(2, *input_shape)
     try:
+        plain = copy.deepcopy(module).eval()
         with torch.enable_grad(), rng.fork(0):
             expected = plain(x)
             plain.load_state_dict(channels_last(plain.state_dict()), assign=True)
             x = x.contiguous(memory_format=torch.channels_last)
             found = plain(x)
             plain.train()(x).sum().backward()
-    except Exception:  # whatever a user's forward raises
+    except Exception:  # whatever a user's module raises
         return False
     return torch.allclose(found, expected, rtol=1e-3, atol=1e-4)
 

@@ -33,10 +33,12 @@ def prepare(module: nn.Module) -> None:
             layer.register_forward_hook(_narrowed)
 
 
-def _widened(layer: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> tuple[Any, Any]:
-    (x,) = (*args, *named.values())
-    layer.__dict__["given"] = x.dtype
-    return ((x.float(),), {}) if transforming() else (args, named)
+def _widened(layer: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> tuple[Any, Any] | None:
+    if not transforming():
+        return None
+    first = args[0] if args else next(iter(named.values()))
+    layer.__dict__["given"] = first.dtype
+    return ((first.float(), *args[1:]), named) if args else (args, named | {next(iter(named)): first.float()})
 
 
 def _narrowed(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:

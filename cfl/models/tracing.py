@@ -61,6 +61,7 @@ def trace(
             hook.remove()
     with rng.fork(0, device):
         _logits(other.train(), x)
+        _check_gradient(other, x)
     return called, outputs.shape[1]
 
 
@@ -101,6 +102,20 @@ def frozen_names(module: nn.Module) -> list[str]:
             "call requires_grad_(True) on the layers that should"
         )
     return fixed
+
+
+def _check_gradient(module: nn.Module, x: Tensor) -> None:
+    """Raise ConfigError if the gradient of the outputs for a batch cannot be computed."""
+    leaves: list[Tensor] = [leaf for leaf in module.parameters() if leaf.requires_grad]
+    try:
+        with torch.enable_grad():
+            if x.is_floating_point():  # the gradient of inputs, since checkpoints that recompute do so for it
+                x = x.clone().requires_grad_() + 0
+                leaves.append(x)
+            if leaves:
+                torch.autograd.grad(module(x).sum(), leaves, allow_unused=True)
+    except Exception as error:
+        raise ConfigError(f"the gradient of the model cannot be computed: {reason(error)}; {_RECOMPUTES}") from error
 
 
 def _logits(module: nn.Module, x: Tensor) -> Tensor:

@@ -209,7 +209,7 @@ class Recorder:
             raise CheckpointError(
                 f"'{folder.path}' holds the results of a run, and no checkpoint of it; choose another --output"
             )
-        if changed := self.fingerprint.changed_option(folder.read_config()):
+        if folder.has_rounds() and (changed := self.fingerprint.changed_option(folder.read_config())):
             raise CheckpointError(
                 f"'{folder.path}' holds the first rounds of a run with another configuration; choose another --output, "
                 f"or repeat the options of that run: {changed}"

@@ -99,6 +99,10 @@ class RunFolder:
         """Read `made_of.json`; empty without one. Raises ConfigError for a damaged file."""
         return read_json(self.path / MADE_OF)
 
+    def has_rounds(self) -> bool:
+        """Whether a round was recorded in the folder."""
+        return self._rounds.exists() and b"\n" in self._rounds.read_bytes()
+
     def has_results(self) -> bool:
         """Whether a run has ended in the folder."""
         return self._metrics.exists()

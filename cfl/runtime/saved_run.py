@@ -179,7 +179,7 @@ def checkpointed(folder: Path) -> tuple[Server, int]:
     """Return the server's trees in the last checkpoint of a run's folder, and the number of its last task."""
     if not (folder / MODEL).exists():
         why = "holds no run; give the --output of one"
-        if (folder / "checkpoints").exists() and (folder / "config.yaml").exists():
+        if any((folder / "checkpoints").glob("checkpoint-*")) and (folder / "config.yaml").exists():
             why = f"has no {MODEL}: an earlier version made the run; continue it with --resume to write the file"
         elif (folder / "config.yaml").exists():
             why = "has no checkpoints: only options and results of a run are there, not its model"

@@ -174,6 +174,17 @@ def test_a_trace_that_is_unused_for_long_makes_way(monkeypatch, after):
     assert step(2) == 3  # no room
 
 
+def test_a_trace_for_one_learning_rate_replaces_no_other(monkeypatch, after):
+    """It may serve a few steps, which take less time than its recording."""
+    tries, traces = after(1), traced.Traces()
+    monkeypatch.setattr(traced, "MOST", 2)
+    monkeypatch.setattr(traced, "UNUSED", 0)
+    for lr in (0.5, 0.25, 0.125, 0.0625):
+        work = lambda inputs, kind, lr=lr: {"": {"": inputs["params"]["w"] * context(kind)._replace(lr=lr).lr}}  # noqa: E731
+        assert torch.equal(traces(work, block(), task=0, alike=True, lr=lr)[""][""], lr * block()["params"]["w"])
+    assert len(tries) == 2
+
+
 def test_steps_that_read_the_learning_rate_are_not_compiled(monkeypatch):
     """Each rate would be compiled anew."""
     compiled = []

@@ -70,6 +70,13 @@ class Centred(nn.Module):
         return x - x.mean(0)
 
 
+class Pairs(nn.Module):
+    """Takes samples in pairs."""
+
+    def forward(self, x):
+        return x.unflatten(0, (-1, 2)).flatten(0, 1)
+
+
 @pytest.mark.parametrize(
     ("layer", "coupled"),
     [
@@ -80,10 +87,12 @@ class Centred(nn.Module):
         (nn.InstanceNorm1d(2, track_running_stats=True), True),  # its buffers
         (nn.BatchNorm1d(2), True),
         (Centred(), True),
+        (Pairs(), True),
     ],
 )
 def test_modules_whose_samples_depend_on_each_other_are_found(layer, coupled):
     module = nn.Sequential(nn.Linear(6, 6), nn.Unflatten(1, (2, 3)), layer, nn.Flatten(), nn.Linear(6, 3))
+    nn.init.zeros_(module[-1].weight)  # its outputs depend on no sample
     state = torch.get_rng_state()
     assert couples(copy.deepcopy(module), (6,), "cpu") == coupled
     assert Model(module, (6,), [3], multi_head=False).couples_samples == coupled

@@ -191,6 +191,24 @@ class ByKeyword(nn.Module):
         return self.head(self.norm(input=self.body(x)).relu())
 
 
+class Conditional(nn.LayerNorm):
+    """A normalisation layer with a second argument."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return super().forward(x) * scale
+
+
+class TwoArguments(nn.Module):
+    """A network with such a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(8, 8), Conditional(8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.body(x), torch.tensor(0.5)).relu())
+
+
 class Quantized(nn.Module):
     """A network whose first parameter is a frozen matrix of integers."""
 
@@ -203,7 +221,7 @@ class Quantized(nn.Module):
         return self.head((x @ self.levels.float().t() / 4).relu())
 
 
-@pytest.mark.parametrize("network", [ByKeyword, Quantized])
+@pytest.mark.parametrize("network", [ByKeyword, TwoArguments, Quantized])
 @pytest.mark.parametrize("engine", [["engine=loop"], ["engine=vmapped", "block=3"]], ids=["loop", "vmapped"])
 def test_networks_of_float32_train_in_bfloat16_too(network: type[nn.Module], engine: list[str]) -> None:
     torch.manual_seed(0)

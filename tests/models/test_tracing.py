@@ -25,15 +25,18 @@ def test_a_trial_run_leaves_no_trace() -> None:
 class Checkpointed(nn.Module):
     """A network that keeps no activations and computes them again in the backward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, reentrant: bool) -> None:
         super().__init__()
+        self.reentrant = reentrant
         self.body, self.head = nn.Sequential(nn.Linear(8, 6), nn.Tanh()), nn.Linear(6, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(checkpoint(self.body, x, use_reentrant=False))
+        return self.head(checkpoint(self.body, x, use_reentrant=self.reentrant))
 
 
-def test_activation_checkpoints_are_refused() -> None:
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpoints_are_refused(reentrant: bool) -> None:
     """The backward pass would compute with the module's own weights instead of the client's."""
     with pytest.raises(ConfigError, match="activation checkpointing .* is not supported"):
-        Model(Checkpointed(), (8,), [2], multi_head=False)
+        Model(Checkpointed(reentrant), (8,), [2], multi_head=False)

@@ -16,7 +16,7 @@ import torch
 
 import cfl
 from cfl.assembly import resolve as configuration
-from cfl.core import CheckpointError, ConfigError
+from cfl.core import CheckpointError, ConfigError, UpdateError
 from cfl.engines.choose import Choice
 from cfl.runtime import builder, checkpoint, packs, runner, tree_file
 from cfl.runtime.run_folder import RunFolder
@@ -402,6 +402,13 @@ def test_first_rounds_before_a_checkpoint_are_not_replaced_by_another_run(tmp_pa
     ):
         cfl.run(toy.config("local.lr=0.3"), stream=toy.stream(), output=tmp_path, resume=True)
     assert cfl.run(toy.config("checkpoint_every=9"), stream=toy.stream(), output=tmp_path, resume=True).metrics
+
+
+def test_a_run_that_failed_in_its_first_round_may_go_on_with_other_options(tmp_path: Path) -> None:
+    """As the error advises; no round is lost."""
+    with pytest.raises(UpdateError, match=r"lower local\.lr"):
+        cfl.run(toy.config("local.lr=1e30"), stream=toy.stream(), output=tmp_path)
+    assert cfl.run(toy.config("local.lr=0.1"), stream=toy.stream(), output=tmp_path, resume=True).metrics
 
 
 def test_options_of_no_attack_are_not_compared(tmp_path: Path) -> None:

@@ -241,8 +241,11 @@ def test_stored_results_alone_hold_no_model(tmp_path):
     cfl.run(toy.config(), stream=toy.stream(), output=tmp_path / "run")
     for name in ("model.json", "checkpoints"):
         shutil.move(tmp_path / "run" / name, tmp_path)
-    with pytest.raises(ConfigError, match="has no checkpoints: only options and results of a run are there"):
-        cfl.load(tmp_path / "run")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="has no checkpoints: only options and results of a run are there"):
+            cfl.load(tmp_path / "run")
+        with pytest.raises(CheckpointError, match="holds the results of a run, and no checkpoint of it"):
+            cfl.run(toy.config(), stream=toy.stream(), output=tmp_path / "run", resume=True)
 
 
 def test_a_damaged_last_checkpoint_is_reported(tmp_path):
