@@ -287,6 +287,15 @@ def test_results_of_the_regularizers_page_are_the_stored_ones(stored):
         assert cells == [*expected, *(f"{cost:.1f}" for cost in costs)]
 
 
+def test_the_readme_has_the_stored_scores_of_unequal_clients():
+    found = json.loads((ROOT / "benchmarks/results/regularizers/permuted-digits-shards.json").read_text())["methods"]
+    fedavg, fot = (
+        "{mean:.1f} ± {std:.1f}".format(**{name: 100 * value for name, value in found[method]["acc"].items()})
+        for method in ("fedavg", "fot")
+    )
+    assert f"ACC is {fedavg} for FedAvg and {fot} for FOT" in " ".join((ROOT / "README.md").read_text().split())
+
+
 def test_what_the_regularizers_page_says_of_the_results_holds():
     def stored(name):
         return json.loads((ROOT / f"benchmarks/results/regularizers/{name}.json").read_text())["methods"]
