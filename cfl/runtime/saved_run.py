@@ -175,6 +175,9 @@ def load(
     return SavedRun(folder, config, read_json(folder / "metrics.json"), handle, own, trees, latest, about)
 
 
+_RESULTS = "has no checkpoints: only options and results of a run are there, not its model"
+
+
 def checkpointed(folder: Path) -> tuple[Server, int]:
     """Return the server's trees in the last checkpoint of a run's folder, and the number of its last task."""
     if not (folder / MODEL).exists():
@@ -182,9 +185,11 @@ def checkpointed(folder: Path) -> tuple[Server, int]:
         if any((folder / "checkpoints").glob("checkpoint-*")) and (folder / "config.yaml").exists():
             why = f"has no {MODEL}: an earlier version made the run; continue it with --resume to write the file"
         elif (folder / "config.yaml").exists():
-            why = "has no checkpoints: only options and results of a run are there, not its model"
+            why = _RESULTS
         raise ConfigError(f"'{folder}' {why}")
     found = checkpoint.load_latest(folder / "checkpoints", None, warnings.warn)
+    if found is None and (folder / "metrics.json").exists():
+        raise ConfigError(f"'{folder}' {_RESULTS}")
     if found is None:
         raise ConfigError(f"the run in '{folder}' has no checkpoint yet; wait for its first round")
     trees, meta = found

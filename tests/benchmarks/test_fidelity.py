@@ -285,7 +285,8 @@ BESIDE = {  # what an option needs beside it
     "strategy.model=local": ["strategy.participants=sampled"],
     "regularizer.fedsol.proximal=moon": ["regularizer.fedsol.scope=full"],
 }
-PRESETS = {"rounds": "permuted-mnist", "model.norm": "split-cifar100"}  # of ten tasks; whose network has no options
+# Of ten tasks; whose network has no options; which has the default.
+PRESETS = {"rounds": "permuted-mnist", "model.norm": "split-cifar100", "strategy.sketch": "mnist"}
 
 
 def options_of_the_page() -> list[tuple[str, str]]:
@@ -295,7 +296,7 @@ def options_of_the_page() -> list[tuple[str, str]]:
         if heading := re.match(r"## (\S+)", line):
             method = heading[1].lower()
         cells = line.strip("| ").split(" | ")
-        if line.startswith("| ") and len(cells) == 5:
+        if line.startswith("| ") and len(cells) in (5, 6):  # with or without the presets of the paper
             own = cells[0].partition(",")[0].lower() if method == "gpm" else method
             found += [(own, option) for option in re.findall(r"`([\w.]+=[^`]+)`", cells[-1])]
     return found

@@ -239,9 +239,8 @@ def test_a_resumed_run_notices_that_its_starting_model_changed(tmp_path):
 
 def test_stored_results_alone_hold_no_model(tmp_path):
     cfl.run(toy.config(), stream=toy.stream(), output=tmp_path / "run")
-    for name in ("model.json", "checkpoints"):
+    for name in ("checkpoints", "model.json"):
         shutil.move(tmp_path / "run" / name, tmp_path)
-    for _ in range(2):
         with pytest.raises(ConfigError, match="has no checkpoints: only options and results of a run are there"):
             cfl.load(tmp_path / "run")
         with pytest.raises(CheckpointError, match="holds the results of a run, and no checkpoint of it"):
