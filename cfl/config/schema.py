@@ -153,7 +153,7 @@ class RunConfig(Section):
 
     benchmark: str = Field(description="name of the benchmark; see `cfl-run list benchmarks`")
     scale: Literal["paper", "small", "smoke"] = Field(
-        "paper", description="length of the run: as in the paper, at most about an hour on two cores, or seconds"
+        "paper", description="length of the run: as in the paper, mostly less than an hour on two cores, or seconds"
     )
     method: str = Field(DEFAULT_METHOD, description="strategy of the run; see `cfl-run list methods`")
     regularizers: Annotated[tuple[str, ...], Tuple] = Field((), description="local regularizers, in order")

@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 
 from cfl.assembly import methods, resolve
-from cfl.config.attack import AttackConfig
 from cfl.config.overrides import change
 from cfl.config.schema import RunConfig, TextConfig
 from cfl.contract.composed import ComposedMethod, prefix
@@ -110,7 +109,6 @@ def decisive(options: Options) -> dict[str, Any]:
     Options that earlier versions lack count where they are set, so that a newer version continues an older run.
     """
     new = {"start": None, "validation": 0.0, "precision": "float32", "compile": None, "text": dict(TextConfig())}
-    new |= {"attack": dict(AttackConfig())}
     secure = {name: own for name, own in options.get("secure", {}).items() if (name, own) != ("consistency", False)}
     options = {**options, "secure": secure}
     later = {name for name, value in new.items() if options.get(name, value) == value}

@@ -175,21 +175,18 @@ def load(
     return SavedRun(folder, config, read_json(folder / "metrics.json"), handle, own, trees, latest, about)
 
 
-_RESULTS = "has no checkpoints: only options and results of a run are there, not its model"
-
-
 def checkpointed(folder: Path) -> tuple[Server, int]:
     """Return the server's trees in the last checkpoint of a run's folder, and the number of its last task."""
+    if (folder / "metrics.json").exists() and not any((folder / "checkpoints").glob("checkpoint-*")):
+        raise ConfigError(f"'{folder}' has no checkpoints: only options and results of a run are there, not its model")
     if not (folder / MODEL).exists():
-        why = "holds no run; give the --output of one"
-        if any((folder / "checkpoints").glob("checkpoint-*")) and (folder / "config.yaml").exists():
-            why = f"has no {MODEL}: an earlier version made the run; continue it with --resume to write the file"
-        elif (folder / "config.yaml").exists():
-            why = _RESULTS
-        raise ConfigError(f"'{folder}' {why}")
+        held = (folder / "config.yaml").exists()
+        raise ConfigError(
+            f"'{folder}' has no {MODEL}: an earlier version made the run; continue it with --resume to write the file"
+            if held
+            else f"'{folder}' holds no run; give the --output of one"
+        )
     found = checkpoint.load_latest(folder / "checkpoints", None, warnings.warn)
-    if found is None and (folder / "metrics.json").exists():
-        raise ConfigError(f"'{folder}' {_RESULTS}")
     if found is None:
         raise ConfigError(f"the run in '{folder}' has no checkpoint yet; wait for its first round")
     trees, meta = found

@@ -1,5 +1,6 @@
 """The figures of a run as named numbers, for sinks that draw curves."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ from cfl.runtime.sinks import NullSink
 Scalars = Mapping[str, float]
 
 
-class ScalarSink(NullSink):
+class ScalarSink(NullSink, ABC):
     """Base of sinks that write scalars by number of completed rounds. A subclass defines `_write`."""
 
     def __init__(self) -> None:
@@ -40,8 +41,9 @@ class ScalarSink(NullSink):
         traffic = {f"total/{name}": metrics[name] for name in ("bytes_up", "bytes_down")}
         self._write(_known({**scores, **traffic, **_owned(metrics.get("callbacks", {}))}))
 
+    @abstractmethod
     def _write(self, scalars: Scalars) -> None:
-        raise NotImplementedError
+        """Write scalars at the current step."""
 
 
 def _owned(metrics: Mapping[str, Scalars]) -> dict[str, float]:
