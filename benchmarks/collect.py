@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Container, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 from host import about
@@ -34,6 +34,7 @@ from cfl.runtime.run_folder import write_json
 HERE = Path(__file__).parent
 RUNS, PAGE = HERE / "results" / "runs", HERE / "RESULTS.md"
 SCALES = {"paper": "full length", "small": "small", "smoke": "smoke"}
+MORE = ([], ["precision=bf16"])  # options with which the papers' tables are shown, in sections of their own
 
 _HEAD = """# Results
 
@@ -72,14 +73,17 @@ def page(runs: Path = RUNS) -> str:
     stored = read([runs]).runs
     used: set[str] = set()
     sections = [_HEAD, _machines(runs)]
-    for scale, words in SCALES.items():
-        for table in reproduce.tables().values():
-            there = [run for run in stored if run.options["scale"] == scale]
-            shown = _table(table, scale, runs, there, used) if there else []
+    for scale in SCALES:
+        there = [run for run in stored if run.options["scale"] == scale]
+        for table, more in product(reproduce.tables().values() if there else (), MORE):
+            shown = _table(table, scale, more, runs, there, used)
             if shown:
-                line = f"cfl-run reproduce {table.name} --scale {scale} --stored benchmarks/results/runs --show"
+                words = ", ".join((SCALES[scale], *(f"`{option}`" for option in more)))
+                given = "".join(f" --set {option}" for option in more)
+                line = f"cfl-run reproduce {table.name} --scale {scale}{given} --stored benchmarks/results/runs --show"
                 sections += [f"## {table.title} ({words})\n\n```\n{line}\n```\n", *shown]
-                sections += ["\n".join(f"- {note}" for note in table.notes) + "\n"] if table.notes else []
+                notes = () if more else table.notes  # they stand in the section above
+                sections += ["\n".join(f"- {note}" for note in notes) + "\n"] if notes else []
     rest = [run for run in stored if run.config is None or experiment(run.config) not in used]
     for scale, words in SCALES.items():
         found = scenes([run for run in rest if run.options["scale"] == scale])
@@ -121,16 +125,25 @@ def _options(words: Sequence[str], aside: Container[str]) -> list[str]:
 
 
 def _table(
-    table: reproduce.Table, scale: str, folder: Path, stored: Sequence[FinishedRun], used: set[str]
+    table: reproduce.Table,
+    scale: str,
+    more: Sequence[str],
+    folder: Path,
+    stored: Sequence[FinishedRun],
+    used: set[str],
 ) -> list[str]:
-    """The blocks of a table that have runs; adds the hashes of those to `used`. stored: the runs of that scale."""
+    """The blocks of a table that have runs; adds the hashes of those to `used`.
+
+    more: options of all runs, with which rows without runs are left out; stored: the runs of that scale.
+    """
     benchmarks, seeds = ({run.metrics[name] for run in stored} for name in ("benchmark", "seed"))
     near = replace(table, cells=[cell for cell in table.cells if cell.spec.get("benchmark") in (None, *benchmarks)])
-    found = near.runs([], sorted(seeds), scale, [], folder / "missing", [folder])
+    found = near.runs([], sorted(seeds), scale, more, folder / "missing", [folder])
     found = {cell: [run for run in own if run.results()] for cell, own in found.items()}
     used |= {run.experiment for own in found.values() for run in own}
     places = {(cell.part, cell.column) for cell, own in found.items() if own}
-    shown = {cell: own for cell, own in found.items() if (cell.part, cell.column) in places}
+    rows = {cell.row for cell, own in found.items() if own or not more}
+    shown = {cell: own for cell, own in found.items() if (cell.part, cell.column) in places and cell.row in rows}
     ours = {cell: reproduce.scores(table.measures, own) for cell, own in shown.items()}
     return [reproduced.markdown(block) + "\n" for block in reproduced.blocks(table, ours, scale)]
 

@@ -85,3 +85,18 @@ def test_a_run_of_a_paper_s_table_stands_beside_the_paper(collect, tmp_path):
     assert row == "| FOT | 90.35 ± 0.06 | 90.00 | -0.35 | 1.75 ± 0.06 | 1.75 | +0.00 | 1 |"
     assert "| PMNIST | 62.18 | 62.50 | +0.32 | 1 |" in page  # Table 3; (50 + 75) / 2
     assert "FOT, Table 1: PMNIST, non-IID" not in page and "not in a paper" not in page
+
+
+def test_a_run_in_bfloat16_is_in_a_table_of_its_own(collect, tmp_path):
+    """Two runs that differ in the precision alone: numbers are put there."""
+    for place, options in enumerate(([], ["precision=bf16"])):
+        config = cfl.resolve("permuted-mnist", method="fot", overrides=options, seed=0)
+        put(tmp_path / str(place), config)
+        collect.store(tmp_path / str(place), tmp_path / "runs")
+    page = collect.page(tmp_path / "runs")
+    assert "not in a paper" not in page
+    for words, rows in (("", {"FL", "FOT"}), (", `precision=bf16`", {"FOT"})):
+        section = page.partition(f"## FOT, Table 1 (full length{words})\n")[2].partition("\n## ")[0]
+        assert ("--set precision=bf16" in section) == bool(words)
+        found = {line.split(" | ")[0].removeprefix("| "): line for line in section.splitlines() if line[:2] == "| "}
+        assert rows <= {*found} and ("FL" in found) == ("FL" in rows) and "90.00" in found["FOT"]
