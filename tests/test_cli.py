@@ -424,6 +424,11 @@ def test_evaluate_repeats_the_last_evaluation_and_takes_own_samples(tmp_path, mo
         (("evaluate", "nothing"), 2, "'nothing' holds no run"),
         (("evaluate", "run", "--task", "0"), 2, "--task is for samples in --data"),
         (("evaluate", "run", "--data", "absent.npz"), 1, "'absent.npz' must be an .npz file with arrays x and y"),
+        (("evaluate", "run", "--data", "array.npy"), 1, "with arrays x and y of numbers; it is no npz archive"),
+        (("evaluate", "run", "--data", "labels.npz"), 1, "has labels 5 to 6, and the head has classes 0 to 1"),
+        (("evaluate", "run", "--data", "nan.npz"), 1, "x has NaN or infinity"),
+        (("evaluate", "run", "--data", "none.npz"), 1, "'none.npz' has no samples"),
+        (("evaluate", "run", "--data", "objects.npz"), 1, "it holds objects, or is damaged"),
         (("evaluate", "run"), 2, "has a stream of its own, 'custom'; pass --data"),
         (("train", "permuted-digits", "--from", "nothing"), 2, "'nothing' holds no run"),
     ],
@@ -433,5 +438,10 @@ def test_evaluate_and_from_name_what_is_wrong(args, status, text, tmp_path, monk
     x, y = np.zeros((20, 3)), np.arange(20) % 2
     config = cfl.resolve("permuted-digits", overrides=["rounds=1", "partition.clients=1"])
     cfl.run(config, stream=cfl.from_tensors([(x, y, x, y)]), output="run")
+    np.save("array.npy", x)
+    np.savez("labels.npz", x=x, y=y + 5)
+    np.savez("nan.npz", x=x * np.nan, y=y)
+    np.savez("none.npz", x=x[:0], y=y[:0])
+    np.savez("objects.npz", x=np.array([{}]), y=y)
     assert invoke(*args) == status
     assert text in capsys.readouterr().err

@@ -7,7 +7,7 @@ uploads of all its hostile clients are at one place, and are replaced there, wha
     scale       noise from N(0, (s rms)^2), rms being the root mean square of each leaf of u_i
     alie        mean - z std                    (Baruch et al., NeurIPS 2019, Algorithm 3)
     ipm         -epsilon mean                   (Xie et al., UAI 2020)
-    sketch      s times what `Strategy.poisoned` makes of the uploads of `work`
+    sketch      s times the leaves that `Strategy.poisoned` puts in place of uploads of `work`
 
 u_i: the strategy's update. mean, std: over the hostile clients of the round, who know no other updates; of one client
 std is 0, so that alie leaves its update as it is. Uploads of regularizers, and counters, stay as they are.
@@ -83,7 +83,8 @@ class AttackedSum(UploadSum):
                 uploads[STRATEGY] = {**uploads[STRATEGY], **sent[client]}
             if self._options.name == "sketch" and WORK in uploads:
                 poisoned = self._attack.strategy.poisoned(uploads[WORK], rng.key(self.info.key, "attack", client))
-                uploads[WORK] = tree.scale(poisoned, self._strength)
+                changed = {name: leaf for name, leaf in poisoned.items() if leaf is not uploads[WORK][name]}
+                uploads[WORK] = {**uploads[WORK], **tree.scale(changed, self._strength)}
             if not super().add(client, uploads, float(own[WEIGHTS][""])):
                 raise UpdateError(f"the attack's upload is not finite ({self.info.place}); lower attack.strength")
         self._kept = {}

@@ -47,7 +47,7 @@ class SampleNoise:
 
         grads: leaves (batch, ...), one per sample; mask: (batch,), 0 for padding; drawn: noise of the step.
         """
-        norms = torch.stack([leaf.flatten(1).norm(dim=1) for leaf in grads.values()]).norm(dim=0)
+        norms = torch.stack([leaf[..., None].flatten(1).norm(dim=1) for leaf in grads.values()]).norm(dim=0)
         finite = norms.isfinite()
         factors = mask * (self.clip / norms.clamp(min=self.clip))
 

@@ -115,7 +115,8 @@ def _accounting(methods: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
     released = releases(plan, config)
     if not released:
         yield f"dp.protect=work protects nothing: '{config.method}' sends updates only; set dp.protect=all"
-    if dp.protect == "all" and config.agg.weights != "uniform":
+    weighs = dp.protect == "all" or strategy.gathers == "mean"
+    if weighs and config.agg.weights != "uniform":
         yield "agg.weights=samples gives sums no fixed divisor and reveals sample counts; set agg.weights=uniform"
     yield from _sampling(released, config)
 

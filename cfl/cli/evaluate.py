@@ -2,13 +2,14 @@
 
 from pathlib import Path
 from typing import Annotated, Any
+from zipfile import BadZipFile, is_zipfile
 
 import numpy as np
 import typer
 
 from cfl.assembly import methods
 from cfl.cli.app import DataRoot, Download, app, display
-from cfl.core import ConfigError, DataError
+from cfl.core import ConfigError, DataError, plugins
 from cfl.report import tables
 from cfl.runtime.runner import stream_of
 from cfl.runtime.saved_run import load
@@ -33,21 +34,34 @@ def evaluate(
     title = f"{run.about['stream']}, {run.config.label}, seed {run.config.seed}"
     if data is not None:
         x, y = _arrays(data)
-        right = run.predict(x, task) == as_labels(y, f"y in '{data}'", len(x))
-        display(*tables.evaluated({f"{data.name}: {len(x)} samples": float(right.double().mean())}, title))
+        labels, logits = as_labels(y, f"y in '{data}'", len(x)), run.logits(x, task)
+        if not len(labels):
+            raise DataError(f"'{data}' has no samples")
+        if not 0 <= int(labels.min()) <= int(labels.max()) < logits.shape[1]:
+            raise DataError(
+                f"y in '{data}' has labels {int(labels.min())} to {int(labels.max())}, and the head has classes 0 to "
+                f"{logits.shape[1] - 1}; number the labels as the run's targets"
+            )
+        right = logits.argmax(dim=1) == labels
+        display(*tables.evaluated([(f"{data.name}: {len(x)} samples", float(right.double().mean()))], title))
         return
     if task is not None:
         raise ConfigError("--task is for samples in --data; without --data, all tasks are evaluated")
-    if run.about["stream"] != run.config.benchmark:
+    if run.about["stream"] != run.config.benchmark or run.config.benchmark not in plugins.benchmarks.names():
         raise ConfigError(f"the run in '{folder}' has a stream of its own, '{run.about['stream']}'; pass --data")
     stream = stream_of(run.config, data_root, download, public=methods.need_public(methods.build(run.config)))
-    display(*tables.evaluated(dict(zip(run.about["tasks"], run.accuracies(stream))), f"{title}, test data"))
+    display(*tables.evaluated([*zip(run.about["tasks"], run.accuracies(stream))], f"{title}, test data"))
 
 
 def _arrays(path: Path) -> tuple[Any, Any]:
     """Read x and y from a file. Raises DataError for any other file."""
+    wanted = f"'{path}' must be an .npz file with arrays x and y of numbers"
+    if path.is_file() and not is_zipfile(path):
+        raise DataError(f"{wanted}; it is no npz archive, or only a part of one")
     try:
         with np.load(path, allow_pickle=False) as file:
             return file["x"], file["y"]
-    except (OSError, ValueError, KeyError, AttributeError, EOFError) as error:
-        raise DataError(f"'{path}' must be an .npz file with arrays x and y: {error}") from None
+    except (OSError, KeyError, EOFError, BadZipFile) as error:
+        raise DataError(f"{wanted}: {error}") from None
+    except ValueError:  # whose text advises to allow pickles
+        raise DataError(f"{wanted}; it holds objects, or is damaged") from None

@@ -13,8 +13,19 @@ from cfl.config.schema import RunConfig
 from cfl.core import ConfigError
 
 
+class _Twice(yaml.constructor.ConstructorError):
+    """A key that a mapping has twice."""
+
+
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml if installed
-    """YAML loader that reads `1e-5` as a number; YAML 1.1 reads it as a string."""
+    """YAML loader that reads `1e-5` as a number, a string in YAML 1.1, and refuses a key that is given twice."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        keys = [self.construct_object(key) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        for place, key in enumerate(keys):
+            if key in keys[:place]:
+                raise _Twice(None, None, f"'{key}' is given twice", node.value[place][0].start_mark)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
@@ -34,7 +45,8 @@ def read_yaml(path: Any) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as error:  # ValueError: such as a date that does not exist
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"the configuration '{path}' is not valid YAML{where}") from None
+        why = f": {error.problem}; join the two" if isinstance(error, _Twice) else ""
+        raise ConfigError(f"the configuration '{path}' is not valid YAML{where}{why}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"the configuration '{path}' must hold options as 'key: value'")
     return data

@@ -36,14 +36,20 @@ def caps(member: LocalRegularizer) -> bool:
     return type(member).cap is not LocalRegularizer.cap
 
 
-def capped(uploads: Tree, rule: LocalRegularizer, strategy: Strategy, info: RoundInfo) -> Tree:
-    """The `work` uploads as the strategy gets them. uploads: leaves (clients, ...); measurements have no cap."""
+def capped(trees: TreesByOwner, rule: LocalRegularizer, strategy: Strategy, info: RoundInfo) -> Tree:
+    """The `work` uploads as the strategy gets them; measurements have no cap.
+
+    trees: the aggregated uploads, with the clients' weights; those of `work` are leaves (clients, ...).
+    """
+    uploads, weights = trees[WORK], trees[WEIGHTS][""].tolist()
     floats = {name: leaf for name, leaf in uploads.items() if leaf.is_floating_point()}
     if info.phase.protected:
         floats = rule.cap(floats, strategy.sizes(floats, info), info)
     if strategy.gathers == "stack":
         return {name: floats.get(name, leaf) for name, leaf in uploads.items()}
-    return with_counters(tree.weighted_sum(floats, [1.0] * len(info.clients)), uploads)
+    if strategy.gathers == "mean":
+        return with_counters(tree.weighted_mean(floats, weights), uploads)
+    return with_counters(tree.weighted_sum(floats, [1.0] * len(weights)), uploads)
 
 
 def combined(trees: TreesByOwner, rule: LocalRegularizer, info: RoundInfo) -> Tree:

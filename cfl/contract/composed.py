@@ -180,7 +180,7 @@ class ComposedMethod:
             return trees
         member, found = self.checked[rule], {owner: own for owner, own in trees.items() if owner != WEIGHTS}
         if WORK in trees and caps(self.members[rule]):
-            found[WORK] = capped(trees[WORK], member, self.strategy, info)
+            found[WORK] = capped(trees, member, self.strategy, info)
             self.check(rule, "cap", {"work": found[WORK]}, trees, info.place)
         if STRATEGY in trees:
             found[STRATEGY] = combined(trees, member, info)

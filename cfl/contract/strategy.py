@@ -136,7 +136,8 @@ class Strategy(LocalRegularizer):
     def poisoned(self, upload: Tree, key: int) -> Tree:
         """Return what a hostile client sends in place of its `work` upload, at the upload's own size.
 
-        Called in rounds with attack.name=sketch, which multiplies the result by attack.strength.
+        Called in rounds with attack.name=sketch, which multiplies by attack.strength all leaves of the result but those
+        that are the upload's own.
         key: integer for the draws of this client.
         """
         return upload

@@ -41,7 +41,8 @@ def experiment(config: RunConfig) -> str:
 def digest(config: RunConfig, code: Mapping[str, str] | None = None) -> str:
     """Hash what determines a run's figures, up to rounding: ten hex digits.
 
-    That is the experiment, the options that change draws in the network, and the code of other packages.
+    That is the experiment, the options that change draws in the network, the code of other packages, and the models
+    that the run starts from.
     code: hashes as by `fingerprint.code`, by default of the present code.
     """
     code = fingerprint.code(config) if code is None else code

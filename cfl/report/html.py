@@ -17,7 +17,7 @@ from cfl.report.figures import Figure, Panel
 from cfl.report.overview import by_scene, overview
 from cfl.report.plots import Style
 from cfl.report.repeat import command
-from cfl.report.runs import FinishedRun, Found, RunGroup, Scene, differing, option_text, scenes
+from cfl.report.runs import OBJECTS, FinishedRun, Found, RunGroup, Scene, differing, option_text, scenes
 from cfl.report.tables import Cell
 from cfl.runtime import notebook
 
@@ -238,6 +238,9 @@ def _repeat(shown: Sequence[Scene], several: bool) -> Iterator[str]:
     lines = []
     for scene, group in _all(shown):
         name, run = _name(scene, group, several), group.runs[0]
+        if OBJECTS in run.options:
+            lines.append(f"# {' '.join(name.split())}: with objects of its own, so by your program alone\n")
+            continue
         again = command(run.config) if run.config else None
         if again is None:  # no options give this configuration, so the command names its file
             again = ["cfl-run", "train", "--config", str(run.path / "config.yaml"), "--seed", str(run.metrics["seed"])]

@@ -167,7 +167,7 @@ def comparison(
         seen = np.nanmean(100 * np.array(rows, dtype=float), axis=1)
         right.plot(range(len(seen)), seen, marker="o", label=method)
     right.set(
-        xticks=_ticks(len(next(iter(matrices.values())))),
+        xticks=_ticks(max(map(len, matrices.values()))),
         ylim=(0, 102),
         xlabel="after task",
         ylabel="mean accuracy on tasks seen, %",

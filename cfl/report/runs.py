@@ -13,14 +13,16 @@ from cfl.assembly.resolve import dump, load
 from cfl.config.overrides import assignment, flat, read_yaml
 from cfl.config.presets import preset
 from cfl.config.schema import RunConfig
-from cfl.core import ConfigError
+from cfl.core import ConfigError, content
 from cfl.experiments.compare import HOW, continuation
 from cfl.report import tables
 from cfl.report.repeat import resolved
-from cfl.runtime.run_folder import ERROR, read_json, sheets
+from cfl.runtime.run_folder import ERROR, MADE_OF, MODEL, read_json, sheets
 from cfl.runtime.table import spent, stoppers
 
 _TRAINING = ("rounds", "local.", "agg.", "server.")  # options that are often chosen for each method
+_METHODS = ("strategy.", "regularizer.")
+OBJECTS = "objects"
 _NEEDED = ("method", "benchmark", "seed", "acc", "accuracy_matrix")
 
 
@@ -28,8 +30,9 @@ _NEEDED = ("method", "benchmark", "seed", "acc", "accuracy_matrix")
 class FinishedRun:
     """A finished run and the contents of its files; `rounds`, `timing` and `machine` are empty without their file.
 
-    config: None if a name is unknown, such as a method of another package; options: dotted name to value; sheets: task
-    to the picture of the images that the method had made by its end.
+    config: None if a name is unknown, such as a method of another package; options: dotted name to value, and `OBJECTS`
+    to a hash of the network, strategy and regularizers of the user's own, if the run had any; sheets: task to the
+    picture of the images that the method had made by its end.
     """
 
     path: Path
@@ -189,7 +192,7 @@ def _run(folder: Path) -> FinishedRun:
         config = load(data)
     except ConfigError:
         config = None
-    options = flat(dump(config) if config else data)
+    options = {**flat(dump(config) if config else data), **_objects(folder)}
     rounds = folder / "rounds.jsonl"
     try:
         lines = rounds.read_text(encoding="utf-8").splitlines() if rounds.is_file() else []
@@ -198,6 +201,17 @@ def _run(folder: Path) -> FinishedRun:
         raise ConfigError(f"'{rounds}' is damaged; repeat the run, or move the file away") from None
     timing, machine = (read_json(folder / name) for name in ("timing.json", "machine.json"))
     return FinishedRun(folder, metrics, options, config, rows, timing, machine, sheets(folder))
+
+
+def _objects(folder: Path) -> dict[str, str]:
+    """The hash of the user's own objects, as an option; empty if the options describe the whole run."""
+    about, made = read_json(folder / MODEL), read_json(folder / MADE_OF)
+    parts, named = made.get("run", {}), made.get("code", {})  # named: code of other packages, by options
+    codes = {name: own for name, own in parts.items() if name.startswith("the code of ")}
+    if not (about.get("model") or about.get("strategy") or {*codes.values()} - {*named.values()}):
+        return {}
+    kept = {name: own for name, own in parts.items() if name == "the network" or name.startswith(_METHODS)}
+    return {OBJECTS: content.digest({**codes, **kept})[:6]}
 
 
 def _settings(runs: Sequence[FinishedRun], names: Sequence[str]) -> list[str]:
@@ -242,7 +256,7 @@ def _label(run: FinishedRun, texts: Iterable[str]) -> str:
 
 
 def _of_method(name: str) -> bool:
-    return name.startswith(("strategy.", "regularizer."))
+    return name.startswith(_METHODS) or name == OBJECTS
 
 
 def _setting(run: FinishedRun, name: str) -> str:

@@ -60,17 +60,17 @@ def matrix(rows: Matrix, title: str) -> Table:
     return table
 
 
-def evaluated(found: Mapping[str, float], title: str) -> Iterator[Table | str]:
-    """Accuracy on each of some sets of samples, and their mean if there are several. found: name to fraction."""
+def evaluated(found: Sequence[tuple[str, float]], title: str) -> Iterator[Table | str]:
+    """Accuracy on each of some sets of samples, and their mean if there are several. found: names and fractions."""
     table = Table()
     table.add_column("samples")
     table.add_column("accuracy", justify="right")
-    for name, value in found.items():
+    for name, value in found:
         table.add_row(name, f"{value:.1%}")
     yield title
     yield table
     if len(found) > 1:
-        yield f"ACC {percent(sum(found.values()) / len(found))}%"
+        yield f"ACC {percent(sum(value for _, value in found) / len(found))}%"
 
 
 def run(metrics: Metrics, title: str, folder: Path) -> Iterator[Table | str]:

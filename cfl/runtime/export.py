@@ -57,6 +57,11 @@ def _onnx(network: nn.Module, leaves: Tree, about: Mapping[str, Any]) -> bytes:
     finally:
         said.setLevel(level)
     assert program is not None
+    if not program.model_proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param:
+        raise ConfigError(
+            "the network's forward fixes the number of samples, so an .onnx file would take batches of "
+            f"{len(sample)} alone; write x.shape[0] for len(x) there, or export to .safetensors"
+        )
     return program.model_proto.SerializeToString()
 
 

@@ -1,7 +1,9 @@
 """What a run is made of beyond its options: data, network, methods, and the code of other packages, each as a hash."""
 
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cache, cached_property
+from hashlib import blake2b, file_digest
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -12,6 +14,7 @@ from cfl.config.schema import RunConfig, TextConfig
 from cfl.contract.composed import ComposedMethod, prefix
 from cfl.core import Tree, content, plugins
 from cfl.runtime import checkpoint
+from cfl.runtime.saved_run import checkpointed
 from cfl.streams import Stream
 
 Options = Mapping[str, Any]
@@ -94,13 +97,34 @@ class Fingerprint:
 
 
 def code(config: RunConfig) -> dict[str, str]:
-    """Hash the code of other packages that a configuration names: a name for messages to the hash."""
+    """Hash what a configuration names outside of `cfl`, by names for messages.
+
+    That is the code of other packages, and the models that the run starts from.
+    """
     named = {f"method '{config.method}'": plugins.strategies.get(config.method)}
     named |= {f"regularizer '{name}'": plugins.local.get(name) for name in config.regularizers}
     named |= {f"model '{config.model.name}'": plugins.models.get(config.model.name)}
     if config.benchmark in plugins.benchmarks.names():  # else the run has a stream of the user's own
         named |= {f"benchmark '{config.benchmark}'": plugins.benchmarks.get(config.benchmark).build}
-    return {f"the code of {name}": content.digest(item) for name, item in named.items() if content.foreign(item)}
+    found = {f"the code of {name}": content.digest(item) for name, item in named.items() if content.foreign(item)}
+    for folder, pattern in ((config.start, "checkpoints/checkpoint-*"), (config.model.weights, "*.safetensors")):
+        files = sorted(Path(folder).glob(pattern)) if folder is not None else []
+        if files:
+            marks = tuple((str(path), path.stat().st_mtime_ns) for path in files)
+            found[f"the model in '{folder}'"] = _model(str(folder), folder == config.start, marks)
+    return found
+
+
+@cache
+def _model(folder: str, run: bool, marks: tuple[tuple[str, int], ...]) -> str:
+    """Hash the parameters in the folder of a run, or files of weights. marks: the files, and when each was written."""
+    if run:
+        return content.digest(checkpointed(Path(folder))[0]["params"])
+    state = blake2b(digest_size=16)
+    for path, _ in marks:
+        with open(path, "rb") as file:
+            state.update(file_digest(file, "sha256").digest())
+    return state.hexdigest()
 
 
 def decisive(options: Options) -> dict[str, Any]:

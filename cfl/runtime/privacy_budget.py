@@ -19,6 +19,7 @@ _SOURCES = {
 }
 
 Plan = tuple[Releases, ...]
+FEW = 3  # plans, see `Budget._worst`
 
 
 class Budget:
@@ -83,17 +84,33 @@ class Budget:
     def so_far(self, rounds: int) -> float:
         """Largest epsilon of a client after the first `rounds` rounds; 0 without releases."""
         plans = set(self.plans(rounds).values())
-        return self._epsilon(max(plans, key=_weight)) if plans else 0.0
+        return max(map(self._epsilon, self._worst(plans)), default=0.0)
 
     def _solve(self, target: float) -> None:
         """Set the multiplier so that no client exceeds the target."""
         plans, dp = set(self.plans().values()), self.dp
-        if not plans:
-            return
-        self.multiplier = accounting.noise_multiplier(max(plans, key=_weight), target, dp.delta, dp.accountant)
-        while max(map(self._epsilon, plans)) > target:  # `_weight` only approximates the order
-            self.multiplier *= 1.001
+        # `_weight` only approximates the order, so another plan may then exceed the target; None without releases
+        worst: Plan | None = max(plans, key=_weight, default=None)
+        while worst is not None:
+            needed = accounting.noise_multiplier(worst, target, dp.delta, dp.accountant)
+            self.multiplier = max(needed, self.multiplier * (1 + accounting.TOLERANCE))
             self._known.clear()
+            worst = max(plans, key=self._epsilon)
+            if self._epsilon(worst) <= target:
+                break
+
+    def _worst(self, plans: set[Plan]) -> list[Plan]:
+        """Plans among which that of the largest epsilon is: all known ones, and the first few others by a quick bound.
+
+        The accountant takes seconds for a plan. The bound, by Renyi DP at few orders, may swap plans of almost equal
+        epsilon, so more than one is left.
+        """
+        known = [plan for plan in plans if plan in self._known]
+        others = sorted(plans - {*known}, key=self._bound)
+        return known + others[-FEW:]
+
+    def _bound(self, plan: Plan) -> float:
+        return accounting.epsilon(plan, self.multiplier, self.dp.delta, "rough")
 
     def _epsilon(self, plan: Plan) -> float:
         if plan not in self._known:

@@ -10,7 +10,7 @@ from cfl.assembly import privacy_rules
 from cfl.config.schema import RunConfig
 from cfl.contract import MEMORY, RoundInfo, RoundInputs, Server, TreesByOwner
 from cfl.contract.composed import STRATEGY, ComposedMethod
-from cfl.core import Tree, tree
+from cfl.core import Tree, plugins, tree
 from cfl.models import Model
 from cfl.runtime import schedule
 from cfl.runtime.population import Population
@@ -40,7 +40,9 @@ class Rounds:
     ) -> None:
         self.composed, self.strategy, self.model = composed, composed.strategy, model
         self.population, self.config, self.public, self.tasks = population, config, public, len(stream)
-        self.schedule = schedule.planned(self.strategy, label, [task.name for task in stream.tasks], config.rounds)
+        whole = plugins.benchmarks.get(config.benchmark) if config.benchmark in plugins.benchmarks.names() else None
+        tasks, others = [task.name for task in stream.tasks], whole.names if whole else ()
+        self.schedule = schedule.planned(self.strategy, label, tasks, config.rounds, others)
         self._rates = schedule.rates(self.schedule, config.local)
         self._trained = schedule.trained(self.schedule)
         self._trained_in_run = schedule.trained(self.schedule, restart=False)

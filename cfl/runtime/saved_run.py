@@ -61,6 +61,12 @@ class SavedRun:
         return {task: tree.select(self.params, self.model.new_head(task)) for task in range(self.latest + 1)}
 
     @property
+    def model_options(self) -> dict[str, Any]:
+        """The options with which `cfl.models.build` makes the network, except for adapters."""
+        options = dict(self.config.model.options)
+        return options | ({"vocabulary": options["vocabulary"] or own} if (own := self.about["vocabulary"]) else {})
+
+    @property
     def bases(self) -> Tree:
         """Layer to the orthonormal basis (d, rank) that the server protects; empty for methods without one."""
         return self.server.get("basis", {})
@@ -127,6 +133,7 @@ class SavedRun:
         task = self.latest if task is None else task
         leaves = self.model.bind(self.strategy.serve(self.server, task), task)
         about = {name: self.about[name] for name in ("input_shape", "classes", "scenario")}
+        about |= {"options": self.model_options, "norm_stats": self.config.model.norm_stats}
         return export.write(Path(path), *adapters.merged(self.model.module, leaves), {**about, "task": task})
 
     @cached_property
@@ -140,6 +147,8 @@ class SavedRun:
                 f"x has samples of shape {tuple(x.shape[1:])}, and the run in '{self.folder}' has "
                 f"{tuple(self.about['input_shape'])}"
             )
+        if not torch.isfinite(x).all():
+            raise DataError("x has NaN or infinity")
         if x.dtype == torch.uint8:
             mean, std = (self.about["pixels"].get(name) for name in ("mean", "std"))
             x = x.float() / 255

@@ -4,21 +4,26 @@ from collections.abc import Collection, Mapping, Sequence
 
 from cfl.config.schema import LocalConfig
 from cfl.contract import Phase, Strategy
-from cfl.core import ConfigError, rng
+from cfl.core import ConfigError, rng, unknown
 
 Schedule = list[tuple[int, Phase, int]]
 """(task, phase, round within the phase) of every round."""
 
 
 def planned(
-    strategy: Strategy, method: str, tasks: Sequence[str], rounds: int | tuple[int, ...] | Mapping[str, int]
+    strategy: Strategy,
+    method: str,
+    tasks: Sequence[str],
+    rounds: int | tuple[int, ...] | Mapping[str, int],
+    others: Collection[str] = (),
 ) -> Schedule:
     """List all rounds that a strategy plans. method: its name in messages; tasks: names of the tasks.
 
-    rounds: training rounds of each task, in order or by name, or one number for all tasks.
+    rounds: training rounds of each task, in order or by name, or one number for all tasks; others: further names that
+    it may have, of tasks that the run leaves out.
     Raises ConfigError if the rounds do not fit the tasks, and for an invalid plan.
     """
-    plans = [strategy.plan(task, len(tasks), number) for task, number in enumerate(_each(rounds, tasks))]
+    plans = [strategy.plan(task, len(tasks), number) for task, number in enumerate(_each(rounds, tasks, others))]
     for task, plan in enumerate(plans):
         names = [phase.name for phase in plan]
         if not any(phase.rounds for phase in plan):
@@ -30,8 +35,10 @@ def planned(
     ]
 
 
-def _each(rounds: int | tuple[int, ...] | Mapping[str, int], tasks: Sequence[str]) -> Sequence[int]:
-    """Training rounds of each task. Names of other tasks are ignored, since a preset names all tasks."""
+def _each(
+    rounds: int | tuple[int, ...] | Mapping[str, int], tasks: Sequence[str], others: Collection[str]
+) -> Sequence[int]:
+    """Training rounds of each task. A preset names all tasks, `others` among them."""
     if isinstance(rounds, int):
         return [rounds] * len(tasks)
     if isinstance(rounds, tuple):
@@ -41,6 +48,10 @@ def _each(rounds: int | tuple[int, ...] | Mapping[str, int], tasks: Sequence[str
     for name in tasks:
         if name not in rounds:
             raise ConfigError(f"rounds has no number for task '{name}'; add it, or give one number for all tasks")
+    known = {*tasks, *others}
+    for name in rounds:
+        if name not in known:
+            raise unknown("task in rounds", name, known)
     return [rounds[name] for name in tasks]
 
 

@@ -69,7 +69,8 @@ def build(
     stream = benchmark.build(tasks, seed, root, download, class_order, *([text] if benchmark.text else []))
     if not isinstance(stream, Stream):
         raise DataError(f"benchmark '{name}' must build a cfl.Stream, not {described(stream)}")
-    return stream
+    stream = stream if stream.name == name else replace(stream, name=name)
+    return selected(stream, tasks) if isinstance(tasks, int) else stream
 
 
 def selected(stream: Stream, tasks: int | Sequence[str] | None) -> Stream:

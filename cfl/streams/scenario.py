@@ -7,6 +7,8 @@
 
 from dataclasses import replace
 
+import torch
+
 from cfl.core import ConfigError, unknown
 from cfl.streams.store import Stream, Task
 
@@ -15,6 +17,9 @@ SCENARIOS = ("task", "class", "domain")
 
 def with_scenario(stream: Stream, scenario: str | None) -> Stream:
     """Return a stream under a scenario; None: as it is.
+
+    If its tasks share a head and no label, each task's labels are numbered anew under "task" and "class", in their
+    order: no output is then without samples.
 
     Raises ConfigError for an unknown scenario, for tasks of unequal sizes under "domain", and for another scenario than
     "class" if the stream numbers the classes of all tasks already.
@@ -25,6 +30,8 @@ def with_scenario(stream: Stream, scenario: str | None) -> Stream:
         raise unknown("scenario", str(scenario), SCENARIOS)
     if stream.growing:
         raise ConfigError(f"stream '{stream.name}' has targets of scenario=class, so it cannot run with {scenario}")
+    if scenario != "domain" and not stream.multi_head:
+        stream = replace(stream, tasks=_own_labels(stream.tasks))
     if scenario == "class":
         return replace(stream, tasks=_numbered(stream), multi_head=True, growing=True)
     counts = sorted({task.classes for task in stream.tasks})
@@ -32,6 +39,18 @@ def with_scenario(stream: Stream, scenario: str | None) -> Stream:
         raise ConfigError(f"scenario=domain needs tasks with equal numbers of classes, and those of '{stream.name}' "
                           f"have {counts}; use scenario=task or class")  # fmt: skip
     return replace(stream, multi_head=scenario == "task")
+
+
+def _own_labels(tasks: tuple[Task, ...]) -> tuple[Task, ...]:
+    """Number the labels of each task from 0 if no two of several tasks share one."""
+    labels = [torch.cat([task.train.targets, task.test.targets]).unique() for task in tasks]
+    if len(tasks) == 1 or len(torch.cat(labels).unique()) < sum(map(len, labels)):
+        return tasks
+    found = []
+    for task, own in zip(tasks, labels, strict=True):
+        train, test = (replace(part, targets=torch.searchsorted(own, part.targets)) for part in (task.train, task.test))
+        found.append(replace(task, train=train, test=test, classes=len(own)))
+    return tuple(found)
 
 
 def _numbered(stream: Stream) -> tuple[Task, ...]:

@@ -104,6 +104,8 @@ def test_a_poisoned_sketch_replaces_those_of_hostile_clients():
     uploads = [{WORK: {"energy/1": torch.tensor([8.0, 2.0])}} for _ in range(4)]
     found, _ = summed("sketch", uploads, 10.0, FOT())
     assert found[WORK]["energy/1"].tolist() == [2 * 8 + 2 * 80, 2 * 2 + 2 * 80]
+    uploads = [{WORK: {"features/count": torch.tensor([5.0])}} for _ in range(4)]
+    assert summed("sketch", uploads, 10.0, FOT())[0][WORK]["features/count"].tolist() == [20]  # no sketch
     with pytest.raises(ConfigError, match="attack.name=sketch poisons the sketches of 'fot', and 'ewc' sends none"):
         toy.config("attack.name=sketch", method="ewc")
 

@@ -191,3 +191,9 @@ def test_the_mean_keeps_the_precision_of_the_gradients(dtype):
     found = _mean(SampleNoise(1.0, 1.0, 4, seed=0), _grads(3, dtype=dtype), torch.ones(3))
     assert {leaf.dtype for leaf in found.values()} == {dtype}
     assert {name: tuple(leaf.shape) for name, leaf in found.items()} == {"w": (3, 4), "b": (3,)}
+
+
+def test_a_parameter_without_dimensions_counts_for_the_bound():
+    grads = {"w": torch.tensor([[3.0, 0.0]]), "scale": torch.tensor([4.0])}
+    found = _mean(SampleNoise(1.0, 0.0, 1, seed=0), grads, torch.ones(1))
+    torch.testing.assert_close(found["scale"], torch.tensor(0.8))

@@ -268,6 +268,11 @@ def test_unreadable_files_are_named(tmp_path):
     bad.write_text("a: 1\nb: [1\n")
     with pytest.raises(ConfigError, match=r"bad\.yaml' is not valid YAML at line"):
         resolve(file=bad)
+    bad.write_text("local: {lr: 0.2}\nrounds: 3\nlocal: {batch_size: 8}\n")
+    with pytest.raises(
+        ConfigError, match=r"bad\.yaml' is not valid YAML at line 3: 'local' is given twice; join the two"
+    ):
+        resolve(file=bad)
     bad.write_text("- 1\n")
     with pytest.raises(ConfigError, match="must hold options"):
         resolve(file=bad)

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from cfl.contract import Batch, Phase, Strategy
+from cfl.contract.combining import capped
 from cfl.contract.composed import ComposedMethod, own_state
 from cfl.core import optim
 from cfl.engines.step import LocalStep, StepInputs
@@ -435,3 +437,14 @@ def test_the_correction_is_the_gradient_of_the_lenders_penalty_at_all_parameters
         ends.append(local.params)
     # a term that is removed from the loss and added to its gradient gives the same training
     assert all(torch.allclose(ends[0][name], leaf, atol=1e-12, rtol=0) for name, leaf in ends[1].items())
+
+
+def test_a_cap_leaves_the_mean_of_uploads_a_mean():
+    class Averaged(Strategy):
+        gathers = "mean"
+
+    info = SimpleNamespace(phase=SimpleNamespace(protected=True))
+    trees = {"work": {"x": torch.tensor([[1.0], [1.0], [4.0]])}, "weights": {"": torch.tensor([1.0, 1.0, 2.0])}}
+    rule = SimpleNamespace(cap=lambda uploads, sizes, info: uploads)
+    assert capped(trees, rule, Averaged(), info)["x"].item() == (1 + 1 + 2 * 4) / 4
+    assert capped(trees, rule, Strategy(), info)["x"].item() == 6  # the sum

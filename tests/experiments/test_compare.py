@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -447,3 +448,14 @@ def test_a_run_that_fails_or_dies_does_not_stop_the_others(tmp_path):
     assert list(failed) == [first.name, second.name]
     assert "not valid YAML" in failed[first.name] and "ended with status -9" in failed[second.name]
     assert first.results() is None and second.results() is None and short.results()["method"] == "fedavg"
+
+
+def test_a_run_is_repeated_after_the_model_that_it_starts_from_has_changed(tmp_path):
+    for rate in ("0.1", "0.2"):
+        before = cfl.resolve("permuted-digits", overrides=[*small(), f"local.lr={rate}"])
+        shutil.rmtree(tmp_path / "before", ignore_errors=True)
+        cfl.run(before, output=tmp_path / "before")
+        own = planned(tmp_path / "runs", f"start={tmp_path / 'before'}")
+        assert own.results() is None
+        cfl.run(own.config, output=own.folder)
+        assert planned(tmp_path / "runs", f"start={tmp_path / 'before'}").results() is not None

@@ -13,6 +13,7 @@ from cfl.assembly.resolve import dump
 from cfl.config.overrides import assignment, parse
 from cfl.core import ConfigError
 from cfl.experiments.compare import finished, finished_in
+from cfl.report import html
 from cfl.report.repeat import command
 from cfl.report.runs import FinishedRun, flat, read, scenes
 
@@ -288,3 +289,31 @@ def test_a_run_that_a_callback_stopped_is_neither_a_repeat_nor_of_the_group_of_t
     found = read([tmp_path])
     assert found.twice == {} and shown(found.runs) == [("", [("fedavg (stopped by Once)", 1), ("fedavg", 1)])]
     assert list(finished_in(tmp_path)) == list(finished(tmp_path).values()) == [tmp_path / "whole"]
+
+
+def test_runs_with_objects_of_the_users_own_are_groups_of_their_own(tmp_path):
+    """Options say nothing of them: two networks, two values of a strategy's field, and the preset's network."""
+
+    class Halved(cfl.Strategy):
+        factor: float
+
+        def __init__(self, factor):
+            self.factor = factor
+
+    options = ["tasks=2", "rounds=1", "model.hidden=[8]", "partition.clients=2"]
+    for seed in (0, 1):
+        config = cfl.resolve("permuted-digits", overrides=options, seed=seed)
+        for width in (4, 6):
+            net = torch.nn.Sequential(torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Linear(width, 10))
+            cfl.run(config, model=net, output=tmp_path / f"net-{width}-{seed}")
+        for factor in (0.1, 2.0):
+            cfl.run(config, strategy=Halved(factor), output=tmp_path / f"strategy-{factor}-{seed}")
+        cfl.run(config, output=tmp_path / f"plain-{seed}")
+    found = read([tmp_path])
+    assert found.twice == {} and len(found.runs) == 10
+    groups = [group for scene in scenes(found.runs) for group in scene.groups]
+    kinds = [{run.path.name.rpartition("-")[0] for run in group.runs} for group in groups]
+    assert sorted(map(min, kinds)) == ["net-4", "net-6", "plain", "strategy-0.1", "strategy-2.0"]
+    assert all(len(kind) == 1 for kind in kinds) and len({group.label for group in groups}) == 5
+    page = html.page(found, date="")
+    assert page.count("with objects of its own, so by your program alone") == 4

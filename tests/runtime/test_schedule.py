@@ -55,9 +55,11 @@ def test_rounds_of_another_number_of_tasks_are_refused():
 
 def test_rounds_may_be_given_by_the_names_of_the_tasks():
     named = {"a": 3, "b": 4, "c": 9}  # those of a task that is left out do no harm
-    assert schedule.planned(Plans(), "plans", "ab", named) == PLANNED
-    turned = schedule.planned(Plans(), "plans", "ba", named)
+    assert schedule.planned(Plans(), "plans", "ab", named, "abc") == PLANNED
+    turned = schedule.planned(Plans(), "plans", "ba", named, "abc")
     # b has 4 rounds: 3 of training, one to store and one again; a, the last task, has 3: 2 of training
     assert [phase.name for _, phase, _ in turned] == ["train"] * 3 + ["store", "again"] + ["train"] * 2
     with pytest.raises(ConfigError, match="rounds has no number for task 'd'; add it"):
-        schedule.planned(Plans(), "plans", "abd", named)
+        schedule.planned(Plans(), "plans", "abd", named, "abc")
+    with pytest.raises(ConfigError, match="unknown task in rounds 'minst'; did you mean 'mnist'"):
+        schedule.planned(Plans(), "plans", ["digits"], {"digits": 3, "minst": 4}, ["digits", "mnist"])

@@ -74,3 +74,15 @@ def test_a_head_that_grows_has_parts():
     stream = with_scenario(toy.stream(multi_head=True), "class")
     with pytest.raises(DataError, match=r"growing=True, so its head has parts: set multi_head=True"):
         replace(stream, multi_head=False)
+
+
+@pytest.mark.parametrize("labels", [[(0, 1), (2, 3), (4, 5)], [(7, 9), (0, 4), (5, 6)]])
+def test_tasks_of_a_shared_head_that_share_no_label_get_no_output_without_samples(labels):
+    x, y = torch.randn(30, 4), torch.arange(30) % 2
+    tasks = [(x, torch.tensor(own)[y], x, torch.tensor(own)[y]) for own in labels]
+    stream = from_tensors(tasks)
+    assert targets(with_scenario(stream, "class")) == targets(with_scenario(toy.stream(), "class"))
+    assert targets(with_scenario(stream, "task")) == targets(toy.stream(multi_head=True))
+    found = with_scenario(stream, "class")
+    assert found.tasks[1].train.targets.equal(2 + y)  # labels in ascending order
+    assert with_scenario(stream, "domain") is stream

@@ -198,6 +198,7 @@ def test_a_norm_bound_scales_core_and_energy_alike():
         "core/1": torch.stack([pack(narrow), pack(narrow), pack(9 * wide)]),  # energies 8, 8, 72
         "energy/1": torch.tensor([[8.0], [8.0], [72.0]], dtype=torch.float64),
     }
-    sums = capped(uploads, NormBound(), FedProTIP(), here)
+    weights = {"": torch.ones(3, dtype=torch.float64)}
+    sums = capped({"work": uploads, "weights": weights}, NormBound(), FedProTIP(), here)
     assert float(sums["energy/1"]) == pytest.approx(24)
     assert float(unpack(sums["core/1"], 8).trace()) == pytest.approx(24)
