@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import cfl
-from cfl import cli
+from cfl import cli, streams
 from cfl.aggregation import accounting
 from cfl.config.overrides import read_yaml
 from cfl.core import plugins
@@ -445,3 +445,24 @@ def test_evaluate_and_from_name_what_is_wrong(args, status, text, tmp_path, monk
     np.savez("objects.npz", x=np.array([{}]), y=y)
     assert invoke(*args) == status
     assert text in capsys.readouterr().err
+
+
+def test_evaluate_shows_all_tasks_of_a_benchmark_of_ones_own(tmp_path, monkeypatch, capsys):
+    """Its tasks have one name, its stream has none, and its `build` takes all tasks whatever is asked for."""
+
+    def build(tasks, seed, data_root, download, class_order):
+        x, y = np.random.default_rng(0).normal(size=(40, 3)), np.arange(40) % 2
+        return cfl.from_tensors([(turn * x, y, turn * x, y) for turn in (1, 2, 3)], multi_head=True)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plugins.benchmarks, "_items", dict(plugins.benchmarks._items))
+    plugins.benchmarks.register("twins")(streams.Benchmark(build, "three alike", "a test"))
+    config = cfl.resolve("twins", overrides=["rounds=1", "partition.clients=2", "cohort=2", "tasks=2"])
+    last = cfl.run(config, output="run").metrics["accuracy_matrix"][-1]
+    assert len(last) == 2
+    assert invoke("evaluate", "run") == 0
+    shown = capsys.readouterr().out
+    assert shown.count("classes 0 1") == 2 and f"ACC {100 * sum(last) / 2:.1f}%" in shown
+    monkeypatch.setattr(plugins.benchmarks, "_items", {"permuted-digits": plugins.benchmarks.get("permuted-digits")})
+    assert invoke("evaluate", "run") == 2
+    assert "has a stream of its own, 'twins'; pass --data" in capsys.readouterr().err

@@ -123,9 +123,13 @@ def _check_outputs(bad: Mapping[int, int], served: Mapping[int, Tree], parts: Ma
         if count:
             leaf = next((name for name, leaf in served[task].items() if not tree.all_finite({name: leaf})), None)
             why = f"its parameter '{leaf}' is not finite" if leaf else "its weights are finite, but too large"
+            why += "; lower local.lr or server.lr"
+            for name, own in served[task].items():
+                if name.partition("@")[0].endswith("running_var") and (own < 0).any():
+                    why = f"its variance '{name}' is negative, as uploads of hostile clients can make it (attack.name)"
             raise UpdateError(
                 f"the model's outputs are NaN or infinity for {count} of {len(parts[task])} test samples of task "
-                f"{task}: {why}; lower local.lr or server.lr"
+                f"{task}: {why}"
             )
 
 

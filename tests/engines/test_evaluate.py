@@ -208,3 +208,12 @@ def test_without_inference_there_is_no_prediction_and_no_figure():
     model = Model(toy.mlp(3, 4, 2), (3,), [2, 2], multi_head=False)
     inference = Inference({0: model.params}, lambda x: None)
     assert inference(model, toy.random(4, 3), {0: 4}) is None and inference.figures == {}
+
+
+def test_a_negative_variance_is_named():
+    """Uploads of hostile clients can make it so; outputs are then NaN."""
+    model = Model(nn.BatchNorm1d(2), (2,), [2], multi_head=False, norm_stats="running")
+    part = TaskSamples(Pool(torch.ones(3, 2)), torch.arange(3), torch.zeros(3, dtype=torch.int64))
+    params = model.params | {"running_var": torch.tensor([1.0, -1.0])}
+    with pytest.raises(UpdateError, match=r"its variance 'running_var' is negative, as uploads of hostile clients"):
+        accuracy(model, params, part, 0, 3)
