@@ -55,6 +55,10 @@ def unknown_option(dotted: str, names: Iterable[str], method: str = "") -> Confi
         return ConfigError(f"'{dotted}' must be nested in a mapping, as {{'{group}': {{'{rest}': ...}}}}")
     if f"regularizer.{dotted}" in names:
         return ConfigError(f"unknown option '{dotted}'; did you mean 'regularizer.{dotted}'?")
+    if group in plugins.local.names() and rest in {row["name"] for row in options.describe(plugins.local.get(group))}:
+        return ConfigError(f"unknown option '{dotted}'; add --local {group}, and set 'regularizer.{dotted}'")
+    if group == "methods":
+        return ConfigError(f"unknown option '{dotted}': only presets have 'methods'; set 'strategy.NAME'")
     others = {} if group in RunConfig.model_fields and group != "strategy" else _strategy_options()
     every = [*names, *(name for name in others if name not in names)]
     # Users often forget the group: "threshold" finds strategy.threshold.

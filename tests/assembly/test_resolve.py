@@ -164,6 +164,8 @@ def test_wrong_overrides_are_one_line_that_says_what_is_valid(override, message)
             "'fedavg' has no option strategy.threshold; 'fedprotip', 'fot', 'gpm' have: add --method fedprotip",
         ),
         ("strategy.min_rank=1", "'fedavg' has no option strategy.min_rank; 'fot' has: add --method fot"),
+        ("fedsol.rho=1", "unknown option 'fedsol.rho'; add --local fedsol, and set 'regularizer.fedsol.rho'"),
+        ("methods.fot.beta=1", "unknown option 'methods.fot': only presets have 'methods'; set 'strategy.NAME'"),
         *(
             (
                 f"{typo}=0.9",
