@@ -31,8 +31,8 @@ class FinishedRun:
     """A finished run and the contents of its files; `rounds`, `timing` and `machine` are empty without their file.
 
     config: None if a name is unknown, such as a method of another package; options: dotted name to value, and `OBJECTS`
-    to a hash of the network, strategy and regularizers of the user's own, if the run had any; sheets: task to the
-    picture of the images that the method had made by its end.
+    to names and hash of the network, strategy and regularizers of the user's own, if the run had any; sheets: task to
+    the picture of the images that the method had made by its end.
     """
 
     path: Path
@@ -204,14 +204,15 @@ def _run(folder: Path) -> FinishedRun:
 
 
 def _objects(folder: Path) -> dict[str, str]:
-    """The hash of the user's own objects, as an option; empty if the options describe the whole run."""
+    """Names and hash of the user's own objects, as an option; empty if the options describe the whole run."""
     about, made = read_json(folder / MODEL), read_json(folder / MADE_OF)
     parts, named = made.get("run", {}), made.get("code", {})  # named: code of other packages, by options
     codes = {name: own for name, own in parts.items() if name.startswith("the code of ")}
     if not (about.get("model") or about.get("strategy") or {*codes.values()} - {*named.values()}):
         return {}
     kept = {name: own for name, own in parts.items() if name == "the network" or name.startswith(_METHODS)}
-    return {OBJECTS: content.digest({**codes, **kept})[:6]}
+    kinds = "+".join(filter(None, (about.get("model"), about.get("strategy")))) or "own"
+    return {OBJECTS: f"{kinds}-{content.digest({**codes, **kept})[:6]}"}
 
 
 def _settings(runs: Sequence[FinishedRun], names: Sequence[str]) -> list[str]:
