@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,12 @@ def _network_draws(name: str, options: str) -> bool:
 def _answers(config: RunConfig, folder: Path) -> Iterator[str]:
     """The digests of all plans that a finished run fulfils: its own plan, and plans that leave block or engine open."""
     code = read_json(folder / MADE_OF).get("code", {})
-    for left_open in ({}, {"block": None}, {"block": None, "engine": "auto"}):
-        yield digest(config.model_copy(update=left_open), code)
+    plain = {
+        name: own for name, own in code.items() if not name.startswith(fingerprint.STARTS)
+    }  # that model may be gone
+    opened: list[dict[str, Any]] = [{}, {"block": None}, {"block": None, "engine": "auto"}]
+    for known, left_open in product((code, plain), opened):
+        yield digest(config.model_copy(update=left_open), known)
 
 
 @dataclass(frozen=True)

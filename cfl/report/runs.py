@@ -192,7 +192,8 @@ def _run(folder: Path) -> FinishedRun:
         config = load(data)
     except ConfigError:
         config = None
-    options = {**flat(dump(config) if config else data), **_objects(folder)}
+    options = flat(dump(config) if config else data)
+    options |= _objects(folder, options)
     rounds = folder / "rounds.jsonl"
     try:
         lines = rounds.read_text(encoding="utf-8").splitlines() if rounds.is_file() else []
@@ -203,16 +204,15 @@ def _run(folder: Path) -> FinishedRun:
     return FinishedRun(folder, metrics, options, config, rows, timing, machine, sheets(folder))
 
 
-def _objects(folder: Path) -> dict[str, str]:
+def _objects(folder: Path, options: Mapping[str, Any]) -> dict[str, str]:
     """Names and hash of the user's own objects, as an option; empty if the options describe the whole run."""
-    about, made = read_json(folder / MODEL), read_json(folder / MADE_OF)
-    parts, named = made.get("run", {}), made.get("code", {})  # named: code of other packages, by options
-    codes = {name: own for name, own in parts.items() if name.startswith("the code of ")}
-    if not (about.get("model") or about.get("strategy") or {*codes.values()} - {*named.values()}):
+    about, parts = read_json(folder / MODEL), read_json(folder / MADE_OF).get("run", {})
+    owners = {name.split(".")[1] for name in parts if name.startswith("regularizer.")}
+    named = [about.get("model"), about.get("strategy"), *sorted(owners - {*(options.get("regularizers") or ())})]
+    if not (kinds := "+".join(filter(None, named))):
         return {}
-    kept = {name: own for name, own in parts.items() if name == "the network" or name.startswith(_METHODS)}
-    kinds = "+".join(filter(None, (about.get("model"), about.get("strategy")))) or "own"
-    return {OBJECTS: f"{kinds}-{content.digest({**codes, **kept})[:6]}"}
+    kept = {name: own for name, own in parts.items() if name.startswith(("the code of ", "the network", *_METHODS))}
+    return {OBJECTS: f"{kinds}-{content.digest(kept)[:6]}"}
 
 
 def _settings(runs: Sequence[FinishedRun], names: Sequence[str]) -> list[str]:

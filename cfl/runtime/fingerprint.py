@@ -19,6 +19,7 @@ from cfl.streams import Stream
 
 Options = Mapping[str, Any]
 CHECKPOINTS = "in its checkpoints"
+STARTS = "the model in"
 
 
 class Fingerprint:
@@ -111,7 +112,7 @@ def code(config: RunConfig) -> dict[str, str]:
         files = sorted(Path(folder).glob(pattern)) if folder is not None else []
         if files:
             marks = tuple((str(path), path.stat().st_mtime_ns) for path in files)
-            found[f"the model in '{folder}'"] = _model(str(folder), folder == config.start, marks)
+            found[f"{STARTS} '{folder}'"] = _model(str(folder), folder == config.start, marks)
     return found
 
 

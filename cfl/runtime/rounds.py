@@ -41,7 +41,7 @@ class Rounds:
         self.composed, self.strategy, self.model = composed, composed.strategy, model
         self.population, self.config, self.public, self.tasks = population, config, public, len(stream)
         whole = plugins.benchmarks.get(config.benchmark) if config.benchmark in plugins.benchmarks.names() else None
-        tasks, others = [task.name for task in stream.tasks], whole.names if whole else ()
+        tasks, others = [task.name for task in stream.tasks], (whole.names or None) if whole else None
         self.schedule = schedule.planned(self.strategy, label, tasks, config.rounds, others)
         self._rates = schedule.rates(self.schedule, config.local)
         self._trained = schedule.trained(self.schedule)

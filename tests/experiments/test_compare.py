@@ -459,3 +459,5 @@ def test_a_run_is_repeated_after_the_model_that_it_starts_from_has_changed(tmp_p
         assert own.results() is None
         cfl.run(own.config, output=own.folder)
         assert planned(tmp_path / "runs", f"start={tmp_path / 'before'}").results() is not None
+    shutil.rmtree(tmp_path / "before")
+    assert planned(tmp_path / "runs", f"start={tmp_path / 'before'}").results() is not None

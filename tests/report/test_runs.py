@@ -13,6 +13,7 @@ from cfl.assembly.resolve import dump
 from cfl.config.overrides import assignment, parse
 from cfl.core import ConfigError
 from cfl.experiments.compare import finished, finished_in
+from cfl.methods.regularizers import FedProx
 from cfl.report import html
 from cfl.report.repeat import command
 from cfl.report.runs import FinishedRun, flat, read, scenes
@@ -308,12 +309,16 @@ def test_runs_with_objects_of_the_users_own_are_groups_of_their_own(tmp_path):
             cfl.run(config, model=net, output=tmp_path / f"net-{width}-{seed}")
         for factor in (0.1, 2.0):
             cfl.run(config, strategy=Halved(factor), output=tmp_path / f"strategy-{factor}-{seed}")
+        for mu in (0.001, 5.0):
+            cfl.run(config, regularizers={"near": FedProx(mu)}, output=tmp_path / f"regularizer-{mu}-{seed}")
         cfl.run(config, output=tmp_path / f"plain-{seed}")
     found = read([tmp_path])
-    assert found.twice == {} and len(found.runs) == 10
+    assert found.twice == {} and len(found.runs) == 14
     groups = [group for scene in scenes(found.runs) for group in scene.groups]
     kinds = [{run.path.name.rpartition("-")[0] for run in group.runs} for group in groups]
-    assert sorted(map(min, kinds)) == ["net-4", "net-6", "plain", "strategy-0.1", "strategy-2.0"]
-    assert all(len(kind) == 1 for kind in kinds) and len({group.label for group in groups}) == 5
+    assert sorted(map(min, kinds)) == [
+        "net-4", "net-6", "plain", "regularizer-0.001", "regularizer-5.0", "strategy-0.1", "strategy-2.0"
+    ]  # fmt: skip
+    assert all(len(kind) == 1 for kind in kinds) and len({group.label for group in groups}) == 7
     page = html.page(found, date="")
-    assert page.count("with objects of its own, so by your program alone") == 4
+    assert page.count("with objects of its own, so by your program alone") == 6
