@@ -1,5 +1,6 @@
 """`cfl-run evaluate`."""
 
+import zlib
 from pathlib import Path
 from typing import Annotated, Any
 from zipfile import BadZipFile, is_zipfile
@@ -61,7 +62,7 @@ def _arrays(path: Path) -> tuple[Any, Any]:
     try:
         with np.load(path, allow_pickle=False) as file:
             return file["x"], file["y"]
-    except (OSError, KeyError, EOFError, BadZipFile) as error:
+    except (OSError, KeyError, EOFError, BadZipFile, zlib.error) as error:
         raise DataError(f"{wanted}: {error}") from None
     except ValueError:  # whose text advises to allow pickles
         raise DataError(f"{wanted}; it holds objects, or is damaged") from None

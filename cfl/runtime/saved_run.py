@@ -64,7 +64,8 @@ class SavedRun:
     def model_options(self) -> dict[str, Any]:
         """The options with which `cfl.models.build` makes the network, except for adapters."""
         options = dict(self.config.model.options)
-        return options | ({"vocabulary": options["vocabulary"] or own} if (own := self.about["vocabulary"]) else {})
+        own = self.about["vocabulary"] if "vocabulary" in options else None  # a network of the user's own lacks it
+        return options | ({"vocabulary": options["vocabulary"] or own} if own else {})
 
     @property
     def bases(self) -> Tree:
