@@ -34,7 +34,10 @@ from cfl.runtime.run_folder import write_json
 HERE = Path(__file__).parent
 RUNS, PAGE = HERE / "results" / "runs", HERE / "RESULTS.md"
 SCALES = {"paper": "full length", "small": "small", "smoke": "smoke"}
-MORE = ([], ["precision=bf16"])  # options with which the papers' tables are shown, in sections of their own
+MORE: tuple[dict[str, str], ...] = (
+    {},
+    {"precision": "bf16"},
+)  # options with which the papers' tables are shown, in sections of their own
 
 _HEAD = """# Results
 
@@ -74,9 +77,10 @@ def page(runs: Path = RUNS) -> str:
     used: set[str] = set()
     sections = [_HEAD, _machines(runs)]
     for scale in SCALES:
-        there = [run for run in stored if run.options["scale"] == scale]
-        for table, more in product(reproduce.tables().values() if there else (), MORE):
-            shown = _table(table, scale, more, runs, there, used)
+        for table, options in product(reproduce.tables().values(), MORE):
+            wanted = {"scale": scale, **options}.items()
+            there, more = [run for run in stored if wanted <= run.options.items()], [*map("=".join, options.items())]
+            shown = _table(table, scale, more, runs, there, used) if there else []
             if shown:
                 words = ", ".join((SCALES[scale], *(f"`{option}`" for option in more)))
                 given = "".join(f" --set {option}" for option in more)

@@ -49,7 +49,7 @@ def prv_error(rdp_epsilon: float) -> float:
 def epsilon(plan: Plan, noise_multiplier: float, delta: float, accountant: Accountant | Literal["rough"]) -> float:
     """Return an upper bound of epsilon for the composition of all releases of `plan`, in any order.
 
-    "rough" is "rdp" at few orders, which takes milliseconds: to compare plans.
+    "rough" is "rdp" at few orders, which takes a small part of the time: to compare plans.
     Returns 0.0 if nothing is released and infinity without noise. Raises ConfigError for a delta outside (0, 1).
     """
     if not 0 < delta < 1:

@@ -17,15 +17,19 @@ def build(config: RunConfig, input_shape: Sequence[int], outputs: int, vocabular
 
     Raises ConfigError for a network that takes no texts, or has too few token ids, in a stream of texts.
     """
-    name, options = config.model.name, config.model.options
-    if vocabulary is not None:
-        options = _for_texts(name, options, vocabulary)
+    complete = options(config, vocabulary)
     with rng.fork(rng.key(config.seed, "model")):
-        return models.build(name, input_shape, outputs, options)
+        return models.build(config.model.name, input_shape, outputs, complete)
 
 
-def _for_texts(name: str, options: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
-    """Complete the options of a network by the number of token ids of a stream, unless they have a larger one."""
+def options(config: RunConfig, vocabulary: int | None) -> Mapping[str, Any]:
+    """The network's options, completed by the number of token ids of the stream, unless they have a larger one.
+
+    Raises ConfigError as `build` does.
+    """
+    name, options = config.model.name, config.model.options
+    if vocabulary is None:
+        return options
     if "vocabulary" not in options:
         raise ConfigError(
             f"model '{name}' takes no texts, and the stream has token ids; set model.name to a network of texts"

@@ -1,11 +1,8 @@
 """`cfl-run evaluate`."""
 
-import zlib
 from pathlib import Path
-from typing import Annotated, Any
-from zipfile import BadZipFile, is_zipfile
+from typing import Annotated
 
-import numpy as np
 import typer
 
 from cfl.assembly import methods
@@ -14,7 +11,7 @@ from cfl.core import ConfigError, DataError, plugins
 from cfl.report import tables
 from cfl.runtime.runner import stream_of
 from cfl.runtime.saved_run import load
-from cfl.streams.tensors import as_labels
+from cfl.streams.tensors import as_labels, from_npz
 
 
 @app.command(epilog="Example: cfl-run evaluate runs/mine")
@@ -34,7 +31,7 @@ def evaluate(
     run = load(folder)
     title = f"{run.about['stream']}, {run.config.label}, seed {run.config.seed}"
     if data is not None:
-        x, y = _arrays(data)
+        x, y = from_npz(data)
         labels, logits = as_labels(y, f"y in '{data}'", len(x)), run.logits(x, task)
         if not len(labels):
             raise DataError(f"'{data}' has no samples")
@@ -52,17 +49,3 @@ def evaluate(
         raise ConfigError(f"the run in '{folder}' has a stream of its own, '{run.about['stream']}'; pass --data")
     stream = stream_of(run.config, data_root, download, public=methods.need_public(methods.build(run.config)))
     display(*tables.evaluated([*zip(run.about["tasks"], run.accuracies(stream))], f"{title}, test data"))
-
-
-def _arrays(path: Path) -> tuple[Any, Any]:
-    """Read x and y from a file. Raises DataError for any other file."""
-    wanted = f"'{path}' must be an .npz file with arrays x and y of numbers"
-    if path.is_file() and not is_zipfile(path):
-        raise DataError(f"{wanted}; it is no npz archive, or only a part of one")
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return file["x"], file["y"]
-    except (OSError, KeyError, EOFError, BadZipFile, zlib.error) as error:
-        raise DataError(f"{wanted}: {error}") from None
-    except ValueError:  # whose text advises to allow pickles
-        raise DataError(f"{wanted}; it holds objects, or is damaged") from None

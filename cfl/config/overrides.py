@@ -20,12 +20,25 @@ class _Twice(yaml.constructor.ConstructorError):
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml if installed
     """YAML loader that reads `1e-5` as a number, a string in YAML 1.1, and refuses a key that is given twice."""
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        keys = [self.construct_object(key) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-        for place, key in enumerate(keys):
-            if key in keys[:place]:
-                raise _Twice(None, None, f"'{key}' is given twice", node.value[place][0].start_mark)
-        return super().construct_mapping(node, deep)
+    def get_single_node(self) -> Any:
+        root = super().get_single_node()  # merge keys are not resolved yet
+        _check_keys(root, set())
+        return root
+
+
+def _check_keys(node: Any, seen: set[int]) -> None:
+    """Raise _Twice for a scalar key that a mapping below a node has twice. seen: nodes that were checked."""
+    if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
+        return
+    seen.add(id(node))
+    pairs = node.value if isinstance(node, yaml.MappingNode) else [(None, value) for value in node.value]
+    known: set[tuple[str, str]] = set()
+    for key, value in pairs:
+        if isinstance(key, yaml.ScalarNode):
+            if (key.tag, key.value) in known:
+                raise _Twice(None, None, f"'{key.value}' is given twice", key.start_mark)
+            known.add((key.tag, key.value))
+        _check_keys(value, seen)
 
 
 _Loader.add_implicit_resolver(

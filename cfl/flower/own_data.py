@@ -1,7 +1,6 @@
 """Data of a node's own, in place of a part of the run's benchmark: a file for each task, or a registered benchmark."""
 
 import json
-import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from cfl.runtime.population import Population
 from cfl.streams import Stream, TextOptions, checks
 from cfl.streams.partition import Deal
 from cfl.streams.store import Pool, Task, TaskSamples
-from cfl.streams.tensors import as_inputs, as_labels
+from cfl.streams.tensors import as_inputs, as_labels, from_npz
 
 
 def described(stream: Stream) -> str:
@@ -118,13 +117,7 @@ def _samples(file: Path, task: dict[str, Any], shape: tuple[int, ...], vocabular
     if not file.exists():
         none = torch.empty(0, dtype=torch.int64)
         return TaskSamples(_pool(torch.empty(0, *shape), None, None, vocabulary), none, none)
-    try:
-        with np.load(file, allow_pickle=False) as arrays:
-            x, y = arrays["x"], arrays["y"]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(
-            f"{file} is not an npz file with arrays x and y ({error}); write it with numpy.savez"
-        ) from error
+    x, y = from_npz(file)
     inputs = as_inputs(x, f"samples in {file}")
     mean, std = (None if task[name] is None else torch.tensor(task[name]) for name in ("mean", "std"))
     return TaskSamples(

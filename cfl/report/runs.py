@@ -193,7 +193,7 @@ def _run(folder: Path) -> FinishedRun:
     except ConfigError:
         config = None
     options = flat(dump(config) if config else data)
-    options |= _objects(folder, options)
+    options |= _objects(folder)
     rounds = folder / "rounds.jsonl"
     try:
         lines = rounds.read_text(encoding="utf-8").splitlines() if rounds.is_file() else []
@@ -204,15 +204,14 @@ def _run(folder: Path) -> FinishedRun:
     return FinishedRun(folder, metrics, options, config, rows, timing, machine, sheets(folder))
 
 
-def _objects(folder: Path, options: Mapping[str, Any]) -> dict[str, str]:
+def _objects(folder: Path) -> dict[str, str]:
     """Names and hash of the user's own objects, as an option; empty if the options describe the whole run."""
     about, parts = read_json(folder / MODEL), read_json(folder / MADE_OF).get("run", {})
-    owners = {name.split(".")[1] for name in parts if name.startswith("regularizer.")}
-    named = [about.get("model"), about.get("strategy"), *sorted(owners - {*(options.get("regularizers") or ())})]
-    if not (kinds := "+".join(filter(None, named))):
+    kinds = [about.get("model"), about.get("strategy"), *about.get("regularizers", [])]
+    if not (kinds := list(filter(None, kinds))):
         return {}
     kept = {name: own for name, own in parts.items() if name.startswith(("the code of ", "the network", *_METHODS))}
-    return {OBJECTS: f"{kinds}-{content.digest(kept)[:6]}"}
+    return {OBJECTS: f"{'+'.join(kinds)}-{content.digest(kept)[:6]}"}
 
 
 def _settings(runs: Sequence[FinishedRun], names: Sequence[str]) -> list[str]:

@@ -121,7 +121,7 @@ def build_session(
     called = CallbackSet(callbacks, config, stream)
     recorder = Recorder(folder, sink, state, rounds, budget, names, fingerprint, called)
     notes += [*model.notes(), *composed.strategy.notes(model), *population.notes(), *budget.notes()]
-    about = description(stream, own, members[STRATEGY] if members[STRATEGY] != built[STRATEGY] else None)
+    about = description(stream, own, {name: each for name, each in members.items() if each != built.get(name)})
     return Session(
         config, label, stream, composed, model, population, rounds, budget, state, engine, recorder, notes, about,
         validation,

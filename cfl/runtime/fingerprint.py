@@ -1,8 +1,9 @@
 """What a run is made of beyond its options: data, network, methods, and the code of other packages, each as a hash."""
 
+import warnings
 from collections.abc import Mapping
 from functools import cache, cached_property
-from hashlib import blake2b, file_digest
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from cfl.config.schema import RunConfig, TextConfig
 from cfl.contract.composed import ComposedMethod, prefix
 from cfl.core import Tree, content, plugins
 from cfl.runtime import checkpoint
-from cfl.runtime.saved_run import checkpointed
 from cfl.streams import Stream
 
 Options = Mapping[str, Any]
@@ -112,20 +112,22 @@ def code(config: RunConfig) -> dict[str, str]:
         files = sorted(Path(folder).glob(pattern)) if folder is not None else []
         if files:
             marks = tuple((str(path), path.stat().st_mtime_ns) for path in files)
-            found[f"{STARTS} '{folder}'"] = _model(str(folder), folder == config.start, marks)
+            found[f"{STARTS} '{folder}'"] = _trained(marks) if folder == config.start else _weights(marks)
     return found
 
 
 @cache
-def _model(folder: str, run: bool, marks: tuple[tuple[str, int], ...]) -> str:
-    """Hash the parameters in the folder of a run, or files of weights. marks: the files, and when each was written."""
-    if run:
-        return content.digest(checkpointed(Path(folder))[0]["params"])
-    state = blake2b(digest_size=16)
-    for path, _ in marks:
-        with open(path, "rb") as file:
-            state.update(file_digest(file, "sha256").digest())
-    return state.hexdigest()
+def _trained(marks: tuple[tuple[str, int], ...]) -> str:
+    """Hash the parameters in the last of a run's checkpoints. marks: these files, and when each was written."""
+    found = checkpoint.load_latest(Path(marks[0][0]).parent, None, warnings.warn)
+    assert found is not None  # there are checkpoints
+    return content.digest(found[0]["server/params"])
+
+
+@cache
+def _weights(marks: tuple[tuple[str, int], ...]) -> str:
+    """Hash files. marks: the files, and when each was written."""
+    return content.digest([sha256(Path(path).read_bytes()).hexdigest() for path, _ in marks])
 
 
 def decisive(options: Options) -> dict[str, Any]:

@@ -102,8 +102,8 @@ class Budget:
     def _worst(self, plans: set[Plan]) -> list[Plan]:
         """Plans among which that of the largest epsilon is: all known ones, and the first few others by a quick bound.
 
-        The accountant takes seconds for a plan. The bound, by Renyi DP at few orders, may swap plans of almost equal
-        epsilon, so more than one is left.
+        The accountant takes a hundred times as long. The bound, by Renyi DP at few orders, may swap plans of almost
+        equal epsilon, so more than one is left.
         """
         known = [plan for plan in plans if plan in self._known]
         others = sorted(plans - {*known}, key=self._bound)

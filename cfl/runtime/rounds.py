@@ -40,8 +40,9 @@ class Rounds:
     ) -> None:
         self.composed, self.strategy, self.model = composed, composed.strategy, model
         self.population, self.config, self.public, self.tasks = population, config, public, len(stream)
-        whole = plugins.benchmarks.get(config.benchmark) if config.benchmark in plugins.benchmarks.names() else None
-        tasks, others = [task.name for task in stream.tasks], (whole.names or None) if whole else None
+        registered = config.benchmark in plugins.benchmarks.names()  # else the stream is the user's own
+        others = plugins.benchmarks.get(config.benchmark).names if registered else ()
+        tasks = [task.name for task in stream.tasks]
         self.schedule = schedule.planned(self.strategy, label, tasks, config.rounds, others)
         self._rates = schedule.rates(self.schedule, config.local)
         self._trained = schedule.trained(self.schedule)

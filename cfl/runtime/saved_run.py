@@ -62,10 +62,8 @@ class SavedRun:
 
     @property
     def model_options(self) -> dict[str, Any]:
-        """The options with which `cfl.models.build` makes the network, except for adapters."""
-        options = dict(self.config.model.options)
-        own = self.about["vocabulary"] if "vocabulary" in options else None  # a network of the user's own lacks it
-        return options | ({"vocabulary": options["vocabulary"] or own} if own else {})
+        """The options with which `cfl.models.build` makes the network that the configuration names."""
+        return dict(network.options(self.config, self.about["vocabulary"]))
 
     @property
     def bases(self) -> Tree:
@@ -134,7 +132,8 @@ class SavedRun:
         task = self.latest if task is None else task
         leaves = self.model.bind(self.strategy.serve(self.server, task), task)
         about = {name: self.about[name] for name in ("input_shape", "classes", "scenario")}
-        about |= {"options": self.model_options, "norm_stats": self.config.model.norm_stats}
+        about |= {"norm_stats": self.config.model.norm_stats}
+        about |= {"options": self.model_options} if self.about["model"] is None else {}
         return export.write(Path(path), *adapters.merged(self.model.module, leaves), {**about, "task": task})
 
     @cached_property
@@ -217,7 +216,7 @@ class _Pixels(BaseModel):
 
 
 class _About(BaseModel):
-    """Contents of model.json, see `description`; an earlier version wrote no vocabulary."""
+    """Contents of model.json, see `description`; earlier versions wrote no vocabulary or regularizers."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     input_shape: list[_Size]
@@ -230,6 +229,7 @@ class _About(BaseModel):
     pixels: _Pixels
     model: str | None
     strategy: str | None
+    regularizers: list[str] = []
 
 
 def _about(path: Path) -> dict[str, Any]:
@@ -247,11 +247,13 @@ def _shapes(params: Tree) -> dict[str, torch.Size]:
     return {name: leaf.shape for name, leaf in params.items()}
 
 
-def description(stream: Stream, model: nn.Module | None, strategy: object | None) -> dict[str, Any]:
+def description(stream: Stream, model: nn.Module | None, members: Mapping[str, object]) -> dict[str, Any]:
     """Contents of model.json: what `load` needs beside the configuration and a checkpoint.
 
-    model, strategy: the user's own objects, None for those that the configuration names.
+    model: the user's own, None for that which the configuration names; members: the user's own strategy and
+    regularizers, by owner.
     """
+    strategy = members.get(STRATEGY)
     pixels = stream.tasks[0].train.pool.pixels
     return {
         "input_shape": list(stream.input_shape),
@@ -264,4 +266,5 @@ def description(stream: Stream, model: nn.Module | None, strategy: object | None
         "pixels": plain({"mean": pixels.mean, "std": pixels.std}) if pixels else {},
         "model": None if model is None else type(model).__name__,
         "strategy": None if strategy is None else type(strategy).__name__,
+        "regularizers": [owner for owner in members if owner != STRATEGY],
     }

@@ -15,12 +15,12 @@ def planned(
     method: str,
     tasks: Sequence[str],
     rounds: int | tuple[int, ...] | Mapping[str, int],
-    others: Collection[str] | None = None,
+    others: Collection[str] = (),
 ) -> Schedule:
     """List all rounds that a strategy plans. method: its name in messages; tasks: names of the tasks.
 
     rounds: training rounds of each task, in order or by name, or one number for all tasks; others: further names that
-    it may have, of tasks that the run leaves out; None if these are unknown.
+    it may have, of tasks that the run leaves out; empty if these are unknown.
     Raises ConfigError if the rounds do not fit the tasks, and for an invalid plan.
     """
     plans = [strategy.plan(task, len(tasks), number) for task, number in enumerate(_each(rounds, tasks, others))]
@@ -36,7 +36,7 @@ def planned(
 
 
 def _each(
-    rounds: int | tuple[int, ...] | Mapping[str, int], tasks: Sequence[str], others: Collection[str] | None
+    rounds: int | tuple[int, ...] | Mapping[str, int], tasks: Sequence[str], others: Collection[str]
 ) -> Sequence[int]:
     """Training rounds of each task. A preset names all tasks, `others` among them."""
     if isinstance(rounds, int):
@@ -48,10 +48,9 @@ def _each(
     for name in tasks:
         if name not in rounds:
             raise ConfigError(f"rounds has no number for task '{name}'; add it, or give one number for all tasks")
-    known = {*tasks, *(rounds if others is None else others)}
-    for name in rounds:
-        if name not in known:
-            raise unknown("task in rounds", name, known)
+    for name in rounds if others else ():
+        if name not in {*tasks, *others}:
+            raise unknown("task in rounds", name, {*tasks, *others})
     return [rounds[name] for name in tasks]
 
 

@@ -2,6 +2,7 @@ import pytest
 import yaml
 
 from cfl.assembly.resolve import dump, json_schema, load, resolve
+from cfl.config.overrides import read_yaml
 from cfl.config.presets import preset
 from cfl.config.schema import RunConfig
 from cfl.core import ConfigError, unknown
@@ -275,6 +276,9 @@ def test_unreadable_files_are_named(tmp_path):
         ConfigError, match=r"bad\.yaml' is not valid YAML at line 3: 'local' is given twice; join the two"
     ):
         resolve(file=bad)
+    merged = "local: &a {lr: 0.1}\nregularizer: {fedprox: &b {<<: *a, lr: 0.2}}\nserver: {<<: *b}\n"
+    bad.write_text(merged)
+    assert read_yaml(bad) == yaml.safe_load(merged)  # a merge key may lead to a key that a mapping has itself
     bad.write_text("- 1\n")
     with pytest.raises(ConfigError, match="must hold options"):
         resolve(file=bad)

@@ -311,14 +311,17 @@ def test_runs_with_objects_of_the_users_own_are_groups_of_their_own(tmp_path):
             cfl.run(config, strategy=Halved(factor), output=tmp_path / f"strategy-{factor}-{seed}")
         for mu in (0.001, 5.0):
             cfl.run(config, regularizers={"near": FedProx(mu)}, output=tmp_path / f"regularizer-{mu}-{seed}")
+            named = cfl.resolve("permuted-digits", method="fedavg+fedprox", overrides=options, seed=seed)
+            cfl.run(named, regularizers={"fedprox": FedProx(mu)}, output=tmp_path / f"replaced-{mu}-{seed}")
         cfl.run(config, output=tmp_path / f"plain-{seed}")
     found = read([tmp_path])
-    assert found.twice == {} and len(found.runs) == 14
+    assert found.twice == {} and len(found.runs) == 18
     groups = [group for scene in scenes(found.runs) for group in scene.groups]
     kinds = [{run.path.name.rpartition("-")[0] for run in group.runs} for group in groups]
     assert sorted(map(min, kinds)) == [
-        "net-4", "net-6", "plain", "regularizer-0.001", "regularizer-5.0", "strategy-0.1", "strategy-2.0"
+        "net-4", "net-6", "plain", "regularizer-0.001", "regularizer-5.0", "replaced-0.001", "replaced-5.0",
+        "strategy-0.1", "strategy-2.0",
     ]  # fmt: skip
-    assert all(len(kind) == 1 for kind in kinds) and len({group.label for group in groups}) == 7
+    assert all(len(kind) == 1 for kind in kinds) and len({group.label for group in groups}) == 9
     page = html.page(found, date="")
-    assert page.count("with objects of its own, so by your program alone") == 6
+    assert page.count("with objects of its own, so by your program alone") == 8
