@@ -69,6 +69,8 @@ def shows_each(method: LocalRegularizer) -> bool:
 def _secure_sums(methods: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
     """Yield methods and options that secure aggregation excludes."""
     if config.secagg == "none":
+        if config.secure.consistency:
+            yield "secure.consistency=true checks no sum with secagg=none; set secagg=full"
         return
     for owner, method in methods.items():
         if shows_each(method):

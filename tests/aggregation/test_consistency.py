@@ -14,7 +14,7 @@ from cfl.aggregation.parties import LocalParties
 from cfl.aggregation.secagg import SecureSum
 from cfl.aggregation.secagg_client import MASK, SELF, Client
 from cfl.contract import STAGES
-from cfl.core import RoundAborted
+from cfl.core import ConfigError, RoundAborted
 from tests import toy
 
 COUNT, QUORUM = 10, 0.7
@@ -241,6 +241,8 @@ def test_options():
     assert (
         unsafe(10, 10, config) == "secure.consistency=true makes all clients neighbours; set secure.neighbours to null"
     )
+    with pytest.raises(ConfigError, match="secure.consistency=true checks no sum with secagg=none; set secagg=full"):
+        toy.config("secure.consistency=true")
 
 
 def test_a_run_has_the_sums_of_one_without_it():
