@@ -4,7 +4,7 @@ An update touches only the names in the gradients: unused heads get neither weig
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,26 +46,19 @@ def sgd(momentum: float = 0.0, weight_decay: float = 0.0) -> Optimizer:
     def fuses(grads: Tree, params: Tree) -> bool:
         # One pass over memory. With momentum, the fused kernel rounds the last elements of a leaf differently, and
         # `torch.func` does not support it.
-        return not momentum and not transforming() and all(_fusible(params[name], grads[name]) for name in grads)
+        alike = len({grad.dtype for grad in grads.values()}) == 1
+        return not momentum and alike and not transforming() and all(_fusible(params[n], grads[n]) for n in grads)
 
     def update(grads: Tree, state: Tree, params: Tree, lr: float | Tensor, step: int) -> None:
-        fused = fuses(grads, params)
-        pairs = [(params[name], grad) for name, grad in grads.items()]
-        if fused:  # the kernel pairs numbers by their place in memory
-            pairs = [_in_memory_order(*pair) for pair in pairs]
-        torch_sgd(
-            [leaf for leaf, _ in pairs],
-            [grad for _, grad in pairs],
-            [state[name] if momentum else None for name in grads],
-            fused=fused,
-            foreach=False,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            lr=lr,  # type: ignore[arg-type]  # torch takes tensors, too
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-        )
+        options: dict[str, Any] = {"weight_decay": weight_decay, "momentum": momentum, "dampening": 0.0}
+        options |= {"lr": lr, "nesterov": False, "maximize": False}
+        if fuses(grads, params):  # the kernel itself: `torch_sgd` takes three times as long to call it
+            pairs = [_in_memory_order(params[name], grad) for name, grad in grads.items()]
+            leaves, steps = zip(*pairs, strict=True)
+            torch._fused_sgd_(leaves, steps, [], **options, is_first_step=False)
+            return
+        momenta = [state[name] if momentum else None for name in grads]
+        torch_sgd([params[name] for name in grads], [*grads.values()], momenta, foreach=False, **options)
 
     return Optimizer(init, update, momentum, fuses)
 

@@ -133,6 +133,7 @@ class LoopEngine(Engine):
                 yield Finished(client, shared["params"], {}, states[client.id], None)
             return
         step = self.step(info)
+        self.model.module.train()
         for client, params, steps, loss in self.trained(step, inputs):
             key = rng.key(info.key, "finish", client.id)
             last = StepInputs(
@@ -168,7 +169,6 @@ class LoopEngine(Engine):
         local, index, id = step.start(shared["params"], copied), 0, torch.tensor(client.id)
         seen = self.composed.step_state(state)
         memories = self.memories(info, state, client)
-        self.model.module.train()
         with self.model.lowered(), rng.fork(rng.key(info.key, "local", client.id), client.device):
             for epoch in range(self.epochs):
                 losses = []

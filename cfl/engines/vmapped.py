@@ -79,7 +79,6 @@ class VmappedEngine(LoopEngine):
         losses = torch.zeros(len(clients), block.steps[0], device=device, dtype=dtype)
         rate = torch.tensor(info.lr, dtype=torch.float64)
         before = count_writes({}, {clients[0].id: block.state})  # a copy, which `collect` does not see
-        self.model.module.train()
         with self.model.lowered(), rng.fork(rng.key(info.key, "local", *block.ids.tolist()), device):
             for index in range(block.steps[0]):
                 for group in self._groups(block, index):

@@ -10,6 +10,7 @@ from importlib.resources import files
 
 import numpy as np
 
+from cfl.core import plugins
 from cfl.core.version import __version__
 from cfl.report import figures, paired, sheets, tables, unfinished, verdict
 from cfl.report.elements import breaking, code, count, folded, grouped, listed, mark, quiet, section, table
@@ -238,7 +239,7 @@ def _repeat(shown: Sequence[Scene], several: bool) -> Iterator[str]:
     lines = []
     for scene, group in _all(shown):
         name, run = _name(scene, group, several), group.runs[0]
-        if OBJECTS in run.options:
+        if OBJECTS in run.options or run.metrics["benchmark"] not in plugins.benchmarks.names():
             lines.append(f"# {' '.join(name.split())}: with objects of its own, so by your program alone\n")
             continue
         again = command(run.config) if run.config else None

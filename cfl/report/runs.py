@@ -4,7 +4,7 @@ import json
 import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from cfl.runtime.table import spent, stoppers
 
 _TRAINING = ("rounds", "local.", "agg.", "server.")  # options that are often chosen for each method
 _METHODS = ("strategy.", "regularizer.")
-OBJECTS = "objects"
+OBJECTS, DATA, SCENARIO = "objects", "data", "scenario"
 _NEEDED = ("method", "benchmark", "seed", "acc", "accuracy_matrix")
 
 
@@ -32,7 +32,8 @@ class FinishedRun:
 
     config: None if a name is unknown, such as a method of another package; options: dotted name to value, and `OBJECTS`
     to names and hash of the network, strategy and regularizers of the user's own, if the run had any; sheets: task to
-    the picture of the images that the method had made by its end.
+    the picture of the images that the method had made by its end; data, scenario: hash of the stream, and its scenario,
+    both empty if they are not stored.
     """
 
     path: Path
@@ -43,6 +44,8 @@ class FinishedRun:
     timing: dict[str, dict[str, float]] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
     sheets: dict[int, Path] = field(default_factory=dict)
+    data: str = ""
+    scenario: str = ""
 
     @cached_property
     def key(self) -> str:
@@ -102,14 +105,17 @@ class Scene:
 
 
 def read(paths: Iterable[Path]) -> Found:
-    """Read all runs in these folders, at any depth; ConfigError for a path without runs, and for a damaged file."""
+    """Read all runs in these folders, at any depth; ConfigError for a path without runs, and for a damaged file.
+
+    Runs of equal options and seed on other data are told apart by an option `DATA`.
+    """
     folders: dict[Path, None] = {}  # ordered, without duplicates
     for path in paths:
         found = [file.parent for file in sorted(path.rglob("config.yaml")) if "benchmark" in read_yaml(file)]
         if not found:
             raise ConfigError(f"'{path}' contains no run; the folder of a run has config.yaml and metrics.json")
         folders |= dict.fromkeys(found)
-    runs: dict[tuple[str, int], FinishedRun] = {}
+    runs: dict[tuple[str, int], list[FinishedRun]] = {}
     unfinished, twice, failed = [], {}, {}
     for folder in folders:
         if not (folder / "metrics.json").is_file():
@@ -119,12 +125,21 @@ def read(paths: Iterable[Path]) -> Found:
                 unfinished.append(folder)
             continue
         run = _run(folder)
-        first = runs.setdefault((run.key, run.metrics["seed"]), run)
-        if first.path.resolve() != folder.resolve():
+        others = runs.setdefault((run.key, run.metrics["seed"]), [])
+        first = next((own for own in others if own.data == run.data or not (own.data and run.data)), None)
+        if first is None:
+            others.append(run)
+        elif first.path.resolve() != folder.resolve():
             twice[folder] = first.path
     if not runs:
         raise _none_finished(unfinished, failed)
-    return Found(list(runs.values()), unfinished, twice, failed)
+    mixed = {key for (key, _), same in runs.items() if len(same) > 1}
+    every = [_of_data(run) if run.key in mixed else run for same in runs.values() for run in same]
+    return Found(every, unfinished, twice, failed)
+
+
+def _of_data(run: FinishedRun) -> FinishedRun:
+    return replace(run, options={**run.options, DATA: f"hash-{run.data[:6]}"})
 
 
 def _none_finished(unfinished: Sequence[Path], failed: Mapping[Path, Mapping[str, Any]]) -> ConfigError:
@@ -193,7 +208,9 @@ def _run(folder: Path) -> FinishedRun:
     except ConfigError:
         config = None
     options = flat(dump(config) if config else data)
-    options |= _objects(folder)
+    about, parts = read_json(folder / MODEL), read_json(folder / MADE_OF).get("run", {})
+    options |= _objects(about, parts)
+    data = {name: own for name, own in parts.items() if name.startswith("the data of ")}
     rounds = folder / "rounds.jsonl"
     try:
         lines = rounds.read_text(encoding="utf-8").splitlines() if rounds.is_file() else []
@@ -201,12 +218,12 @@ def _run(folder: Path) -> FinishedRun:
     except (ValueError, TypeError):  # bytes that are no text, text that is no JSON, or JSON that is no row
         raise ConfigError(f"'{rounds}' is damaged; repeat the run, or move the file away") from None
     timing, machine = (read_json(folder / name) for name in ("timing.json", "machine.json"))
-    return FinishedRun(folder, metrics, options, config, rows, timing, machine, sheets(folder))
+    origin = content.digest(data) if data else "", about.get("scenario", "")
+    return FinishedRun(folder, metrics, options, config, rows, timing, machine, sheets(folder), *origin)
 
 
-def _objects(folder: Path) -> dict[str, str]:
+def _objects(about: Mapping[str, Any], parts: Mapping[str, str]) -> dict[str, str]:
     """Names and hash of the user's own objects, as an option; empty if the options describe the whole run."""
-    about, parts = read_json(folder / MODEL), read_json(folder / MADE_OF).get("run", {})
     kinds = [about.get("model"), about.get("strategy"), *about.get("regularizers", [])]
     if not (kinds := list(filter(None, kinds))):
         return {}
@@ -227,9 +244,13 @@ def _chosen(runs: Iterable[FinishedRun], names: Sequence[str]) -> dict[str, str]
 
 
 def _unusual(texts: Iterable[tuple[str, ...]], among: Collection[tuple[str, ...]]) -> list[str]:
-    """Join each row of texts, without those that more than half of the rows `among` have in the same place."""
-    columns = [Counter(column) for column in zip(*among, strict=True)]
-    usual = [text if 2 * count > len(among) else "" for column in columns for text, count in column.most_common(1)]
+    """Join each row of texts, without those that more than half of the rows `among` have in the same place.
+
+    The scenario stays, since no scenario is the usual one.
+    """
+    columns = [Counter(column).most_common(1) for column in zip(*among, strict=True)]
+    often = [(text, 2 * count > len(among) and not text.startswith(f"{SCENARIO}=")) for [(text, count)] in columns]
+    usual = [text if whether else "" for text, whether in often]
     return [", ".join(text for text, other in zip(row, usual, strict=True) if text not in ("", other)) for row in texts]
 
 
@@ -265,6 +286,8 @@ def _setting(run: FinishedRun, name: str) -> str:
 
 
 def _text(run: FinishedRun, name: str) -> str:
+    if name == SCENARIO and run.scenario:
+        return assignment(name, run.scenario)
     return assignment(name, run.options[name]) if name in run.options else ""
 
 

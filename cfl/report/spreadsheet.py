@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 
 from cfl.report.runs import FinishedRun, Found, differing, option_text
 from cfl.runtime import table
-from cfl.runtime.run_folder import MODEL, read_json
 
 
 def text(found: Found) -> str:
@@ -32,6 +31,6 @@ def _values(runs: Iterable[FinishedRun], name: str) -> Iterator[str]:
 
 
 def _row(run: FinishedRun, names: list[str]) -> dict[str, object]:
-    scenario = read_json(run.path / MODEL).get("scenario") or run.options.get("scenario")
+    scenario = run.scenario or run.options.get("scenario")
     options = {name: run.options[name] for name in names if name in run.options}
     return {**table.row(run.metrics, scenario, options, run.timing), "folder": str(run.path)}

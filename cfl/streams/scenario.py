@@ -31,7 +31,7 @@ def with_scenario(stream: Stream, scenario: str | None) -> Stream:
     if stream.growing:
         raise ConfigError(f"stream '{stream.name}' has targets of scenario=class, so it cannot run with {scenario}")
     if scenario != "domain" and not stream.multi_head:
-        stream = replace(stream, tasks=_own_labels(stream.tasks))
+        stream = replace(stream, tasks=_own_labels(stream.tasks), multi_head=True)
     if scenario == "class":
         return replace(stream, tasks=_numbered(stream), multi_head=True, growing=True)
     counts = sorted({task.classes for task in stream.tasks})

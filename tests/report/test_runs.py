@@ -1,4 +1,5 @@
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -325,3 +326,40 @@ def test_runs_with_objects_of_the_users_own_are_groups_of_their_own(tmp_path):
     assert all(len(kind) == 1 for kind in kinds) and len({group.label for group in groups}) == 9
     page = html.page(found, date="")
     assert page.count("with objects of its own, so by your program alone") == 8
+
+
+def test_runs_on_other_data_are_groups_of_their_own(tmp_path):
+    """Streams of one name, whose options say nothing of their data, with two seeds each; one run is there twice."""
+    for spread in (1.0, 3.0):
+        x = spread * torch.arange(48.0).reshape(24, 2)
+        y = torch.arange(24) % 2
+        tasks = [(x + 5 * task, y, x[:4], y[:4]) for task in (0, 1)]
+        stream = cfl.from_tensors(tasks, name="own-points")
+        for seed, folder in ((0, "a"), (1, "b"), (0, "again")):
+            config = cfl.resolve(
+                "own-points",
+                overrides=["rounds=1", "local.batch_size=4", "model.hidden=[4]", "partition.clients=2"],
+                seed=seed,
+            )
+            cfl.run(config, stream=stream, output=tmp_path / f"{spread}" / folder)
+    found = read([tmp_path])
+    assert {folder: first.name for folder, first in found.twice.items()} == {
+        tmp_path / "1.0/again": "a", tmp_path / "3.0/again": "a",
+    }  # fmt: skip
+    (scene,) = scenes(found.runs)
+    assert [{run.path.parent.name for run in group.runs} for group in scene.groups] in (
+        [{"1.0"}, {"3.0"}], [{"3.0"}, {"1.0"}],
+    )  # fmt: skip
+    assert [len(group.runs) for group in scene.groups] == [2, 2]
+    assert all(re.fullmatch(r"fedavg \(data=hash-[0-9a-f]{6}\)", group.label) for group in scene.groups)
+    page = html.page(found, date="")
+    assert page.count("with objects of its own, so by your program alone") == 2 and "cfl-run train" not in page
+
+
+def test_the_scenario_is_always_named_where_runs_differ_in_it(tmp_path):
+    for scenario, rounds in (("class", 1), ("class", 2), ("task", 1)):
+        options = [f"scenario={scenario}", f"rounds={rounds}", "tasks=2", "model.hidden=[8]", "partition.clients=2"]
+        cfl.run(cfl.resolve("split-digits", overrides=options), output=tmp_path / f"{scenario}-{rounds}")
+    settings = [scene.setting for scene in scenes(read([tmp_path]).runs)]
+    labels = [group.label for scene in scenes(read([tmp_path]).runs) for group in scene.groups]
+    assert all("scenario=" in setting + label for setting in settings for label in labels)

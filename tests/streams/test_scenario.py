@@ -86,3 +86,17 @@ def test_tasks_of_a_shared_head_that_share_no_label_get_no_output_without_sample
     found = with_scenario(stream, "class")
     assert found.tasks[1].train.targets.equal(2 + y)  # labels in ascending order
     assert with_scenario(stream, "domain") is stream
+
+
+def test_tasks_of_a_shared_head_may_have_unequal_numbers_of_labels():
+    """Labels 0 to 3, then 4 and 5, then 6 to 8; the head of the single-head stream has 9 outputs for all."""
+    sizes, x = (4, 2, 3), torch.arange(24.0).reshape(12, 2)
+    tasks = [(x, torch.arange(12) % n + sum(sizes[:i]), x, torch.arange(12) % n + sum(sizes[:i]))
+             for i, n in enumerate(sizes)]  # fmt: skip
+    stream = from_tensors(tasks, name="uneven")
+    assert [task.classes for task in stream.tasks] == [9, 9, 9]
+    own = [(torch.arange(12) % n).tolist() for n in sizes]
+    found = with_scenario(stream, "task")
+    assert [task.train.targets.tolist() for task in found.tasks] == own and found.multi_head
+    assert [task.classes for task in found.tasks] == [4, 2, 3]
+    assert [task.classes for task in with_scenario(stream, "class").tasks] == [4, 6, 9]
