@@ -110,6 +110,16 @@ def test_train_writes_the_folder_and_its_config_repeats_it(tmp_path, capsys):
     assert invoke("train", "--config", config, "--output", str(again), "--quiet") == 2  # already holds a run
 
 
+def test_a_figure_that_cannot_be_written_comes_after_the_table(tmp_path, capsys):
+    (tmp_path / "accuracy.png").mkdir()
+    assert invoke("train", "permuted-digits", *SMALL, "--output", str(tmp_path), "--quiet") == 2
+    shown = capsys.readouterr()
+    assert f"results in {tmp_path}" in shown.out
+    assert shown.err.splitlines()[-1] == (
+        f"cfl-run: '{tmp_path / 'accuracy.png'}' cannot be written (Is a directory); choose another --output"
+    )
+
+
 def test_compare_tabulates_and_skips_finished_runs(tmp_path, capsys):
     args = ("compare", "permuted-digits", "--methods", "fedavg,fot", "--seeds", "0..1", *SMALL, "--quiet", "--matrix")
     args += ("--set", "strategy.threshold=0.8")  # fedavg has no such option

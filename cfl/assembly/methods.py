@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from cfl.config.schema import RunConfig
 from cfl.contract import LocalRegularizer, Strategy
 from cfl.contract.checked import Checked
+from cfl.contract.hook_names import check_method
 from cfl.core import ConfigError, options, plugins, unknown
 from cfl.models import sample
 
@@ -47,6 +48,7 @@ def check(methods: Mapping[str, Any], config: RunConfig, public: bool = False) -
     deciding: dict[str, str] = {}
     for owner, method in methods.items():
         name = config.method if owner == "strategy" else owner
+        check_method(method)
         if method.needs_public and config.public.name is None and not public:
             raise ConfigError(f"'{name}' needs public data; set public.name to a data set, such as cifar100")
         if method.needs_public and len(Checked(methods["strategy"]).sees(0, 2)) > 1:

@@ -75,13 +75,13 @@ def compare(
     words = _words({"--methods": [methods], "--seeds": [seeds], "--set": overrides, "--vary": vary, "--grid": grid})
     words += _words({"--scale": [scale], "--against": [against], "--engine": [engine]})
     found.write(folder / "compare.json", shlex.join(["cfl-run", "compare", benchmark, *words]))
+    display(*found.tables(matrix), f"results in {folder}")
     if plot:
         found.draw(folder / "compare.png")
-    display(*found.tables(matrix), f"results in {folder}")
     if grid:
         flags = _words({"--seeds": [seeds], "--scale": [scale], "--engine": [engine]})
         flags += _words({"--data-root": [str(data_root or "")], "--output": [f"{folder}-chosen"]})
-        again = commands(benchmark, shown, overrides, flags)
+        again = commands(benchmark, shown, [*dict.fromkeys(group.method for group in groups)], overrides, flags)
         display("to run the chosen settings on all training samples:", *(f"  {shlex.join(words)}" for words in again))
     if failed:
         display(tables.failures(failed))

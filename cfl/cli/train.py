@@ -62,9 +62,9 @@ def train(
     sinks += [WandbSink(folder)] if wandb else []
     sink = Sinks(*sinks, console_sink(quiet))  # the console last: the others take seconds to start
     metrics = _run(resolved, folder, resume, sink, data_root=data_root, download=download)
+    display(*tables.run(metrics, resolved.title, folder))
     if plot:
         plots.accuracy(metrics["accuracy_matrix"], resolved.title, folder / "accuracy.png")
-    display(*tables.run(metrics, resolved.title, folder))
 
 
 def _resolved(benchmark: str | None, **layers: Any) -> RunConfig:

@@ -59,6 +59,8 @@ class Strategy(LocalRegularizer):
     """What the method does with scenario=class."""
     not_class_incremental: ClassVar[str] = ""
     """Reason why the method cannot run with scenario=class, if so."""
+    not_for_texts: ClassVar[str] = ""
+    """Reason why the method cannot run on texts, if so."""
 
     def plan(self, task: int, tasks: int, rounds: int) -> list[Phase]:
         """Return the phases of a task, in order.

@@ -42,8 +42,8 @@ def experiment(config: RunConfig) -> str:
 def digest(config: RunConfig, code: Mapping[str, str] | None = None) -> str:
     """Hash what determines a run's figures, up to rounding: ten hex digits.
 
-    That is the experiment, the options that change draws in the network, the code of other packages, and the models
-    that the run starts from.
+    That is the experiment, the options that change draws in the network, the code of other packages, the models that
+    the run starts from, and the tokenizer.
     code: hashes as by `fingerprint.code`, by default of the present code.
     """
     code = fingerprint.code(config) if code is None else code
@@ -76,9 +76,7 @@ def _network_draws(name: str, options: str) -> bool:
 def _answers(config: RunConfig, folder: Path) -> Iterator[str]:
     """The digests of all plans that a finished run fulfils: its own plan, and plans that leave block or engine open."""
     code = read_json(folder / MADE_OF).get("code", {})
-    plain = {
-        name: own for name, own in code.items() if not name.startswith(fingerprint.STARTS)
-    }  # that model may be gone
+    plain = {name: own for name, own in code.items() if not name.startswith(fingerprint.SOURCES)}
     opened: list[dict[str, Any]] = [{}, {"block": None}, {"block": None, "engine": "auto"}]
     for known, left_open in product((code, plain), opened):
         yield digest(config.model_copy(update=left_open), known)

@@ -42,28 +42,28 @@ def choices(groups: Sequence[Group]) -> list[Choice]:
 
 
 def commands(
-    benchmark: str, groups: Sequence[Group], overrides: Sequence[str], flags: Sequence[str]
+    benchmark: str, groups: Sequence[Group], methods: Sequence[str], overrides: Sequence[str], flags: Sequence[str]
 ) -> list[list[str]]:
     """Return commands that run these groups on all training samples; methods of equal settings share one.
 
-    overrides: of the runs of the grid; flags: further words of each command.
+    methods, overrides: of the runs of the grid; flags: further words of each command.
     """
     shared: list[tuple[list[str], dict[str, Any]]] = []
     for group in groups:
         setting = {**group.varied, **group.searched}
-        for methods, known in shared:  # a method ignores hyper-parameters of others
-            if group.method not in methods and all(known.get(name, value) == value for name, value in setting.items()):
-                methods.append(group.method)
+        for names, known in shared:  # a method ignores hyper-parameters of others
+            if group.method not in names and all(known.get(name, value) == value for name, value in setting.items()):
+                names.append(group.method)
                 known.update(setting)
                 break
         else:
             shared.append(([group.method], setting))
     kept = [text for text in overrides if text.partition("=")[0].strip() != "validation"]
-    own = for_methods([*dict.fromkeys(group.method for group in groups)], kept)
+    own = for_methods(methods, kept)
     found = []
-    for methods, setting in shared:
-        fit = [text for text in kept if any(text in own[method] for method in methods)]
+    for names, setting in shared:
+        fit = [text for text in kept if any(text in own[name] for name in names)]
         texts = [*fit, *(assignment(name, value) for name, value in setting.items())]
         words = [word for text in texts for word in ("--set", text)]
-        found.append(["cfl-run", "compare", benchmark, "--methods", ",".join(methods), *words, *flags])
+        found.append(["cfl-run", "compare", benchmark, "--methods", ",".join(names), *words, *flags])
     return found

@@ -79,9 +79,9 @@ class Model:
         check_outputs(self.module, self.classifier, outputs, classes, multi_head)
         self._parameter_names = [name for name, _ in self.module.named_parameters()]
         self._buffer_names = [name for name, _ in self.module.named_buffers()]
-        if growing and norm_stats == "per_task" and self._buffer_names:
+        if norm_stats == "per_task" and self._buffer_names and self.tasks > 1 and (growing or not multi_head):
             raise ConfigError(
-                "with scenario=class nothing tells the task of a test sample, nor its running statistics: set "
+                "with one head for all tasks nothing tells the task of a test sample, nor its running statistics: set "
                 "model.norm_stats=running or model.norm_stats=batch"
             )
         self._names_per_task = set(self._head_names if multi_head else ())

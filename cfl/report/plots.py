@@ -14,6 +14,8 @@ from zlib import crc32
 
 import numpy as np
 
+from cfl.core import ConfigError
+
 # Okabe and Ito (2008), with grey and purple for black and yellow: for colour-blind readers, on white and on black.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080", "#AA3377")
 _MARKERS = {"o": "●", "s": "■", "^": "▲", "D": "◆", "v": "▼", "*": "★", "P": "✚"}
@@ -128,6 +130,14 @@ def bars(names: Sequence[str], series: Sequence[Series], *, about: str, **axes: 
         return _svg(figure, about)
 
 
+def _save(figure: Any, path: Path) -> None:
+    """Write a PNG file. Raises ConfigError if it cannot be written."""
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise ConfigError(f"'{path}' cannot be written ({error.strerror}); choose another --output") from None
+
+
 def accuracy(rows: Sequence[Sequence[float | None]], title: str, path: Path) -> None:
     """Draw the accuracy matrix, and the accuracy on each task over the stream, to a PNG file.
 
@@ -138,7 +148,7 @@ def accuracy(rows: Sequence[Sequence[float | None]], title: str, path: Path) -> 
     _heat_map(left, matrix, figure)
     _curves(right, matrix)
     figure.suptitle(title, fontsize=12)
-    figure.savefig(path, dpi=150)
+    _save(figure, path)
 
 
 def comparison(
@@ -176,7 +186,7 @@ def comparison(
     right.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     right.grid(alpha=0.3)
     figure.suptitle(title, fontsize=12)
-    figure.savefig(path, dpi=150)
+    _save(figure, path)
 
 
 def _figure(columns: int, height: float = 4.2, width: float = 10, nrows: int = 1, **axes: Any) -> tuple[Any, Any]:

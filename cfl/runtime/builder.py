@@ -12,7 +12,7 @@ from cfl.aggregation.attacks import Attack
 from cfl.aggregation.protected import UploadProtection
 from cfl.assembly import methods, network, privacy_rules
 from cfl.config.schema import RunConfig
-from cfl.contract import LocalRegularizer
+from cfl.contract import LocalRegularizer, Strategy
 from cfl.contract.composed import STRATEGY, ComposedMethod, prefix
 from cfl.core import ConfigError, Tree, machine, optim, options, plugins
 from cfl.engines import Engine
@@ -97,8 +97,7 @@ def build_session(
     notes, start = _start(config, model, own)
     methods.check_model(model.module, config)
     composed = ComposedMethod(members)
-    if stream.growing and (why := composed.strategy.not_class_incremental):
-        raise ConfigError(f"{label} cannot run with scenario=class: {why}")
+    _check_fit(composed.strategy, stream, label)
     population = place.population(stream, config)
     rounds = place.rounds(composed, label, model, stream, population, config, public)
     budget = Budget(config, rounds.schedule, population, rounds.sees)
@@ -126,6 +125,14 @@ def build_session(
         config, label, stream, composed, model, population, rounds, budget, state, engine, recorder, notes, about,
         validation,
     )  # fmt: skip
+
+
+def _check_fit(strategy: Strategy, stream: Stream, label: str) -> None:
+    """Raise ConfigError for a strategy that cannot run on a stream of this kind."""
+    if stream.growing and (why := strategy.not_class_incremental):
+        raise ConfigError(f"{label} cannot run with scenario=class: {why}")
+    if stream.vocabulary is not None and (why := strategy.not_for_texts):
+        raise ConfigError(f"{label} cannot run on texts: {why}")
 
 
 def _prepared(stream: Stream, config: RunConfig) -> tuple[Stream, tuple[TaskSamples, ...]]:

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any, cast, get_args
 
 from cfl.config.schema import RunConfig
+from cfl.contract.hook_names import check_names
 from cfl.core import CallbackError, ConfigError, content
 from cfl.core.errors import reason
 from cfl.core.typed import described
@@ -30,6 +31,7 @@ class CallbackSet:
             if name in self._members:
                 raise ConfigError(f"two callbacks have the name '{name}'; set `name` of one of them")
             self._members[name] = callback
+            check_names(callback, Callback)
             try:
                 callback.check(config.model_copy(deep=True))
             except ConfigError:

@@ -19,7 +19,7 @@ from cfl.streams import Stream
 
 Options = Mapping[str, Any]
 CHECKPOINTS = "in its checkpoints"
-STARTS = "the model in"
+SOURCES = ("the model in", "the tokenizer")  # parts of `code` whose files may be gone when a run is finished
 
 
 class Fingerprint:
@@ -100,7 +100,7 @@ class Fingerprint:
 def code(config: RunConfig) -> dict[str, str]:
     """Hash what a configuration names outside of `cfl`, by names for messages.
 
-    That is the code of other packages, and the models that the run starts from.
+    That is the code of other packages, the models that the run starts from, and the tokenizer.
     """
     named = {f"method '{config.method}'": plugins.strategies.get(config.method)}
     named |= {f"regularizer '{name}'": plugins.local.get(name) for name in config.regularizers}
@@ -112,7 +112,9 @@ def code(config: RunConfig) -> dict[str, str]:
         files = sorted(Path(folder).glob(pattern)) if folder is not None else []
         if files:
             marks = tuple((str(path), path.stat().st_mtime_ns) for path in files)
-            found[f"{STARTS} '{folder}'"] = _trained(marks) if folder == config.start else _weights(marks)
+            found[f"{SOURCES[0]} '{folder}'"] = _trained(marks) if folder == config.start else _contents(marks)
+    if (path := config.text.tokenizer) is not None and Path(path).is_file():
+        found[f"{SOURCES[1]} '{path}'"] = _contents(((path, Path(path).stat().st_mtime_ns),))
     return found
 
 
@@ -125,7 +127,7 @@ def _trained(marks: tuple[tuple[str, int], ...]) -> str:
 
 
 @cache
-def _weights(marks: tuple[tuple[str, int], ...]) -> str:
+def _contents(marks: tuple[tuple[str, int], ...]) -> str:
     """Hash files. marks: the files, and when each was written."""
     return content.digest([sha256(Path(path).read_bytes()).hexdigest() for path, _ in marks])
 

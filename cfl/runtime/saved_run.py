@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -127,7 +128,9 @@ class SavedRun:
         task: whose head and buffers the file gets; needed if each task has its own. The default is the last task.
         Raises ConfigError for another suffix, a missing task, or a folder that cannot be written.
         """
-        if task is None and any("@" in name for name in self.params) and not self.model.growing:
+        served = (self.strategy.serve(self.server, each) for each in range(self.latest + 1))
+        apart = any("@" in name for name in self.params) or any(not tree.equal(a, b) for a, b in pairwise(served))
+        if task is None and apart and not self.model.growing:
             raise ConfigError(f"the model in '{self.folder}' has parts for each task; pass task=0 to {self.latest}")
         task = self.latest if task is None else task
         leaves = self.model.bind(self.strategy.serve(self.server, task), task)

@@ -110,7 +110,10 @@ class _Steps:
             together = torch.func.vmap(one, randomness="different")(*parts)
         except (*RAW, HookError) as error:
             first = str(error).splitlines()[0]
-            return f"cannot run under vmap for many clients ({first}); use torch.where for branches, and no .item()"
+            return (
+                f"cannot run under vmap for many clients ({first}); use torch.where for branches, torch.func.grad for "
+                "gradients, and no .item()"
+            )
         for number, expected in enumerate(alone):
             found = {name: {key: leaf[number] for key, leaf in leaves.items()} for name, leaves in together.items()}
             if far := self._far(expected, found):

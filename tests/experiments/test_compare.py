@@ -28,6 +28,7 @@ from cfl.experiments.compare import HOW, alone, digest, experiment, finished, fi
 from cfl.experiments.parallel import run_all
 from cfl.report import paired
 from cfl.runtime.run_folder import RunFolder
+from cfl.streams.tokens import TextOptions, Texts, encoder
 
 FEW = ["tasks=2", "rounds=3", "model.hidden=[8]", "partition.clients=4"]
 OPTIONS = [text for one in FEW for text in ("--set", one)]
@@ -448,6 +449,21 @@ def test_a_run_that_fails_or_dies_does_not_stop_the_others(tmp_path):
     assert list(failed) == [first.name, second.name]
     assert "not valid YAML" in failed[first.name] and "ended with status -9" in failed[second.name]
     assert first.results() is None and second.results() is None and short.results()["method"] == "fedavg"
+
+
+def test_a_run_is_repeated_after_its_tokenizer_has_changed(tmp_path):
+    path, texts = tmp_path / "tokenizer.json", Texts([f"word{n} other{n}" for n in range(400)], None, [0] * 400)
+    options = dict(overrides=[f"text.tokenizer={path}", "tasks=1", "rounds=1"], scale="smoke")
+    for size in (60, 90):
+        encoder(TextOptions(vocabulary=size), [texts])._tokenizer.save(str(path))
+        (group,) = plan("split-topics", "fedavg", "0", tmp_path / "runs", **options)
+        assert group.runs[0].results() is None
+        cfl.run(group.runs[0].config, output=group.runs[0].folder)
+        (group,) = plan("split-topics", "fedavg", "0", tmp_path / "runs", **options)
+        assert group.runs[0].results() is not None
+    path.unlink()
+    (group,) = plan("split-topics", "fedavg", "0", tmp_path / "runs", **options)
+    assert group.runs[0].results() is not None
 
 
 def test_a_run_is_repeated_after_the_model_that_it_starts_from_has_changed(tmp_path):

@@ -129,12 +129,15 @@ def test_commands_run_the_chosen_settings_on_all_samples():
     asked, flags = ["validation=0.2", "model.hidden=[8]"], ["--seeds", "0..1"]
     head, tail = ["cfl-run", "compare", "split-digits", "--methods"], ["--seeds", "0..1"]
     hidden, rate = ["--set", "model.hidden=[8]"], ["--set", "local.lr=0.05"]
-    assert commands("split-digits", [fedavg[1], fot[3]], asked, flags) == [
+    assert commands("split-digits", [fedavg[1], fot[3]], ["fedavg", "fot"], asked, flags) == [
         [*head, "fedavg,fot", *hidden, *rate, "--set", "strategy.threshold=0.94", *tail]
     ]
-    apart = commands("split-digits", [fedavg[0], fot[3]], asked, flags)
+    apart = commands("split-digits", [fedavg[0], fot[3]], ["fedavg", "fot"], asked, flags)
     assert [words[4] for words in apart] == ["fedavg", "fot"]
     assert apart[0][5:] == [*hidden, "--set", "local.lr=0.01", *tail]
+    # All runs of fot may have failed: an option of its own is then in no command.
+    alone = commands("split-digits", [fedavg[0]], ["fedavg", "fot"], [*asked, "strategy.min_rank=3"], flags)
+    assert alone == apart[:1]
     (config,) = (run.config for run in plan("split-digits", "fot", "0", Path(), overrides=apart[1][6:12:2])[0].runs)
     assert config == fot[3].runs[0].config.model_copy(update={"validation": 0.0, "model": config.model})
 

@@ -189,6 +189,23 @@ def test_an_export_that_is_not_clear_is_refused(tmp_path):
         run.export(tmp_path / "model.safetensor", task=0)
 
 
+@pytest.mark.parametrize(("method", "option"), [("single_task", []), ("rgo", ["strategy.encode=true"])])
+def test_an_export_of_a_method_with_weights_for_each_task_needs_the_task(method, option, tmp_path):
+    few, notes = ["tasks=2", "rounds=1", "model.hidden=[8]", "partition.clients=2"], []
+
+    class Notes(cfl.sinks.NullSink):
+        def start(self, config, texts, total_rounds):
+            notes.extend(texts)
+
+    config = cfl.resolve("permuted-digits", method=method, overrides=[*few, *option])
+    cfl.run(config, output=tmp_path, sink=Notes())
+    assert "accuracies are those with the task of each test sample given" in notes
+    with pytest.raises(ConfigError, match="has parts for each task; pass task=0 to 1"):
+        cfl.load(tmp_path).export(tmp_path / "model.safetensors")
+    first, last = (load_file(cfl.load(tmp_path).export(tmp_path / f"{task}.safetensors", task=task)) for task in (0, 1))
+    assert any(not torch.equal(leaf, last[name]) for name, leaf in first.items())
+
+
 def test_a_run_starts_from_the_model_of_another(tmp_path):
     first = trained(tmp_path / "first")
     seen = []

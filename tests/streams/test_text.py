@@ -172,6 +172,13 @@ def test_presets_have_the_settings_of_fedproj(name, public):
 # --- networks --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("method", "why"), [("target", "token ids have none of"), ("fedcil", "texts are token ids")])
+def test_methods_that_make_images_are_refused(method, why):
+    config = cfl.resolve("split-topics", method=method, overrides=["tasks=2", "rounds=1"])
+    with pytest.raises(ConfigError, match=f"{method} cannot run on texts: .*{why}"):
+        cfl.run(config)
+
+
 def test_a_network_of_images_is_refused():
     config = resolve("split-topics", overrides=["model.name=mlp"])
     with pytest.raises(ConfigError, match="model 'mlp' takes no texts.*set model.name to a network of texts"):

@@ -45,6 +45,10 @@ class RGO(Strategy):
     def plan(self, task: int, tasks: int, rounds: int) -> list[Phase]:
         return with_consolidation(task, tasks, rounds)
 
+    def notes(self, model: Model) -> list[str]:
+        given = self.encode and not model.multi_head
+        return ["accuracies are those with the task of each test sample given"] if given else []
+
     def init_server(self, params: Tree, model: Model) -> Server:
         inner = [layer for layer in model.layers if model.multi_head or layer.path != model.layers[-1].path]
         tasks = range(1, model.tasks) if self.encode else ()

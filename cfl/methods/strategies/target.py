@@ -41,6 +41,8 @@ class TARGET(Inversion, Strategy):
         "new samples train the classes of their task alone, synthetic ones distil one softmax over the old classes"
     )
 
+    not_for_texts: ClassVar[str] = "its server makes samples by gradients, which token ids have none of"
+
     strength: float = option(25.0, "lambda, weight of the distillation", source="code", at_least=0.0, steep="local")
     temperature: float = option(2.0, "T of the distillation", source="code", above=0.0)
     batch: int = option(64, "synthetic samples in a local step", source="ours; code: 500", at_least=1)

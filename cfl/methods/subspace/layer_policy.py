@@ -16,7 +16,9 @@ class LayerPolicy:
 
     bias: str = option("augment", "biases", source="code: free", choices=("augment", "free", "freeze"))
     norm_affine: str = option("freeze", "norm weights and biases", source="code: free", choices=("freeze", "free"))
-    freeze_first: bool = option(False, "freeze the first layer after task 1; never sketch raw inputs", source="Table 6")
+    freeze_first: bool = option(
+        False, "freeze the first layer after the first task; never sketch raw inputs", source="Table 6"
+    )
     first_half: str = option("fot", "policy for the first half of the layers", source="Table 14", choices=_HALF)
     second_half: str = option("fot", "policy for the second half of the layers", source="Table 14", choices=_HALF)
 

@@ -44,6 +44,13 @@ def test_where_no_client_has_inputs_the_weight_stays():
     assert merged_update(pack(gram), torch.tensor([[4.0], [0.0]])).tolist() == [[2.0, 0.0]]
 
 
+def test_weak_inputs_of_a_wide_layer_count():
+    """The merge of one client is its own layer: W - W_1 = 1 in each direction, of energy 1 to 1e-5."""
+    energy = torch.logspace(0, -5, 600, dtype=torch.float64)
+    step = merged_update(pack(energy.diag()), energy[:, None])
+    assert torch.allclose(step, torch.ones(1, 600, dtype=torch.float64), atol=1e-9)
+
+
 def test_gamma_shrinks_the_off_diagonal_entries_of_both_sums():
     grams = {}
     for gamma in (1.0, 0.25):
