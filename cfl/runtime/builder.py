@@ -1,9 +1,9 @@
 """From a configuration and a stream to a session: the objects of a run, built and checked against each other."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -86,8 +86,7 @@ def build_session(
     """
     sink = sink or NullSink()
     built = methods.build(config)
-    custom = members != built
-    label = "+".join(type(member).__name__ for member in members.values()) if custom else config.label
+    label = config.label if members == built else "+".join(_names(config, members, built))
     stream, validation = _prepared(stream, config)
     public = _checked_public(config, stream, members, label)
     shape, outputs = stream.input_shape, stream.tasks[0].classes
@@ -125,6 +124,13 @@ def build_session(
         config, label, stream, composed, model, population, rounds, budget, state, engine, recorder, notes, about,
         validation,
     )  # fmt: skip
+
+
+def _names(config: RunConfig, members: Mapping[str, Any], built: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the name of each member: that of its option, and of an object of the user's own that of its class."""
+    for owner, member in members.items():
+        known = config.method if owner == STRATEGY else owner
+        yield known if built.get(owner) == member else type(member).__name__
 
 
 def _check_fit(strategy: Strategy, stream: Stream, label: str) -> None:

@@ -582,7 +582,7 @@ def named(tmp_path: Path) -> bool:
 
 def mixed() -> bool:
     """A name and an object side by side, in the user's order."""
-    return run(regularizers={"mine": FedProx(), "kl": {}}).metrics["method"] == "Strategy+FedProx+KL"
+    return run(regularizers={"mine": FedProx(), "kl": {}}).metrics["method"] == "fedavg+FedProx+kl"
 
 
 def kept(tmp_path: Path) -> bool:
@@ -618,7 +618,7 @@ WELCOME = {
     "run: regularizers by name": lambda: run(regularizers=["fedprox", "kl"]).metrics["method"] == "fedprox+kl",
     "run: one regularizer": lambda: run(regularizers="fedprox").metrics["method"] == "fedprox",
     "run: no regularizers": lambda: run(toy.config(*SMALL, method="fedprox"), regularizers=[]),
-    "run: regularizers a class": lambda: run(regularizers={"near": FedProx}).metrics["method"] == "Strategy+FedProx",
+    "run: regularizers a class": lambda: run(regularizers={"near": FedProx}).metrics["method"] == "fedavg+FedProx",
     "run: names in config.yaml": named,
     "run: names and objects": mixed,
     "resolve: one override": lambda: resolve(overrides="tasks=2").tasks == 2,
