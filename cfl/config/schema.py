@@ -15,8 +15,8 @@ from cfl.core.plugins import DEFAULT_METHOD
 class PartitionConfig(Section):
     """Partition of a task's training samples among the clients."""
 
-    name: Literal["iid", "shards", "dirichlet", "sharding", "lda", "classes"] = Field(
-        "iid", description="how samples are distributed among the clients"
+    name: Literal["iid", "shards", "dirichlet", "sharding", "lda", "classes", "stream"] = Field(
+        "iid", description="how samples are distributed among the clients; `stream`: as the stream says"
     )
     clients: Positive = Field(20, description="number of clients in the population")
     alpha: float = Field(0.5, gt=0, description="concentration of `dirichlet` and `lda`; smaller is more uneven")
@@ -247,6 +247,8 @@ class RunConfig(Section):
             raise ConfigError(f"rounds lists {len(self.rounds)} numbers for {tasks} tasks; give one per task")
         if self.public.samples and self.public.name == "stream":
             raise ConfigError("public.samples does not apply to public.name=stream; set it to null")
+        if self.partition.name == "stream" and self.partition.task_share < 1:
+            raise ConfigError("partition.name=stream says who holds a task; leave partition.task_share at 1")
         if self.attack.name != "none" and self.attack.clients > self.partition.clients:
             raise ConfigError(
                 f"attack.clients={self.attack.clients} is more than partition.clients={self.partition.clients}; "

@@ -10,7 +10,7 @@ from cfl.config.schema import RunConfig
 from cfl.contract import STAGES, Client, Phase, Share
 from cfl.core import ConfigError, DataError, rng
 from cfl.streams import Stream
-from cfl.streams.partition import Deal, deal
+from cfl.streams.partition import Deal, deal, stated
 from cfl.streams.store import TaskSamples
 
 
@@ -115,8 +115,10 @@ class Population:
 
     def _deal(self, task: int) -> Deal:
         partition, batch = self.config.partition, self.config.local.batch_size
-        targets = self.stream.tasks[task].train.targets
-        dealt = deal(targets, task, seed=self.config.seed, **partition.model_dump())
+        own = self.stream.tasks[task]
+        if partition.name == "stream":
+            return stated(own.clients, task, partition.clients)
+        dealt = deal(own.train.targets, task, seed=self.config.seed, **partition.model_dump())
         if not len(dealt.order):
             raise ConfigError(f"no client holds data of task {task}; lower partition.clients")
         smallest = dealt.sizes[dealt.sizes > 0].min()

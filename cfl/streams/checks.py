@@ -49,6 +49,17 @@ def check_tokens(tokens: Tensor, vocabulary: int, mean: Tensor | None, std: Tens
             )
 
 
+def check_clients(task: str, clients: Tensor | None, count: int) -> None:
+    """Raise DataError unless clients are (count,) int64 numbers from 0, or None."""
+    if clients is None:
+        return
+    if clients.dtype != torch.int64 or clients.shape != (count,) or (count and clients.min() < 0):
+        raise DataError(
+            f"clients of task '{task}' are {clients.dtype} of shape {tuple(clients.shape)}; give each of its {count} "
+            "train samples one int64 number from 0"
+        )
+
+
 def check_rows(index: Tensor, targets: Tensor, images: Tensor) -> None:
     """Raise DataError unless index and targets are (n,) int64, and each index is a row of the images."""
     if index.shape != targets.shape or index.dim() != 1:

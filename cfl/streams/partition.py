@@ -123,6 +123,23 @@ def deal(
     return Deal(torch.from_numpy(order).to(targets.device), sizes)
 
 
+def stated(clients: Tensor | None, task: int, count: int) -> Deal:
+    """Return the partition of one task that its stream states.
+
+    clients: (N,) int64 client that holds each train sample, None if the stream does not say; count: size of the
+    population. Raises ConfigError if the stream does not say, and for a client beyond the population.
+    """
+    if clients is None:
+        raise ConfigError(
+            "partition.name=stream needs a stream that says which client holds which sample; pass `clients` to "
+            "from_tensors, or choose another partition"
+        )
+    if (last := int(clients.max())) >= count:
+        raise ConfigError(f"task {task} has samples of client {last}; set partition.clients to {last + 1} or more")
+    holder = clients.cpu().numpy()
+    return Deal(torch.from_numpy(np.argsort(holder, kind="stable")), np.bincount(holder, minlength=count))
+
+
 # A partition returns the holder of each sample, (N,) int64: an index among the owners, or -1 for a dropped sample.
 
 

@@ -76,14 +76,16 @@ class TaskSamples:
 class Task:
     """One task of a stream: its train and test samples and the number of classes of its head.
 
+    clients: (n,) int64 client that holds each train sample, for partition.name=stream; None if the stream does not say.
     Raises ConfigError for fields of another type; DataError for a task without train or test samples, a target outside
-    [0, classes) and duplicate sample ids.
+    [0, classes), duplicate sample ids, and clients that are not one number from 0 for each train sample.
     """
 
     name: str
     train: TaskSamples
     test: TaskSamples
     classes: int
+    clients: Tensor | None = None
 
     def __repr__(self) -> str:
         return f"Task({self.name!r}, {self.classes} classes, {len(self.train)} train and {len(self.test)} test samples)"
@@ -96,6 +98,7 @@ class Task:
     def __post_init__(self) -> None:
         typed_fields(self)
         checks.check_targets(self.labels, self.classes)
+        checks.check_clients(self.name, self.clients, len(self.train))
         ids = torch.cat([self.train.index, self.test.index])
         if len(ids.unique()) != len(ids):
             raise DataError(
@@ -230,6 +233,7 @@ class Stream:
         for number, task in enumerate(self.tasks):
             name = f"the data of task '{task.name}'"
             own = [number, self.multi_head, self.growing, task.classes, parts(task.train), parts(task.test)]
+            own += [] if task.clients is None else [task.clients]
             found[name] = content.digest([found.get(name), *own])  # two tasks may have one name
         if public and self.public is not None:
             found["the public data"] = content.digest(parts(self.public))

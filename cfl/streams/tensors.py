@@ -24,6 +24,7 @@ def from_tensors(
     name: str = "custom",
     multi_head: bool = False,
     public: Any = None,
+    clients: Sequence[Any] | None = None,
 ) -> Stream:
     """Make a stream from your own tensors, NumPy arrays or lists.
 
@@ -31,6 +32,7 @@ def from_tensors(
     other numbers (converted to float32); y (n,) labels 0, 1, 2, ...
     multi_head: one head a task, whose labels become 0, 1, ...; otherwise one head for all labels of all tasks.
     public: unlabelled inputs of the same shape and kind, for methods that distil.
+    clients: of each task the client (n_train,) that holds each train sample, 0, 1, 2, ...; see partition.name=stream.
     Raises ConfigError for arguments of another type. Raises DataError for a task without these four parts; samples and
     labels that are not numbers, not finite, empty, or of unequal lengths, shapes or kinds; negative labels; more
     classes than train samples; and test labels that no train sample has.
@@ -51,12 +53,25 @@ def from_tensors(
             start += size
         samples.append((rows[0], rows[1], rows[2], rows[3]))
     stream = assemble(name, images, samples, multi_head)
+    if clients is not None:
+        stream = _held(stream, clients)
     if public is None:
         return stream
     inputs, kind = as_inputs(public, "public inputs"), stream.tasks[0].train.pool.images.dtype
     if inputs.dtype != kind:
         raise DataError(f"public inputs are {inputs.dtype} and the tasks' are {kind}; convert either")
     return replace(stream, public=unlabelled(Pool(inputs)))
+
+
+def _held(stream: Stream, clients: Sequence[Any]) -> Stream:
+    """Return the stream with the client (n_train,) of each train sample, given for each task."""
+    if len(clients) != len(stream):
+        raise DataError(f"clients are given for {len(clients)} of {len(stream)} tasks; give an array for each task")
+    tasks = [
+        replace(task, clients=as_labels(own, f"clients of task {number}", len(task.train)))
+        for number, (task, own) in enumerate(zip(stream.tasks, clients, strict=True))
+    ]
+    return replace(stream, tasks=tuple(tasks))
 
 
 def as_inputs(value: Any, what: str) -> Tensor:
@@ -79,7 +94,7 @@ def as_labels(value: Any, what: str, count: int) -> Tensor:
     bad = ((y != labels) | (labels < 0)).nonzero()
     if len(bad):
         at = int(bad[0])
-        raise DataError(f"{what} must be 0, 1, 2, ..., not {y[at].item():.15g} (sample {at}); number the classes so")
+        raise DataError(f"{what} must be 0, 1, 2, ..., not {y[at].item():.15g} (sample {at}); number them so")
     return labels
 
 

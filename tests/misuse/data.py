@@ -267,7 +267,7 @@ CASES: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "y negative, a head a task": (
         lambda: from_tensors([(X, -Y, X, -Y)], multi_head=True),
         DataError,
-        r"train labels of task 0 .*, not -1 \(sample 1\); number the classes so",
+        r"train labels of task 0 .*, not -1 \(sample 1\); number them so",
     ),
     "label 10^9": (
         lambda: train(y=Y * 10**9),

@@ -1,13 +1,17 @@
 """Dealing a task's samples to clients."""
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
 import torch
 
+import cfl
 from cfl.core import ConfigError, DataError, rng
+from cfl.runtime.population import Population
 from cfl.streams import deal, from_tensors, partition
+from cfl.streams.validation import held_out
 
 CIFAR_TASK = torch.arange(10).repeat(500)  # the labels of one task of split-cifar100: 10 classes x 500, mixed
 
@@ -296,3 +300,52 @@ def test_a_deal_to_very_many_clients_is_two_arrays():
     assert result.order.sort().values.equal(torch.arange(200_000))
     pairs = result.order.view(-1, 2)
     assert bool((pairs[:, 0] < pairs[:, 1]).all()) and result.of(99_999).equal(pairs[-1])
+
+
+# --- as the stream says ----------------------------------------------------------------------------------------------
+
+
+def held(*clients, n=12):
+    x, y = torch.arange(2.0 * n).reshape(n, 2), torch.arange(n) % 2
+    return from_tensors([(x + task, y, x[:4] + 50, y[:4]) for task in range(len(clients))], clients=clients)
+
+
+def test_clients_hold_the_samples_that_the_stream_says():
+    own = [torch.tensor([2, 0] * 6), torch.tensor([1] * 9 + [0] * 3)]
+    options = ["partition.name=stream", "partition.clients=4", "rounds=1", "model.hidden=[4]"]
+    population = Population(held(*own), cfl.resolve("custom", overrides=options))
+    for task, clients in enumerate(own):
+        for client in range(4):
+            assert population.deals[task].of(client).tolist() == (clients == client).nonzero().flatten().tolist()
+    assert [population.owners((task,)) for task in (0, 1)] == [(0, 2), (0, 1)]
+    # Held-out samples leave the others where they are: of the 12 samples, 3 of each class are held out.
+    kept, held_back = held_out(held(*own), 0.5, 0)
+    dealt = Population(kept, cfl.resolve("custom", overrides=options)).deals[1]
+    assert len(kept.tasks[1].train) == 6 and len(held_back[1]) == 6
+    for client in range(4):
+        ids = kept.tasks[1].train.index[dealt.of(client)] - held(*own).tasks[1].train.index[0]
+        assert (own[1][ids] == client).all()
+
+
+def test_what_the_stream_says_must_fit():
+    few = ["partition.name=stream", "partition.clients=2", "rounds=1"]
+    with pytest.raises(ConfigError, match=r"task 1 has samples of client 3; set partition.clients to 4 or more"):
+        cfl.run(cfl.resolve("custom", overrides=few), stream=held([0] * 12, [3] * 12))
+    with pytest.raises(ConfigError, match="needs a stream that says which client holds which sample; pass `clients`"):
+        cfl.run(cfl.resolve("permuted-digits", overrides=few))
+    with pytest.raises(ConfigError, match="leave partition.task_share at 1"):
+        cfl.resolve("custom", overrides=[*few, "partition.task_share=0.5"])
+    with pytest.raises(DataError, match="clients are given for 1 of 2 tasks; give an array for each task"):
+        from_tensors([(torch.zeros(2, 2), [0, 1], torch.ones(2, 2), [0, 1])] * 2, clients=[[0, 0]])
+    with pytest.raises(DataError, match=r"clients of task 0 must be 0, 1, 2, ..., not -1 \(sample 3\); number them so"):
+        held([0, 0, 0, -1] * 3)
+    task = held([0] * 12).tasks[0]
+    with pytest.raises(DataError, match=r"clients of task '.*' are torch.int64 of shape \(3,\)"):
+        dataclasses.replace(task, clients=torch.zeros(3, dtype=torch.int64))
+
+
+def test_runs_on_other_owners_differ():
+    before, after = (held(own).digests(public=False) for own in ([0, 1] * 6, [1, 0] * 6))
+    (task,) = (plain := held([0] * 12)).tasks
+    plain = dataclasses.replace(plain, tasks=(dataclasses.replace(task, clients=None),))
+    assert len({*before.values(), *after.values(), *plain.digests(public=False).values()}) == 3
