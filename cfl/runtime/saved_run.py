@@ -128,9 +128,7 @@ class SavedRun:
         task: whose head and buffers the file gets; needed if each task has its own. The default is the last task.
         Raises ConfigError for another suffix, a missing task, or a folder that cannot be written.
         """
-        served = (self.strategy.serve(self.server, each) for each in range(self.latest + 1))
-        apart = any("@" in name for name in self.params) or any(not tree.equal(a, b) for a, b in pairwise(served))
-        if task is None and apart and not self.model.growing:
+        if task is None and not self.model.growing and self._differs_by_task():
             raise ConfigError(f"the model in '{self.folder}' has parts for each task; pass task=0 to {self.latest}")
         task = self.latest if task is None else task
         leaves = self.model.bind(self.strategy.serve(self.server, task), task)
@@ -138,6 +136,11 @@ class SavedRun:
         about |= {"norm_stats": self.config.model.norm_stats}
         about |= {"options": self.model_options} if self.about["model"] is None else {}
         return export.write(Path(path), *adapters.merged(self.model.module, leaves), {**about, "task": task})
+
+    def _differs_by_task(self) -> bool:
+        """Whether a task has a head, statistics or weights of its own."""
+        served = (self.strategy.serve(self.server, task) for task in range(self.latest + 1))
+        return any("@" in name for name in self.params) or any(not tree.equal(a, b) for a, b in pairwise(served))
 
     @cached_property
     def _predictor(self) -> Predictor:

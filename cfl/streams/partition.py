@@ -136,8 +136,7 @@ def stated(clients: Tensor | None, task: int, count: int) -> Deal:
         )
     if (last := int(clients.max())) >= count:
         raise ConfigError(f"task {task} has samples of client {last}; set partition.clients to {last + 1} or more")
-    holder = clients.cpu().numpy()
-    return Deal(torch.from_numpy(np.argsort(holder, kind="stable")), np.bincount(holder, minlength=count))
+    return Deal(clients.argsort(stable=True), clients.bincount(minlength=count).cpu().numpy())
 
 
 # A partition returns the holder of each sample, (N,) int64: an index among the owners, or -1 for a dropped sample.

@@ -210,7 +210,11 @@ class Stream:
             index, targets = samples.index.to(device), samples.targets.to(device)
             return replace(samples, pool=pools[key], index=index, targets=targets, permutation=permutation)
 
-        tasks = tuple(replace(task, train=move(task.train), test=move(task.test)) for task in self.tasks)
+        def moved(task: Task) -> Task:
+            clients = None if task.clients is None else task.clients.to(device)
+            return replace(task, train=move(task.train), test=move(task.test), clients=clients)
+
+        tasks = tuple(map(moved, self.tasks))
         return replace(self, tasks=tasks, public=None if self.public is None else move(self.public))
 
     @typed

@@ -35,7 +35,7 @@ def held_out(stream: Stream, fraction: float, seed: int) -> tuple[Stream, tuple[
                 f"{int(task.train.targets.bincount().max())} training samples; raise it"
             )
         held.append(_taken(task.train, drawn))
-        kept = None if task.clients is None else task.clients[~drawn.cpu()]
+        kept = None if task.clients is None else task.clients[~drawn]
         tasks.append(replace(task, train=_taken(task.train, ~drawn), clients=kept))
     public = None if stream.public is None else _without(stream.public, held)
     return replace(stream, tasks=tuple(tasks), public=public), tuple(held)
