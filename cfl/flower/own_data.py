@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from cfl.streams.store import Pool, Task, TaskSamples
 from cfl.streams.tensors import as_inputs, as_labels, from_npz
 
 
-def described(stream: Stream) -> str:
-    """Return as JSON what nodes have to know of the run's tasks: all but samples."""
+def described(stream: Stream, config: RunConfig) -> str:
+    """Return as JSON what nodes have to know of the run's tasks: all but samples. stream: of the run's benchmark."""
 
     def listed(value: Tensor | None) -> Any:
         return None if value is None else value.tolist()
@@ -32,21 +33,24 @@ def described(stream: Stream) -> str:
     ]
     run = {"name": stream.name, "input_shape": stream.input_shape, "multi_head": stream.multi_head, "tasks": tasks}
     text = {} if stream.encoder is None else asdict(stream.encoder.options)
-    return json.dumps({**run, "vocabulary": stream.vocabulary, "text": text})
+    build = {"tasks": config.tasks, "seed": config.seed, "class_order": config.class_order}
+    return json.dumps({**run, "vocabulary": stream.vocabulary, "build": build, "text": text})
 
 
 def read(source: str, description: str, data_root: Path | None) -> Stream:
     """Return a node's data as a stream with the tasks of the run.
 
     source: a folder with task0.npz, task1.npz, ..., each with arrays x (n, ...) and y (n,) as in `cfl.from_tensors`, or
-    the name of a registered benchmark with the same tasks. A task without a file has no samples on this node.
+    the name of a registered benchmark with the same tasks, which is built with the seed and the order of classes of the
+    run. A task without a file has no samples on this node.
     Raises DataError for data that do not fit the run.
     """
     check(source)
     run = json.loads(description)
     tasks, shape = run["tasks"], tuple(run["input_shape"])
     if source in plugins.benchmarks.names():
-        built = streams.build(source, tasks=len(tasks), data_root=data_root, text=TextOptions(**run["text"]))
+        built = streams.build(source, **run["build"], data_root=data_root, text=TextOptions(**run["text"]))
+        _check_tasks(source, built, tasks)
         found = [task.train for task in built.tasks]
     else:
         files = [Path(source, f"task{number}.npz") for number in range(len(tasks))]
@@ -110,6 +114,18 @@ class _OwnStream(Stream):
     def __post_init__(self) -> None:
         for task in self.tasks:
             checks.check_finite(f"task '{task.name}'", "train", task.train.index, task.train.pool.broken)
+
+
+def _check_tasks(source: str, stream: Stream, tasks: list[dict[str, Any]]) -> None:
+    """Raise DataError unless a benchmark has the tasks of the run: its labels would mean other classes."""
+    own = [f"'{task.name}' of {task.classes} classes" for task in stream.tasks]
+    wanted = [f"'{task['name']}' of {task['classes']} classes" for task in tasks]
+    for number, (here, there) in enumerate(zip_longest(own, wanted, fillvalue="missing")):
+        if here != there:
+            raise DataError(
+                f"task {number} of benchmark '{source}' is {here}, that of the run is {there}; give a benchmark with "
+                "the run's tasks, or a folder"
+            )
 
 
 def _samples(file: Path, task: dict[str, Any], shape: tuple[int, ...], vocabulary: int | None) -> TaskSamples:

@@ -94,4 +94,4 @@ def write(folder: Path, config: RunConfig, output: Path, data_root: Path | None 
     text = yaml.safe_dump(resolve.dump(config), sort_keys=False, allow_unicode=True)
     (package / "config.yaml").write_text(text, encoding="utf-8")
     stream = stream_of(config, data_root, False, public=methods.need_public(methods.build(config)))
-    (package / apps.STREAM).write_text(own_data.described(stream), encoding="utf-8")
+    (package / apps.STREAM).write_text(own_data.described(stream, config), encoding="utf-8")

@@ -177,10 +177,30 @@ def test_a_node_without_data_of_a_task_is_not_asked(tmp_path):
     assert [row["clients"] for row in rows] == [2, 2, 3, 3]
 
 
-def test_a_registered_benchmark_is_data_too(tmp_path):
-    config, path = written(tmp_path, "partition.clients=1", "cohort=1", method="fedavg")
-    found = served(path, tmp_path, [{"clients": "0", "folder": str(tmp_path / "n"), "data": "permuted-digits"}])
-    assert found["acc"] > 0.2  # ten classes
+@pytest.mark.parametrize("options", [("seed=1",), ("seed=2", "class_order=natural", "tasks=3")])
+def test_a_registered_benchmark_is_data_too(options, tmp_path):
+    """A client that has all of it computes what it computes with the only part of the run's benchmark."""
+    overrides = ["partition.clients=1", "cohort=1", "rounds=2", *options]
+    config = cfl.resolve("split-digits", method="fedavg", overrides=overrides)
+    found = []
+    for name, more in {"own": {"data": "split-digits"}, "part": {}}.items():
+        project.write(tmp_path / name / "project", config, tmp_path / name / "out")
+        node = {"clients": "0", "folder": str(tmp_path / name / "node"), **more}
+        found.append(served(tmp_path / name / "project" / project.PACKAGE / "config.yaml", tmp_path / name, [node]))
+    assert found[0]["accuracy_matrix"] == found[1]["accuracy_matrix"] and found[0]["acc"] > 0.8
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("split-digits", ("tasks=2",), r"task 0 .* is 'classes \d \d' of 2 .*, that of the run is 'permutation 0' of 10"),
+        ("iris", ("tasks=1",), "task 0 of benchmark 'iris' is 'iris' of 3 classes, .*give a benchmark with the run's"),
+    ],
+)
+def test_a_benchmark_of_other_tasks_is_refused(source, options, message, tmp_path):
+    _, path = written(tmp_path, *options)
+    with pytest.raises(DataError, match=message):
+        own_data.read(source, path.with_name(apps.STREAM).read_text(), None)
 
 
 @pytest.mark.parametrize(
