@@ -135,7 +135,8 @@ def _samples(file: Path, task: dict[str, Any], shape: tuple[int, ...], vocabular
         return TaskSamples(_pool(torch.empty(0, *shape), None, None, vocabulary), none, none)
     x, y = from_npz(file)
     inputs = as_inputs(x, f"samples in {file}")
-    mean, std = (None if task[name] is None else torch.tensor(task[name]) for name in ("mean", "std"))
+    given = [task[name] if inputs.dtype == torch.uint8 else None for name in ("mean", "std")]  # others are as they are
+    mean, std = (None if value is None else torch.tensor(value) for value in given)
     return TaskSamples(
         _pool(inputs, mean, std, vocabulary), torch.arange(len(inputs)), as_labels(y, f"labels in {file}", len(inputs))
     )

@@ -1,10 +1,12 @@
 """A project's two apps without a network, and nodes with data of their own."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 import cfl
 from cfl.core import CheckpointError, ConfigError, DataError
@@ -193,7 +195,7 @@ def test_a_registered_benchmark_is_data_too(options, tmp_path):
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
-        ("split-digits", ("tasks=2",), r"task 0 .* is 'classes \d \d' of 2 .*, that of the run is 'permutation 0' of 10"),
+        ("split-digits", ("tasks=2",), "task 0 .* is 'classes . .' of 2 .*, that of the run is 'permutation 0' of 10"),
         ("iris", ("tasks=1",), "task 0 of benchmark 'iris' is 'iris' of 3 classes, .*give a benchmark with the run's"),
     ],
 )
@@ -201,6 +203,19 @@ def test_a_benchmark_of_other_tasks_is_refused(source, options, message, tmp_pat
     _, path = written(tmp_path, *options)
     with pytest.raises(DataError, match=message):
         own_data.read(source, path.with_name(apps.STREAM).read_text(), None)
+
+
+def test_bytes_alone_are_scaled_and_normalised_as_the_images_of_the_benchmark(tmp_path):
+    """255 becomes (255 / 255 - 0.5) / 0.25 = 2, and 0 becomes -2."""
+    x, y = torch.tensor([[255, 0], [0, 255]], dtype=torch.uint8), torch.arange(2)
+    run = cfl.from_tensors([(x, y, x, y)])
+    pool = replace(run.tasks[0].train.pool, mean=torch.tensor([0.5]), std=torch.tensor([0.25]))
+    parts = {name: replace(getattr(run.tasks[0], name), pool=pool) for name in ("train", "test")}
+    described = own_data.described(replace(run, tasks=(replace(run.tasks[0], **parts),)), cfl.resolve("iris"))
+    for inputs, expected in ((x, [[2.0, -2.0], [-2.0, 2.0]]), (x.float() / 255, [[1.0, 0.0], [0.0, 1.0]])):
+        np.savez(tmp_path / "task0.npz", x=inputs.numpy(), y=y.numpy())
+        found, _ = own_data.read(str(tmp_path), described, None).tasks[0].train.gather(torch.arange(2))
+        assert found.tolist() == expected
 
 
 @pytest.mark.parametrize(
