@@ -35,6 +35,11 @@ def check_schedule(phases: Iterable[Phase], owners: Mapping[int, int], config: R
     if config.secagg == "none":
         return
     for task, count in owners.items():
+        if not count:  # only where nodes have data of their own
+            raise ConfigError(
+                f"no node has data of task {task}, so it has no secure sum: give two nodes or more a file "
+                f"task{task}.npz, or set secagg=none"
+            )
         if count < 2:
             raise ConfigError(
                 f"a secure sum of one client is its upload, and only one holds data of task {task}: raise "

@@ -85,7 +85,7 @@ class DeploymentEngine(OuterEngine):
             raise ConfigError("local models stay on their nodes; set eval_local=0, and run without observe")
         self._missing = {}
         self.members.refresh()
-        outcome = super().round(inputs)
+        outcome = super().round(inputs) if inputs.info.owners else Outcome(aborted=self._without_data(inputs.info))
         outcome.missing = dict(sorted({**self._missing, **(self._parties.missing if self._parties else {})}.items()))
         outcome.wire = self.members.link.spent()
         return outcome
@@ -133,6 +133,10 @@ class DeploymentEngine(OuterEngine):
 
     def fault(self, inputs: RoundInputs, client: Client) -> str:
         return "its node knows more; lower local.lr"
+
+    def _without_data(self, info: RoundInfo) -> str:
+        files = " or ".join(f"task{task}.npz" for task in self.rounds.sees(info.task))
+        return f"no node has data to train on; a node with data of its own has them in {files}"
 
     def _secure(self, info: RoundInfo) -> bool:
         return self.config.secagg == "full" and info.phase.protected

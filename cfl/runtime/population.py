@@ -82,7 +82,7 @@ class Population:
     def fraction(self, ids: tuple[int, ...], tasks: tuple[int, ...]) -> float:
         """Share of the clients in the weight of all owners of data of the tasks; see `RoundInfo`."""
         weights, total = self._weights(tasks)
-        return int(weights[list(ids)].sum()) / total
+        return int(weights[list(ids)].sum()) / total if total else 0.0  # nodes may have no data of a task
 
     def notes(self) -> list[str]:
         """A line for the start of a run on clients without data, if any."""

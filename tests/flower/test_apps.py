@@ -43,6 +43,21 @@ def shares(config, path):
             yield client_id, task, *one.train.gather(dealt.deals[task].of(client_id))
 
 
+def with_files(folder, config, path, without=()):
+    """The options of three nodes with files of their own. without: clients and tasks that have no file."""
+    for client_id, task, x, y in shares(config, path):
+        (folder / str(client_id)).mkdir(exist_ok=True)
+        if (client_id, task) not in without:
+            np.savez(folder / str(client_id) / f"task{task}.npz", x=x.numpy(), y=y.numpy())
+    return [
+        {"clients": str(one), "folder": str(folder / f"node{one}"), "data": str(folder / str(one))} for one in range(3)
+    ]
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "out/rounds.jsonl").read_text().splitlines()]
+
+
 def test_nodes_with_a_part_of_the_benchmark_have_the_figures_of_one_machine(tmp_path):
     config, path = written(tmp_path)
     nodes = [{"clients": ids, "folder": str(tmp_path / ids)} for ids in ("0,2", "1")]
@@ -133,14 +148,7 @@ def test_nodes_of_a_simulation_share_the_clients(tmp_path):
 
 def test_nodes_with_files_have_the_figures_of_the_same_data_on_one_machine(tmp_path):
     config, path = written(tmp_path)
-    for client_id, task, x, y in shares(config, path):
-        (tmp_path / str(client_id)).mkdir(exist_ok=True)
-        np.savez(tmp_path / str(client_id) / f"task{task}.npz", x=x.numpy(), y=y.numpy())
-    nodes = [
-        {"clients": str(one), "folder": str(tmp_path / f"node{one}"), "data": str(tmp_path / str(one))}
-        for one in range(3)
-    ]
-    found, expected = served(path, tmp_path, nodes), cfl.run(config).metrics
+    found, expected = served(path, tmp_path, with_files(tmp_path, config, path)), cfl.run(config).metrics
     assert found["accuracy_matrix"] == expected["accuracy_matrix"]
     assert found["bytes_up"] == expected["bytes_up"]
 
@@ -166,17 +174,33 @@ def test_a_node_with_data_of_its_own_may_not_join_a_run_that_holds_samples_out(t
 
 def test_a_node_without_data_of_a_task_is_not_asked(tmp_path):
     config, path = written(tmp_path, method="fedavg")
-    for client_id, task, x, y in shares(config, path):
-        (tmp_path / str(client_id)).mkdir(exist_ok=True)
-        if (client_id, task) != (2, 0):
-            np.savez(tmp_path / str(client_id) / f"task{task}.npz", x=x.numpy(), y=y.numpy())
-    nodes = [
-        {"clients": str(one), "folder": str(tmp_path / f"node{one}"), "data": str(tmp_path / str(one))}
-        for one in range(3)
-    ]
-    served(path, tmp_path, nodes)
-    rows = [json.loads(line) for line in (tmp_path / "out/rounds.jsonl").read_text().splitlines()]
-    assert [row["clients"] for row in rows] == [2, 2, 3, 3]
+    served(path, tmp_path, with_files(tmp_path, config, path, without={(2, 0)}))
+    assert [row["clients"] for row in rows_of(tmp_path)] == [2, 2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "task"),
+    [("fedavg", (), 0), ("er", (), 1), ("fot", ("agg.weights=samples",), 0)],
+)
+def test_rounds_of_a_task_of_which_no_node_has_data_are_aborted(method, options, task, tmp_path, capsys):
+    config, path = written(tmp_path, *options, method=method)
+    served(path, tmp_path, with_files(tmp_path, config, path, without={(one, task) for one in range(3)}))
+    rows = rows_of(tmp_path)
+    assert {row["task"] for row in rows} == {0, 1}
+    for row in rows:
+        assert row["clients"] == (0 if row["task"] == task else 3)
+        assert bool(row["aborted"]) == (row["task"] == task)
+    why = f"no node has data to train on; a node with data of its own has them in task{task}.npz"
+    assert {row["aborted"] for row in rows} == {None, why}
+    assert f"round aborted, nothing is changed (task {task}, " in capsys.readouterr().err
+
+
+def test_a_secure_sum_without_clients_is_refused_before_the_first_round(tmp_path):
+    config, path = written(tmp_path, "secagg=full", method="fedavg")
+    nodes = with_files(tmp_path, config, path, without={(one, 1) for one in range(3)})
+    with pytest.raises(ConfigError, match=r"no node has data of task 1, .* give two nodes or more a file task1\.npz"):
+        served(path, tmp_path, nodes)
+    assert not (tmp_path / "out/rounds.jsonl").exists()
 
 
 @pytest.mark.parametrize("options", [("seed=1",), ("seed=2", "class_order=natural", "tasks=3")])
