@@ -1,7 +1,7 @@
 """Data of a node's own, in place of a part of the run's benchmark: a file for each task, or a registered benchmark."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -13,28 +13,37 @@ from torch import Tensor
 from cfl import streams
 from cfl.config.schema import RunConfig
 from cfl.core import DataError, plugins
+from cfl.core.errors import FEW_NAMES, few
 from cfl.runtime.population import Population
 from cfl.streams import Stream, TextOptions, checks
 from cfl.streams.partition import Deal
+from cfl.streams.scenario import with_scenario
 from cfl.streams.store import Pool, Task, TaskSamples
 from cfl.streams.tensors import as_inputs, as_labels, from_npz
 
 
 def described(stream: Stream, config: RunConfig) -> str:
-    """Return as JSON what nodes have to know of the run's tasks: all but samples. stream: of the run's benchmark."""
+    """Return as JSON what nodes have to know of the run's tasks: all but samples.
+
+    stream: of the run's benchmark, whose labels those of the nodes' data are. The tasks are those under the scenario of
+    the run; a node cannot apply the scenario itself, since it may have samples of some labels only.
+    """
 
     def listed(value: Tensor | None) -> Any:
         return None if value is None else value.tolist()
 
-    pools = [task.train.pool for task in stream.tasks]
-    tasks = [
-        {"name": task.name, "classes": task.classes, "mean": listed(pool.mean), "std": listed(pool.std)}
-        for task, pool in zip(stream.tasks, pools, strict=True)
-    ]
-    run = {"name": stream.name, "input_shape": stream.input_shape, "multi_head": stream.multi_head, "tasks": tasks}
-    text = {} if stream.encoder is None else asdict(stream.encoder.options)
+    run, tasks = with_scenario(stream, config.scenario), list[dict[str, Any]]()
+    for before, task, outputs in zip(stream.tasks, run.tasks, run.heads, strict=True):
+        pool, labels = task.train.pool, _numbers(before, task, outputs)
+        sizes = {"classes": task.classes, "benchmark_classes": before.classes}
+        tasks.append({"name": task.name, **sizes, "labels": labels, "mean": listed(pool.mean), "std": listed(pool.std)})
+    heads = {"multi_head": run.multi_head, "growing": run.growing}
+    text = {} if run.encoder is None else asdict(run.encoder.options)
     build = {"tasks": config.tasks, "seed": config.seed, "class_order": config.class_order}
-    return json.dumps({**run, "vocabulary": stream.vocabulary, "build": build, "text": text})
+    return json.dumps({
+        "name": run.name, "input_shape": run.input_shape, **heads, "tasks": tasks, "vocabulary": run.vocabulary,
+        "build": build, "text": text,
+    })  # fmt: skip
 
 
 def read(source: str, description: str, data_root: Path | None) -> Stream:
@@ -68,10 +77,11 @@ def read(source: str, description: str, data_root: Path | None) -> Stream:
                 f"samples of task {number} in '{source}' have a vocabulary of {samples.pool.vocabulary} token ids, "
                 f"those of the run {run['vocabulary']}; use the run's tokenizer"
             )
-    made = [
-        _OwnTask(task["name"], samples, samples, task["classes"]) for task, samples in zip(tasks, found, strict=True)
-    ]
-    return _OwnStream(run["name"], tuple(made), shape, run["multi_head"])
+    made = []
+    for task, samples in zip(tasks, found, strict=True):
+        samples = replace(samples, targets=_in_run(samples.targets, task, source))
+        made.append(_OwnTask(task["name"], samples, samples, task["classes"]))
+    return _OwnStream(run["name"], tuple(made), shape, run["multi_head"], growing=run["growing"])
 
 
 def check(source: str) -> None:
@@ -102,9 +112,7 @@ class _OwnTask(Task):
     """A task of which a node may have few samples, or none; the server has its test samples."""
 
     def __post_init__(self) -> None:
-        y = self.train.targets
-        if len(y) and (int(y.min()) < 0 or int(y.max()) >= self.classes):
-            raise DataError(f"labels of task '{self.name}' must be 0 to {self.classes - 1}, not {y.min()} to {y.max()}")
+        """Check nothing: `_in_run` has checked the labels."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,10 +124,31 @@ class _OwnStream(Stream):
             checks.check_finite(f"task '{task.name}'", "train", task.train.index, task.train.pool.broken)
 
 
+def _numbers(before: Task, after: Task, outputs: int) -> list[list[int]]:
+    """Pairs of the labels of a task in its benchmark and in the run, where its part of the head has `outputs`."""
+    if outputs == before.classes:  # in their order, also labels of which the benchmark has no samples
+        return [[label, after.classes - outputs + label] for label in range(outputs)]
+    old, new = (torch.cat([task.train.targets, task.test.targets]) for task in (before, after))
+    pairs: list[list[int]] = torch.stack([old, new], dim=1).unique(dim=0).tolist()
+    return pairs
+
+
+def _in_run(labels: Tensor, task: dict[str, Any], source: str) -> Tensor:
+    """Return the labels in the run of labels (n,) of its benchmark. Raises DataError for one that its task lacks."""
+    known, numbers = torch.tensor(task["labels"]).unbind(1)
+    strange = labels[~torch.isin(labels, known)]
+    if len(strange):
+        raise DataError(
+            f"labels of task '{task['name']}' in '{source}' must be {few([*map(str, known.tolist())], FEW_NAMES)}, as "
+            f"in the run's benchmark, not {strange[0]}"
+        )
+    return numbers[torch.searchsorted(known.contiguous(), labels)]
+
+
 def _check_tasks(source: str, stream: Stream, tasks: list[dict[str, Any]]) -> None:
     """Raise DataError unless a benchmark has the tasks of the run: its labels would mean other classes."""
     own = [f"'{task.name}' of {task.classes} classes" for task in stream.tasks]
-    wanted = [f"'{task['name']}' of {task['classes']} classes" for task in tasks]
+    wanted = [f"'{task['name']}' of {task['benchmark_classes']} classes" for task in tasks]
     for number, (here, there) in enumerate(zip_longest(own, wanted, fillvalue="missing")):
         if here != there:
             raise DataError(

@@ -229,6 +229,63 @@ def test_a_benchmark_of_other_tasks_is_refused(source, options, message, tmp_pat
         own_data.read(source, path.with_name(apps.STREAM).read_text(), None)
 
 
+def disjoint():
+    """Two tasks of three labels each, 0 to 2 and 3 to 5, under one head: axis y is on in the samples of label y."""
+    y = torch.arange(3).repeat(20)
+    return cfl.from_tensors([(torch.eye(6)[y + start], y + start) * 2 for start in (0, 3)], name="disjoint")
+
+
+def growing():
+    return cfl.streams.with_scenario(disjoint(), "class")
+
+
+@pytest.mark.parametrize(
+    ("build", "scenario", "of_task_0", "of_task_1"),
+    [
+        (disjoint, None, {0: 0, 2: 2, 4: 4}, {3: 3, 5: 5, 1: 1}),
+        (disjoint, "domain", {0: 0, 2: 2}, {3: 3, 5: 5}),
+        (disjoint, "task", {0: 0, 2: 2}, {3: 0, 5: 2}),
+        (disjoint, "class", {0: 0, 2: 2}, {3: 3, 5: 5}),
+        (growing, None, {0: 0, 2: 2}, {3: 3, 5: 5}),
+        (growing, "class", {0: 0, 2: 2}, {3: 3, 5: 5}),
+        (lambda: cfl.streams.build("split-digits", tasks=2), "class", {0: 0, 1: 1}, {0: 2, 1: 3}),
+        (lambda: cfl.streams.build("split-digits", tasks=2), "domain", {1: 1}, {1: 1}),
+    ],
+)
+def test_labels_of_files_are_those_of_the_benchmark_under_any_scenario(build, scenario, of_task_0, of_task_1, tmp_path):
+    """They are found without the samples of all labels. of_task_0, of_task_1: label in a file to label in the run."""
+    run = build()
+    for number, labels in enumerate((of_task_0, of_task_1)):
+        np.savez(tmp_path / f"task{number}.npz", x=np.zeros((len(labels), *run.input_shape)), y=np.array([*labels]))
+    config = cfl.resolve("split-digits", overrides=[f"scenario={scenario or 'null'}"])
+    own = own_data.read(str(tmp_path), own_data.described(run, config), None)
+    expected = cfl.streams.with_scenario(run, scenario)
+    assert (own.scenario, own.heads) == (expected.scenario, expected.heads)
+    assert [task.train.targets.tolist() for task in own.tasks] == [[*of_task_0.values()], [*of_task_1.values()]]
+    assert cfl.streams.with_scenario(own, scenario) is own
+
+
+@pytest.mark.parametrize(("build", "scenario"), [(disjoint, "task"), (disjoint, "class"), (growing, None)])
+def test_a_label_of_another_task_is_refused(build, scenario, tmp_path):
+    np.savez(tmp_path / "task1.npz", x=np.zeros((2, 6)), y=np.array([3, 2]))
+    described = own_data.described(build(), cfl.resolve("iris", overrides=[f"scenario={scenario or 'null'}"]))
+    with pytest.raises(DataError, match=r"labels of task 'task 1' in .* must be 3, 4, 5, as .* benchmark, not 2"):
+        own_data.read(str(tmp_path), described, None)
+
+
+@pytest.mark.parametrize("scenario", ["task", "class"])
+def test_nodes_with_files_have_the_figures_of_one_machine_under_scenarios(scenario, tmp_path):
+    options = ("partition.clients=1", "cohort=1", f"scenario={scenario}")
+    config = cfl.resolve("split-digits", method="fedavg", overrides=[*OPTIONS, *options])
+    project.write(tmp_path / "project", config, tmp_path / "out")
+    for number, task in enumerate(cfl.streams.build("split-digits", tasks=2, seed=config.seed).tasks):
+        x, y = task.train.gather(torch.arange(len(task.train)))
+        np.savez(tmp_path / f"task{number}.npz", x=x.numpy(), y=y.numpy())
+    node = {"clients": "0", "folder": str(tmp_path / "node"), "data": str(tmp_path)}
+    found = served(tmp_path / "project" / project.PACKAGE / "config.yaml", tmp_path, [node])
+    assert found["accuracy_matrix"] == cfl.run(config).metrics["accuracy_matrix"]
+
+
 def test_bytes_alone_are_scaled_and_normalised_as_the_images_of_the_benchmark(tmp_path):
     """255 becomes (255 / 255 - 0.5) / 0.25 = 2, and 0 becomes -2."""
     x, y = torch.tensor([[255, 0], [0, 255]], dtype=torch.uint8), torch.arange(2)
@@ -248,7 +305,10 @@ def test_bytes_alone_are_scaled_and_normalised_as_the_images_of_the_benchmark(tm
         ({}, "has no data of the run's tasks"),
         ({"x": np.zeros((4, 64))}, "with arrays x and y"),
         ({"x": np.zeros((4, 63)), "y": np.zeros(4)}, r"have shape \(63,\), those of the run \(64,\)"),
-        ({"x": np.zeros((4, 64)), "y": np.full(4, 10)}, "must be 0 to 9"),
+        (
+            {"x": np.zeros((4, 64)), "y": np.full(4, 10)},
+            "must be 0, 1, 2, 3, 4 and 5 more, .* benchmark, not 10",
+        ),
         ({"x": np.full((4, 64), np.nan), "y": np.zeros(4)}, "NaN"),
     ],
 )
