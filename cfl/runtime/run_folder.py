@@ -34,12 +34,8 @@ class RunFolder:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
         self._rounds, self._metrics = self.path / "rounds.jsonl", self.path / "metrics.json"
-        if not resume and (self._rounds.exists() or self._metrics.exists()):
-            if self.busy(self.path):
-                raise self._used()
-            raise ConfigError(
-                f"'{self.path}' already holds a run; use --resume (from Python resume=True) or another --output"
-            )
+        if not resume and self._holds_run():
+            raise self._used() if self.busy(self.path) else self._full()
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             probe = self.path / f".probe-{os.getpid()}"
@@ -54,8 +50,19 @@ class RunFolder:
             self._lock.acquire(timeout=_PATIENCE)
         except Timeout:
             raise self._used() from None
+        if not resume and self._holds_run():  # of a process that held the lock until now
+            self._lock.release()
+            raise self._full()
         with suppress(OSError):  # where a lock keeps others from writing, the file stays empty
             (self.path / _LOCK).write_text(str(os.getpid()))
+
+    def _holds_run(self) -> bool:
+        return self._rounds.exists() or self._metrics.exists()
+
+    def _full(self) -> ConfigError:
+        return ConfigError(
+            f"'{self.path}' already holds a run; use --resume (from Python resume=True) or another --output"
+        )
 
     def _used(self) -> Busy:
         pid = ""

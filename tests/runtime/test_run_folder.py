@@ -5,6 +5,7 @@ import os
 
 import numpy as np
 import pytest
+from filelock import FileLock
 
 from cfl.config.overrides import read_yaml
 from cfl.core import ConfigError
@@ -66,6 +67,21 @@ def test_a_folder_with_a_run_is_refused(tmp_path, name):
     ):
         RunFolder(tmp_path)
     assert RunFolder(tmp_path, resume=True).checkpoints.is_dir()
+
+
+def test_a_run_that_ends_while_another_waits_for_its_folder_is_kept(tmp_path, monkeypatch):
+    first, acquire = RunFolder(tmp_path), FileLock.acquire
+
+    def end_before(lock, **options):
+        first.append_round(ROW)
+        first.close()
+        return acquire(lock, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="already holds a run; use --resume"):
+        patch.setattr(FileLock, "acquire", end_before)
+        RunFolder(tmp_path)
+    assert not RunFolder.busy(tmp_path)
+    assert RunFolder(tmp_path, resume=True).has_rounds()
 
 
 def test_an_error_names_a_folder_that_cannot_be_made(tmp_path):
