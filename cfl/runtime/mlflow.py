@@ -4,10 +4,14 @@ import contextlib
 import logging
 import os
 import time
+import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from cfl.assembly.resolve import dump
 from cfl.config.overrides import flat
@@ -24,7 +28,8 @@ class MlflowSink(ScalarSink):
 
     folder: of the run; store: tracking URI, by default of `mlflow.db` beside the folder, which all runs there share.
     The experiment has the name of the benchmark. A resumed run continues its run in the store; rounds that are repeated
-    there after a kill have the same values, and are written once.
+    there after a kill have the same values, and are written once. In a store that does not
+    know it, as after a move of the folder, a new run begins, with a warning.
     Raises ConfigError if MLflow is not installed.
     """
 
@@ -40,22 +45,11 @@ class MlflowSink(ScalarSink):
     def start(self, config: RunConfig, notes: list[str], total_rounds: int) -> None:
         """Open the store, and find or begin the run there."""
         super().start(config, notes, total_rounds)
-        with _quiet():
-            self._client = self._mlflow.MlflowClient(tracking_uri=self._store)
-        known = self._folder / _RUN
-        if known.exists():
-            self._id = known.read_text(encoding="utf-8")
-            self._written = int(self._client.get_run(self._id).data.metrics.get("round", 0))
-            self._client.update_run(self._id, status="RUNNING")
-            return
-        run = self._client.create_run(self._experiment(config.benchmark), run_name=self._folder.name)
-        self._id = run.info.run_id
-        entity = self._mlflow.entities.Param
-        params = [entity(name, str(value)[:_LONGEST]) for name, value in flat(dump(config)).items()]
-        for first in range(0, len(params), _MOST):
-            self._client.log_batch(self._id, params=params[first : first + _MOST])
         self._folder.mkdir(parents=True, exist_ok=True)
-        known.write_text(self._id, encoding="utf-8")
+        with _quiet(), self._alone():
+            self._client = self._mlflow.MlflowClient(tracking_uri=self._store)
+            if not self._continued():
+                self._begin(config)
 
     def round(self, row: dict[str, Any]) -> None:
         super().round(row)
@@ -72,6 +66,41 @@ class MlflowSink(ScalarSink):
         """Mark a run that has not finished as killed."""
         if self._id:
             self._client.set_terminated(self._id, status="KILLED")
+
+    def _alone(self) -> AbstractContextManager[Any]:
+        """Keep other runs from an SQLite file: two that make its tables or an experiment at once fail."""
+        kind, found, file = self._store.partition("sqlite:///")
+        return FileLock(f"{file}.lock") if found and not kind else contextlib.nullcontext()
+
+    def _continued(self) -> bool:
+        """Continue the folder's run in the store, if both have it."""
+        known = self._folder / _RUN
+        if not known.exists():
+            return False
+        id = known.read_text(encoding="utf-8")
+        try:
+            metrics = self._client.get_run(id).data.metrics
+        except self._mlflow.MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            warnings.warn(
+                f"'{self._store}' lacks the run of '{known}', as after a move of the folder; a new MLflow run begins, "
+                "without the rounds before",
+                stacklevel=2,
+            )
+            return False
+        self._id, self._written = id, int(metrics.get("round", 0))
+        self._client.update_run(id, status="RUNNING")
+        return True
+
+    def _begin(self, config: RunConfig) -> None:
+        run = self._client.create_run(self._experiment(config.benchmark), run_name=self._folder.name)
+        self._id = run.info.run_id
+        entity = self._mlflow.entities.Param
+        params = [entity(name, str(value)[:_LONGEST]) for name, value in flat(dump(config)).items()]
+        for first in range(0, len(params), _MOST):
+            self._client.log_batch(self._id, params=params[first : first + _MOST])
+        (self._folder / _RUN).write_text(self._id, encoding="utf-8")
 
     def _experiment(self, name: str) -> str:
         found = self._client.get_experiment_by_name(name)

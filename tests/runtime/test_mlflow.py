@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -58,3 +60,50 @@ def test_a_store_has_the_options_rounds_and_results_also_of_a_resumed_run(tmp_pa
     assert history("task/0") == [(end, row[0]) for end, row in zip(ends, metrics["accuracy_matrix"], strict=True)]
     assert history("ACC") == [(10, metrics["acc"])] and history("FGT") == [(10, metrics["fgt"])]
     assert history("total/bytes_up") == [(10, metrics["bytes_up"])]
+
+
+BEGINS = """
+import sys
+from pathlib import Path
+from cfl.runtime.mlflow import MlflowSink
+from tests import toy
+sink = MlflowSink(Path(sys.argv[1]))
+print("ready", flush=True)
+sys.stdin.readline()
+sink.start(toy.config(), [], 1)
+sink.close()
+"""
+
+
+@pytest.mark.slow
+def test_runs_that_begin_at_once_share_a_store_that_is_not_there_yet(tmp_path):
+    names = ["a", "b", "c"]
+    runs = [
+        subprocess.Popen([sys.executable, "-c", BEGINS, tmp_path / name], stdin=-1, stdout=-1, stderr=-1, text=True)
+        for name in names
+    ]
+    for run in runs:
+        assert run.stdout.readline() == "ready\n"
+    for run in runs:
+        run.stdin.write("\n")
+        run.stdin.flush()
+    assert [run.communicate()[1] for run in runs] == [""] * len(names)
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    experiment = client.get_experiment_by_name("permuted-digits").experiment_id
+    assert sorted(found.info.run_name for found in client.search_runs([experiment])) == names
+
+
+@pytest.mark.slow
+def test_a_run_that_the_store_does_not_know_begins_there_anew(tmp_path):
+    """As after a move of the folder: the rounds after the last checkpoint, that of round 2, are in a new run."""
+    with pytest.raises(Killed):
+        run(tmp_path / "old/mine", Stop(4))
+    (tmp_path / "new").mkdir()
+    (tmp_path / "old/mine").rename(tmp_path / "new/mine")
+    with pytest.warns(UserWarning, match=r"new/mlflow\.db' lacks the run of '.*mine/mlflow-run', .* a new MLflow run"):
+        run(tmp_path / "new/mine", resume=True)
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/new/mlflow.db")
+    id = (tmp_path / "new/mine/mlflow-run").read_text()
+    assert client.get_run(id).info.status == "FINISHED"
+    rounds = len((tmp_path / "new/mine/rounds.jsonl").read_text().splitlines())
+    assert [one.step for one in client.get_metric_history(id, "round")] == list(range(3, rounds + 1))
