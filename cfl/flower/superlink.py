@@ -10,6 +10,7 @@ from pathlib import Path
 from cfl.config.schema import RunConfig
 from cfl.core import CflError, ConfigError
 from cfl.flower import apps, programs, project
+from cfl.runtime.run_folder import make_folder
 
 CONNECTION = "cfl"  # name of the SuperLink in Flower's configuration
 START = 60.0  # seconds in which a SuperLink has to listen
@@ -37,7 +38,9 @@ def serve(
     Raises ConfigError for what does not fit, CflError if the run stops before its last round.
     """
     host, port = programs.split(address)
-    if (output / "metrics.json").exists() or ((output / "rounds.jsonl").exists() and not resume):
+    if (output / "metrics.json").exists():
+        raise ConfigError(f"the run in '{output}' is finished; choose another --output")
+    if (output / "rounds.jsonl").exists() and not resume:
         raise ConfigError(f"'{output}' already holds a run; use --resume to continue it, or another --output")
     apps.check(config, wait_for)
     if node_keys is not None and certificates is None:
@@ -47,7 +50,7 @@ def serve(
     if not running:
         _check_free(host, port)
     home = (output / "flower").absolute()
-    home.mkdir(parents=True, exist_ok=True)
+    make_folder(home, output, "--output")
     files = _checked(certificates, [CA] if running else [CA, CERTIFICATE, KEY])
     security = f'root-certificates = "{files[CA]}"' if files else "insecure = true"
     (home / "config.toml").write_text(

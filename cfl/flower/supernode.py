@@ -9,6 +9,7 @@ from pathlib import Path
 
 from cfl.core import CflError, ConfigError
 from cfl.flower import answers, apps, own_data, programs
+from cfl.runtime.run_folder import make_folder
 
 AGAIN = 5.0  # seconds until a node joins again
 UNKNOWN_KEY = "[code: 2004]"  # in Flower's error, if a node's key is not registered, or not yet
@@ -54,6 +55,7 @@ def join(
         raise ConfigError(f"Flower takes no quotation mark in an option of a node, as in '{quoted}'")
     command = [programs.program("flower-supernode"), "--superlink", f"{host}:{port}", *_security(certificate, key)]
     home = folder / "flower"
+    make_folder(home, folder, "--folder")
     print(f"node '{options['name']}': joining {address}; Flower's output is in {home / LOG}", flush=True)
     programs.end_with_this()
     while True:
@@ -83,7 +85,6 @@ def _supernode(command: Sequence[str], options: Mapping[str, str], home: Path) -
     options: of the node.
     """
     environment = programs.environment(home)
-    home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="cfl-node-") as place, (home / LOG).open("w+b") as log:
         options = {**options, "socket": str(Path(place, "node"))}  # short, as addresses of sockets have to be
         config = " ".join(f'{name}="{value}"' for name, value in options.items())

@@ -36,15 +36,7 @@ class RunFolder:
         self._rounds, self._metrics = self.path / "rounds.jsonl", self.path / "metrics.json"
         if not resume and self._holds_run():
             raise self._used() if self.busy(self.path) else self._full()
-        try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-            probe = self.path / f".probe-{os.getpid()}"
-            probe.touch()
-            probe.unlink()
-        except OSError as error:
-            raise ConfigError(
-                f"the output folder '{self.path}' cannot be written ({error.strerror}); choose another --output"
-            ) from None
+        make_folder(self.checkpoints, self.path, "--output")
         self._lock = FileLock(self.path / _LOCK)
         try:
             self._lock.acquire(timeout=_PATIENCE)
@@ -209,6 +201,22 @@ def _holds_round(line: bytes) -> bool:
     except ValueError:
         return False
     return isinstance(row, dict) and "round" in row
+
+
+def make_folder(inside: Path, folder: Path, option: str) -> None:
+    """Make a folder inside `folder`, or `folder` itself. option: that names `folder`, for messages.
+
+    Raises ConfigError if `folder` cannot be written.
+    """
+    try:
+        inside.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"the folder '{folder}' cannot be written ({error.strerror}); choose another {option}"
+        ) from None
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

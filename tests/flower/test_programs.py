@@ -75,7 +75,12 @@ REFUSED = {
     "serve: no address": (lambda folder: serve(folder, "9092"), "host:port, such as 127.0.0.1:9092, not '9092'"),
     "serve: a port in use": (at_a_taken_port, r"cannot listen at 127.0.0.1:\d+ \(Address already in use\); choose"),
     "serve: a folder with a run": (lambda folder: over_a_run(folder, "rounds.jsonl"), "out' already holds a run; use"),
-    "serve: a finished run": (lambda folder: over_a_run(folder, "metrics.json", resume=True), "already holds a run"),
+    "serve: a finished run": (
+        lambda folder: over_a_run(folder, "metrics.json", resume=True), "the run in '.*out' is finished; choose",
+    ),
+    "serve: a file in place of the folder": (
+        lambda folder: serve(written(folder / "out")), r"folder '.*out/out' cannot be written \(Not a dir.*--output",
+    ),
     "serve: a certificate is missing": (
         lambda folder: serve(folder, certificates=certificates(folder, "server.crt")),
         "tls' lacks server.crt; it needs ca.crt, server.crt, server.key",
@@ -102,6 +107,9 @@ REFUSED = {
         lambda folder: join(folder, data="nowhere"), "'nowhere' is neither a folder nor a benchmark",
     ),
     "join: a name with a quotation mark": (lambda folder: join(folder, name='"a"'), "no quotation mark .* '\"a\"'"),
+    "join: a file in place of the folder": (
+        lambda folder: join(written(folder / "file")), r"folder '.*file/node' cannot be written \(Not a dir.*--folder",
+    ),
     "join: no certificate": (
         lambda folder: join(folder, certificate=folder / "ca.crt"), "ca.crt' is not a certificate .*No such file",
     ),
