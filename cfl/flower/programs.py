@@ -54,6 +54,12 @@ def split(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def quoted(text: str) -> str:
+    """Return a text as a TOML string. Flower ends an option at the next quotation mark, also after a backslash."""
+    plain = (char if char.isprintable() and char not in '"\\' else f"\\U{ord(char):08x}" for char in text)
+    return f'"{"".join(plain)}"'
+
+
 def check_certificate(path: Path) -> None:
     """Raise ConfigError if a file is no certificate, or none that is valid now."""
     try:

@@ -1,6 +1,5 @@
 """A Flower project for a run, as `flwr run` takes it."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from cfl.assembly import methods, resolve
 from cfl.config.schema import RunConfig
 from cfl.core import ConfigError
 from cfl.core.version import __version__
-from cfl.flower import apps, forward, own_data
+from cfl.flower import apps, forward, own_data, programs
 from cfl.runtime.runner import stream_of
 
 PACKAGE = "cfl_app"
@@ -84,7 +83,8 @@ def write(folder: Path, config: RunConfig, output: Path, data_root: Path | None 
     package.mkdir(parents=True, exist_ok=True)
     pyproject = _PYPROJECT.format(
         name=f"cfl-{config.benchmark}", title=config.title, version=__version__, package=PACKAGE, wait_for=wait_for,
-        output=json.dumps(str(output.absolute())), data_root=json.dumps(str(data_root.absolute()) if data_root else ""),
+        output=programs.quoted(str(output.absolute())),
+        data_root=programs.quoted(str(data_root.absolute()) if data_root else ""),
     )  # fmt: skip
     (folder / "pyproject.toml").write_text(pyproject, encoding="utf-8")
     (package / "__init__.py").write_text(f'"""{config.title}."""\n', encoding="utf-8")

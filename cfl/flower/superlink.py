@@ -52,9 +52,10 @@ def serve(
     home = (output / "flower").absolute()
     make_folder(home, output, "--output")
     files = _checked(certificates, [CA] if running else [CA, CERTIFICATE, KEY])
-    security = f'root-certificates = "{files[CA]}"' if files else "insecure = true"
+    security = f"root-certificates = {programs.quoted(str(files[CA]))}" if files else "insecure = true"
     (home / "config.toml").write_text(
-        f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\naddress = "{host}:{port}"\n{security}\n'
+        f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\naddress = "{host}:{port}"\n{security}\n',
+        encoding="utf-8",
     )
     project.write(home / "project", config, output, data_root, wait_for)
     environment = programs.environment(home)

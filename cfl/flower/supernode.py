@@ -51,8 +51,6 @@ def join(
         "signing-keys": signing_keys and signing_keys.absolute(),
     }  # fmt: skip
     options = {option: str(value) for option, value in given.items() if value}
-    if quoted := next((value for value in options.values() if '"' in value), None):
-        raise ConfigError(f"Flower takes no quotation mark in an option of a node, as in '{quoted}'")
     command = [programs.program("flower-supernode"), "--superlink", f"{host}:{port}", *_security(certificate, key)]
     home = folder / "flower"
     make_folder(home, folder, "--folder")
@@ -87,7 +85,7 @@ def _supernode(command: Sequence[str], options: Mapping[str, str], home: Path) -
     environment = programs.environment(home)
     with tempfile.TemporaryDirectory(prefix="cfl-node-") as place, (home / LOG).open("w+b") as log:
         options = {**options, "socket": str(Path(place, "node"))}  # short, as addresses of sockets have to be
-        config = " ".join(f'{name}="{value}"' for name, value in options.items())
+        config = " ".join(f"{name}={programs.quoted(value)}" for name, value in options.items())
         own = ["--host", "127.0.0.1", "--port", str(_free_port()), "--node-config", config]
         process = subprocess.Popen([*command, *own], env=environment, stdout=log, stderr=log)
         try:

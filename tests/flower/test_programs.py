@@ -3,11 +3,13 @@
 import os
 import socket
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
+from flwr.common.config import parse_config_args
 from typer.testing import CliRunner
 
 import cfl
@@ -106,7 +108,6 @@ REFUSED = {
     "join: data that are nowhere": (
         lambda folder: join(folder, data="nowhere"), "'nowhere' is neither a folder nor a benchmark",
     ),
-    "join: a name with a quotation mark": (lambda folder: join(folder, name='"a"'), "no quotation mark .* '\"a\"'"),
     "join: a file in place of the folder": (
         lambda folder: join(written(folder / "file")), r"folder '.*file/node' cannot be written \(Not a dir.*--folder",
     ),
@@ -197,6 +198,35 @@ def test_a_node_joins_again_until_it_is_refused_for_good(tmp_path, monkeypatch, 
     for command in ended.commands:
         assert "--root-certificates" in command and "--auth-supernode-private-key" in command
         assert "--insecure" not in command
+
+
+NAMES = ["plain name=1", 'a "b" c', "c:\\new\\", "two\nlines\ttab", "\x7f é 樹 😀 \u00a0", "'"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_flower_reads_the_options_of_a_node_as_they_are(name, tmp_path, monkeypatch):
+    ended = Ended(exit_code("no such SuperLink"))
+    starts(monkeypatch, ended)
+    with pytest.raises(CflError, match="no such SuperLink"):
+        join(tmp_path, name=name)
+    (command,) = ended.commands
+    found = parse_config_args([command[command.index("--node-config") + 1]])
+    assert (found["name"], found["folder"], found["clients"]) == (name, str(tmp_path / "node"), "0")
+    assert found.keys() == {"name", "folder", "clients", "socket"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_flower_reads_the_folders_of_a_server_as_they_are(name, tmp_path, monkeypatch):
+    starts(monkeypatch, lambda command, **options: SimpleNamespace(returncode=1, stdout=b"no such SuperLink"))
+    folder = tmp_path / name
+    folder.mkdir()
+    with pytest.raises(CflError, match="flwr ended with status 1"):
+        serve(folder, running=True, certificates=certificates(folder))
+    home = folder / "out/flower"
+    connection = tomllib.loads((home / "config.toml").read_text("utf-8"))["superlink"][superlink.CONNECTION]
+    assert connection == {"address": HERE, "root-certificates": str(folder / "tls/ca.crt")}
+    made = tomllib.loads((home / "project/pyproject.toml").read_text("utf-8"))["tool"]["flwr"]["app"]["config"]
+    assert made["output"] == str(folder / "out")
 
 
 def test_flower_keeps_its_files_in_the_run_and_says_nothing_to_its_makers(tmp_path, monkeypatch):
