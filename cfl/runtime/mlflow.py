@@ -28,8 +28,8 @@ class MlflowSink(ScalarSink):
 
     folder: of the run; store: tracking URI, by default of `mlflow.db` beside the folder, which all runs there share.
     The experiment has the name of the benchmark. A resumed run continues its run in the store; rounds that are repeated
-    there after a kill have the same values, and are written once. In a store that does not
-    know it, as after a move of the folder, a new run begins, with a warning.
+    there after a kill have the same values, and are written once. In a store that does not know the run, as after a
+    move of the folder, a new one begins, with a warning.
     Raises ConfigError if MLflow is not installed.
     """
 
