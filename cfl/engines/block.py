@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from cfl.contract import Batch, Client
 from cfl.contract.samples import equally_long
@@ -133,7 +132,15 @@ class Block:
 
 def _stacked(batches: Sequence[Batch]) -> Tree:
     """Stack batches by field, padded to the longest, without the fields that are None."""
-    fields = [name for name, leaf in batches[0]._asdict().items() if leaf is not None]
-    alike = len({len(batch.y) for batch in batches}) == 1
-    stack = torch.stack if alike else partial(pad_sequence, batch_first=True)
-    return {name: stack(equally_long([getattr(batch, name) for batch in batches])) for name in fields}
+    fields = {name: equally_long([getattr(batch, name) for batch in batches]) for name in batches[0]._fields
+              if getattr(batches[0], name) is not None}  # fmt: skip
+    width = max(len(batch.y) for batch in batches)
+    return {name: torch.stack([_padded(leaf, width, name) for leaf in leaves]) for name, leaves in fields.items()}
+
+
+def _padded(leaf: Tensor, width: int, name: str) -> Tensor:
+    """Repeat the first sample, which any network takes; a mask, and a leaf without samples, are padded with zeros."""
+    missing = (width - len(leaf), *leaf.shape[1:])
+    if not missing[0]:
+        return leaf
+    return torch.cat([leaf, leaf.new_zeros(missing) if name == "mask" or not len(leaf) else leaf[:1].expand(missing)])

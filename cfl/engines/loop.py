@@ -192,9 +192,17 @@ class LoopEngine(Engine):
         place = info.key, "order", client.id, epoch
         changes = rng.key(info.key, "augment", client.id, epoch)
         if self.noise is None:
-            return client.shuffled(self.batch_size, rng.generator(rng.key(*place))), changes
+            parts = client.shuffled(self.batch_size, rng.generator(rng.key(*place)))
+            if len(parts) > self.steps(client):
+                parts[-2:] = [torch.cat(parts[-2:])]
+            return parts, changes
         source = rng.private_generator(self.noise.seed, *place)
         return client.draws(self.batch_size, client.steps(self.batch_size), source), changes
+
+    def steps(self, client: Client) -> int:
+        """Number of local steps in an epoch. A last single sample joins the batch before it if no step takes one."""
+        single = not self.model.takes_one and len(client) % self.batch_size == 1
+        return max(1, client.steps(self.batch_size) - single)
 
     def memories(self, info: RoundInfo, state: Tree, client: Client) -> Iterator[Batch]:
         """Draw samples from a client's memory, once a step. Raises ValueError if they need a head that is absent."""

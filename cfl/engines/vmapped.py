@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from operator import itemgetter
+from textwrap import shorten
 
 import torch
 from torch import Tensor
@@ -53,6 +54,11 @@ class VmappedEngine(LoopEngine):
                     trained = self._train_block(step, inputs, block) if together else None
                 except _NeedsKeys:
                     trained = None
+                except RuntimeError as error:
+                    if "vmap" not in str(error) and "atching rule" not in str(error):
+                        raise
+                    why = shorten(str(error), 120, placeholder=" ...")
+                    raise RuntimeError(f"clients cannot train as a block: {why}; set engine=loop or pool") from error
                 yield from trained or (self._train(step, inputs, client) for client in block)
 
     def blocks(self, clients: Sequence[Client], states: Mapping[int, Tree]) -> list[list[Client]]:
@@ -64,7 +70,7 @@ class VmappedEngine(LoopEngine):
             alike.setdefault((id(client.shares[client.task].samples), kinds), []).append(client)
         found = []
         for group in alike.values():
-            ordered = sorted(group, key=lambda client: (-client.steps(self.batch_size), -len(client), client.id))
+            ordered = sorted(group, key=lambda client: (-self.steps(client), -len(client), client.id))
             found += [ordered[begin : begin + self.block] for begin in range(0, len(ordered), self.block)]
         return found
 

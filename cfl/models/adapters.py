@@ -13,7 +13,7 @@ Only adapters and the head train: all other parameters are frozen, those of norm
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,11 @@ class Adapted(nn.Module):
         change = self.b(self.a(input))  # before `base`, so that the first layer called is one that trains
         return self.base(input) + (change if self.scale == 1 else self.scale * change)
 
+    @property
+    def weight(self) -> Tensor:
+        """W + (alpha / r) B A, for networks that read a layer's weight, as torch's transformer layers do."""
+        return self.merged(self.base.weight, cast("Tensor", self.a.weight), cast("Tensor", self.b.weight))
+
     def merged(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """W + (alpha / r) B A for leaves of `base`, `a` and `b`, in the shape of W."""
         groups = getattr(self.base, "groups", 1)
@@ -91,7 +96,7 @@ def adapted(
     Raises ConfigError for a target that is no such layer, and for a module without one.
     """
     own = own_copy(module, device)
-    called, _ = trace(own, input_shape, device, dtype)
+    called = trace(own, input_shape, device, dtype).called
     paths = [path for path, layer in called.items() if isinstance(layer, nn.Linear | nn.Conv2d)]
     inner = paths[:-1] if paths and isinstance(called[paths[-1]], nn.Linear) else paths
     head = {id(leaf) for path in paths[len(inner) :] for leaf in called[path].parameters()}

@@ -18,10 +18,11 @@ from cfl.core.errors import MOST_NAMES, few
 from cfl.core.functorch import transforming
 from cfl.models import adapters
 from cfl.models import precision as precisions
+from cfl.models.dropout import switched_off
 from cfl.models.layers import drop_running_stats, full_name, layers_of, leaf_slots, new_heads, norm_parameters
 from cfl.models.memory_format import Layout, is_channels_last
 from cfl.models.passes import couples, passes
-from cfl.models.tracing import check_outputs, frozen_names, own_copy, trace
+from cfl.models.tracing import check_outputs, constants, frozen_names, own_copy, trace
 
 NormStats = Literal["per_task", "batch", "running"]
 NO_CLASS = -1e9  # logit of a class that a narrower head does not have: its softmax is 0, its logarithm is finite
@@ -36,12 +37,13 @@ class Model:
     norm_stats: running statistics of batch normalisation "per_task", "running" (shared), or none ("batch").
     dtype: of the samples; None: that of the module's parameters; precision: of products within `lowered`.
     Attributes: params: the tree; frozen: names in it of the parameters with requires_grad=False, which no task trains;
-    fixed: these parameters, which every method below takes from here where its `params` lack them: clients hold them
-    from the start, no broadcast has them; `start_from` replaces both;
+    fixed: these parameters, which clients hold from the start, and methods below take from here where `params` lack
+    them; `start_from` replaces both;
     layers: the projectable layers that train, in the order of their first call; stem: path of the first layer called;
     norms: affine parameters of normalisation layers, name to the number of projected modules called before the layer;
     layout: the memory layout of leaves with which the module is fastest;
     couples_samples: whether a sample's outputs in training depend on the others of its batch, see `couples`;
+    takes_one: whether a batch in training may be a single sample;
     classifier: path of the last Linear layer, None for a module that does not end in one.
     Raises ConfigError for a module that cannot be trained, whose outputs do not fit the stream, or that is all frozen.
     """
@@ -68,7 +70,7 @@ class Model:
         if norm_stats == "batch":
             drop_running_stats(self.module)
         spare = own_copy(self.module, device)  # a module may keep what its forward computes, and then has no copy
-        called, outputs = trace(self.module, input_shape, device, dtype)
+        called, outputs, moving, self.takes_one, self.unreached = trace(self.module, input_shape, device, dtype)
         self.couples_samples = couples(spare, input_shape, device, dtype)
         paths = [path for path, layer in called.items() if isinstance(layer, nn.Linear | nn.Conv2d)]
         self.classifier: str | None = None
@@ -78,8 +80,9 @@ class Model:
             self._head_names = [full_name(paths[-1], name) for name, _ in last.named_parameters()]
         check_outputs(self.module, self.classifier, outputs, classes, multi_head)
         self._parameter_names = [name for name, _ in self.module.named_parameters()]
-        self._buffer_names = [name for name, _ in self.module.named_buffers()]
-        if norm_stats == "per_task" and self._buffer_names and self.tasks > 1 and (growing or not multi_head):
+        self._constants = constants(self.module, moving)
+        self._buffer_names = [name for name, _ in self.module.named_buffers() if name not in self._constants]
+        if norm_stats == "per_task" and moving and self.tasks > 1 and (growing or not multi_head):
             raise ConfigError(
                 "with one head for all tasks nothing tells the task of a test sample, nor its running statistics: set "
                 "model.norm_stats=running or model.norm_stats=batch"
@@ -101,11 +104,12 @@ class Model:
     def notes(self) -> list[str]:
         """Lines on the parameters that no task trains and on the precision, shown at the start of a run."""
         names = dict.fromkeys(name.partition("@")[0] for name in self.params if name in self.frozen)
-        found = [f"frozen by requires_grad=False: {few([*names], MOST_NAMES)}"] if names else []
         held = f"{tree.nbytes(self.fixed):,} bytes of frozen parameters are on every client, and no round sends them"
-        found += [held] if names else []
-        found += adapters.notes(self.module)
-        return found + precisions.notes(self.precision, next(iter(self.params.values())).device)
+        found = [f"frozen by requires_grad=False: {few([*names], MOST_NAMES)}", held] if names else []
+        why = "the model's forward does not use them, or reads them by a lambda or a list"
+        found += [f"no gradient reaches {few(self.unreached, MOST_NAMES)}: {why}"] if self.unreached else []
+        device = next(iter(self.params.values())).device
+        return found + adapters.notes(self.module) + precisions.notes(self.precision, device)
 
     def start_from(self, params: Tree) -> None:
         """Replace the initial parameters, the frozen ones among them. params: all leaves of the tree."""
@@ -164,7 +168,7 @@ class Model:
         if self.growing and task:
             for name in self._head_names:
                 leaves[name] = torch.cat([params[self.tree_name(name, part)] for part in self._parts(task)])
-        return leaves
+        return leaves | self._constants
 
     def _whole(self, params: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """`params`, with the frozen parameters that they lack."""
@@ -259,17 +263,9 @@ class Model:
         finally:
             self._lowered = before
 
-    @contextlib.contextmanager
-    def without_dropout(self) -> Iterator[None]:
+    def without_dropout(self) -> contextlib.AbstractContextManager[None]:
         """Switch the module's dropout layers off; all other layers keep their mode."""
-        active = [layer for layer in self.module.modules() if isinstance(layer, _DropoutNd) and layer.training]
-        for layer in active:
-            layer.training = False
-        try:
-            yield
-        finally:
-            for layer in active:
-                layer.training = True
+        return switched_off(self.module)
 
     def _call(self, leaves: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Call the module with these leaves as its parameters and buffers, as `torch.func.functional_call` does."""
@@ -293,6 +289,8 @@ class Model:
     def _initial(self, classes: Sequence[int], seed: int) -> Tree:
         params: Tree = {}
         for name, leaf in (*self.module.named_parameters(), *self.module.named_buffers()):
+            if name in self._constants:
+                continue
             for task in range(self.tasks) if name in self._names_per_task else (0,):
                 params[self.tree_name(name, task)] = leaf.detach().clone()
         if self.multi_head:

@@ -105,16 +105,19 @@ def new_heads(module: nn.Module, path: str, classes: Sequence[int], seed: int) -
 
 
 def layers_of(module: nn.Module, paths: Iterable[str]) -> tuple[Layer, ...]:
-    """Layers of the Linear and Conv2d submodules at `paths` that train, except those that share a parameter.
+    """Layers of the Linear and Conv2d submodules at `paths` that train, except those that share or compute a parameter.
 
     The inputs of a layer that shares a parameter are only some of the inputs that its weight multiplies.
     A bias with requires_grad=False is left out: it cannot change what the layer's weight computes.
     """
-    uses = [id(leaf) for _, leaf in module.named_parameters(remove_duplicate=False)]
+    named = [*module.named_parameters(remove_duplicate=False)]
+    names, uses = {name for name, _ in named}, [id(leaf) for _, leaf in named]
     layers: list[Layer] = []
     for path in paths:
         layer = module.get_submodule(path)
         assert isinstance(layer, nn.Linear | nn.Conv2d)
+        if full_name(path, "weight") not in names:  # computed of other parameters, as by weight_norm
+            continue
         if layer.weight.requires_grad and all(uses.count(id(leaf)) == 1 for leaf in layer.parameters()):
             layers += _groups(layer, path)
     return tuple(layers)

@@ -1,19 +1,34 @@
 """Check that a module can be trained, and run it once to see which layers it calls and how many outputs it has."""
 
 import copy
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from cfl.core import ConfigError, rng
+from cfl.core import ConfigError, Tree, rng
 from cfl.core.errors import reason
 from cfl.models.layers import NORMS
 
 # A recomputation in the backward pass would read the module's own parameters, not those of the client.
 _RECOMPUTES = "activation checkpointing (torch.utils.checkpoint) is not supported; call the layers without it"
+
+
+class Traced(NamedTuple):
+    """What a run of a module shows.
+
+    called: Linear, Conv2d and normalisation layers by path, in the order of their first call; outputs: their number;
+    moving: names of the buffers that a pass in training mode changes; alone: whether such a pass takes one sample;
+    unreached: names of the parameters that train, but that no gradient reaches.
+    """
+
+    called: dict[str, nn.Module]
+    outputs: int
+    moving: list[str]
+    alone: bool
+    unreached: list[str]
 
 
 def own_copy(module: Any, device: torch.device | str) -> nn.Module:
@@ -35,8 +50,8 @@ def own_copy(module: Any, device: torch.device | str) -> nn.Module:
 
 def trace(
     module: nn.Module, input_shape: Sequence[int], device: torch.device | str, dtype: torch.dtype | None = None
-) -> tuple[dict[str, nn.Module], int]:
-    """Linear, Conv2d and normalisation layers by path, in the order of their first call, and the number of outputs.
+) -> Traced:
+    """Run a module and see what it calls and changes.
 
     The module runs in evaluation mode on two samples of zeros, and a copy of it in training mode; afterwards it has its
     former mode, and no hook is left. dtype: of the samples; None: of the module's parameters.
@@ -61,8 +76,10 @@ def trace(
             hook.remove()
     with rng.fork(0, device):
         _logits(other.train(), x)
-        _check_gradient(other, x)
-    return called, outputs.shape[1]
+        before = dict(module.named_buffers())
+        moving = [name for name, leaf in other.named_buffers() if not torch.equal(leaf, before[name])]
+        unreached = _without_gradient(other, x)
+        return Traced(called, outputs.shape[1], moving, _takes(other, x[:1]), unreached)
 
 
 def check_outputs(
@@ -79,6 +96,11 @@ def check_outputs(
             "Linear layer, or use a single-head stream"
         )
     head = module.get_submodule(classifier)
+    if {name for name, _ in head.named_parameters()} - {"weight", "bias"}:
+        raise ConfigError(
+            f"the stream has a head for each task, and the model's last Linear layer, '{classifier}', has a "
+            "parametrization such as weight_norm; remove it: the heads are plain Linear layers"
+        )
     own = {id(leaf) for leaf in head.parameters()}
     shared = [name for name, leaf in module.named_parameters(remove_duplicate=False) if id(leaf) in own]
     if len(shared) > len(own):
@@ -93,6 +115,16 @@ def check_outputs(
         )
 
 
+def constants(module: nn.Module, moving: Collection[str]) -> Tree:
+    """Return the buffers of a module that no client sends: masks, which have no mean over clients.
+
+    These are the buffers of truth values, or with infinities, that a pass in training mode does not change. moving:
+    names of those that it changes.
+    """
+    fixed = {name: leaf for name, leaf in module.named_buffers() if name not in moving}
+    return {name: leaf for name, leaf in fixed.items() if leaf.dtype == torch.bool or not leaf.isfinite().all()}
+
+
 def frozen_names(module: nn.Module) -> list[str]:
     """Names of the parameters with requires_grad=False. Raises ConfigError if there are no others."""
     fixed = [name for name, leaf in module.named_parameters() if not leaf.requires_grad]
@@ -104,18 +136,31 @@ def frozen_names(module: nn.Module) -> list[str]:
     return fixed
 
 
-def _check_gradient(module: nn.Module, x: Tensor) -> None:
-    """Raise ConfigError if the gradient of the outputs for a batch cannot be computed."""
-    leaves: list[Tensor] = [leaf for leaf in module.parameters() if leaf.requires_grad]
+def _takes(module: nn.Module, x: Tensor) -> bool:
+    try:
+        with torch.no_grad():
+            module(x)
+    except Exception:  # such as batch normalisation, for which one sample has no variance
+        return False
+    return True
+
+
+def _without_gradient(module: nn.Module, x: Tensor) -> list[str]:
+    """Return the names of the parameters that train, but that the gradient of the outputs for a batch does not reach.
+
+    Raises ConfigError if the gradient cannot be computed.
+    """
+    trained = {name: leaf for name, leaf in module.named_parameters() if leaf.requires_grad}
+    leaves: list[Tensor] = [*trained.values()]
     try:
         with torch.enable_grad():
             if x.is_floating_point():  # the gradient of inputs, since checkpoints that recompute do so for it
                 x = x.clone().requires_grad_() + 0
                 leaves.append(x)
-            if leaves:
-                torch.autograd.grad(module(x).sum(), leaves, allow_unused=True)
+            found = torch.autograd.grad(module(x).sum(), leaves, allow_unused=True) if leaves else ()
     except Exception as error:
         raise ConfigError(f"the gradient of the model cannot be computed: {reason(error)}; {_RECOMPUTES}") from error
+    return [name for name, grad in zip(trained, found, strict=False) if grad is None]
 
 
 def _logits(module: nn.Module, x: Tensor) -> Tensor:

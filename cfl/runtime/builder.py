@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import nn
 
 from cfl import engines, models
@@ -99,6 +100,7 @@ def build_session(
     _check_fit(composed.strategy, stream, label)
     population = place.population(stream, config)
     rounds = place.rounds(composed, label, model, stream, population, config, public)
+    _check_batches(model, population, rounds, config.local.batch_size)
     budget = Budget(config, rounds.schedule, population, rounds.sees)
     protection = UploadProtection(config, budget.multiplier)
     first = composed.strategy.init_server(model.params, model)
@@ -139,6 +141,20 @@ def _check_fit(strategy: Strategy, stream: Stream, label: str) -> None:
         raise ConfigError(f"{label} cannot run with scenario=class: {why}")
     if stream.vocabulary is not None and (why := strategy.not_for_texts):
         raise ConfigError(f"{label} cannot run on texts: {why}")
+
+
+def _check_batches(model: models.Model, population: Population, rounds: Rounds, size: int) -> None:
+    """Raise ConfigError if a client would train on a batch of one sample, and the model takes none in training."""
+    if model.takes_one:
+        return
+    why = "the model takes no batch of one sample in training, since it normalises by batches"
+    if size == 1:
+        raise ConfigError(f"local.batch_size=1, but {why}; raise it")
+    for task in range(len(population.deals)):
+        held = np.sum([population.deals[each].sizes for each in rounds.sees(task)], axis=0)
+        if (held == 1).any():
+            raise ConfigError(f"client {np.flatnonzero(held == 1)[0]} has one sample to train on in task {task}, but "
+                              f"{why}; choose another partition, or a model without batch normalisation")  # fmt: skip
 
 
 def _prepared(stream: Stream, config: RunConfig) -> tuple[Stream, tuple[TaskSamples, ...]]:

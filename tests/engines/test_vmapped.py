@@ -220,7 +220,7 @@ def engine_of(name, model, strategy=None, rules=None, block=None, workers=2, **o
 
 
 def model_of(make=plain, shape=(8,)):
-    return Model(make(), shape, [2, 2], multi_head=False)
+    return Model(make(), shape, [2, 2], multi_head=False, norm_stats="running")
 
 
 def samples_of(count, seed=0, bad=()):
@@ -418,7 +418,63 @@ def instances():
 @pytest.mark.parametrize("compile", ["compile=false", "compile=true"])
 def test_samples_that_depend_on_their_batch_see_no_padding(make, compile, monkeypatch):
     monkeypatch.setattr(traced, "compiled", lambda graph, leaves: graph)  # the trace, without the compiler's seconds
-    assert_same_run(make, toys(), (compile,), BLOCKS)
+    assert_same_run(make, toys(), (compile, "model.norm_stats=running"), BLOCKS)
+
+
+OWNED = ("partition.name=stream", "partition.clients=2", "rounds=2")
+
+
+@pytest.mark.parametrize("samples", [9, 17])
+def test_a_single_last_sample_joins_the_batch_before_it(samples):
+    """9 = 4 + 5 samples make two steps of batch normalisation, which one sample cannot; without it they make three."""
+    options = ("tasks=1", "local.batch_size=4", "model.norm_stats=running", *OWNED)
+    stream = of_size(samples)
+    assert_same_run(norm, lambda: stream, options, BLOCKS)
+    for net, steps in ((norm, -(-samples // 4) - 1), (plain, -(-samples // 4))):
+        seen = Steps()
+        run(net, lambda: stream, options, regularizers={"steps": seen})
+        assert set(seen.counts) == {steps}
+
+
+class Steps(LocalRegularizer):
+    """Notes the number of steps of each client."""
+
+    def __init__(self):
+        object.__setattr__(self, "counts", [])
+
+    def finish(self, params, ctx, steps):
+        self.counts.append(steps)
+        return super().finish(params, ctx, steps)
+
+
+def of_size(samples):
+    x, y = toy.random(2 * samples, 8, seed=1).float(), torch.arange(2 * samples) % 2
+    return cfl.from_tensors([(x, y, x, y)], clients=[torch.arange(2 * samples) // samples])
+
+
+def test_padding_is_a_sample_that_the_network_takes():
+    """An image of zeros has no deviation to divide by. Flips make blocks pad their batches one by one."""
+
+    class Standardised(nn.Module):
+        def forward(self, x):
+            return (x - x.mean((1, 2, 3), True)) / x.std((1, 2, 3), keepdim=True)
+
+    def make():
+        return toy.net(Standardised(), nn.Flatten(), nn.Linear(16, 2))
+
+    x, y = toy.random(20, 1, 4, 4, seed=1).float(), torch.arange(20) % 2
+    stream = cfl.from_tensors([(x, y, x, y)], clients=[[0] * 13 + [1] * 7])
+    assert_same_run(make, lambda: stream, ("tasks=1", "local.augment=[flip]", *OWNED), BLOCKS)
+
+
+def test_a_network_that_cannot_be_vectorised_says_so():
+    def make():
+        return toy.net(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 6)), nn.ReLU(), nn.Linear(6, 2))
+
+    with pytest.raises(
+        UpdateError, match=r"clients cannot train as a block: Batching rule .*; set engine=loop or pool"
+    ):
+        run(make, toys(), ["engine=vmapped", "model.norm_stats=running"])
 
 
 class Writing(LocalRegularizer):

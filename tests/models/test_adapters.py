@@ -56,7 +56,21 @@ def test_an_adapted_layer_by_hand():
         part.weight.data = torch.tensor(values)
     assert layer(torch.tensor([[1.0, 5]])).tolist() == [[75]]
     assert layer.merged(layer.base.weight, layer.a.weight, layer.b.weight).tolist() == [[25.0, 10]]
+    assert layer.weight.tolist() == [[25.0, 10]]  # what a network sees that multiplies by the weight itself
     assert (layer.in_features, layer.out_features) == (2, 1)
+
+
+def test_a_transformer_layer_is_evaluated_with_its_adapters():
+    """In evaluation, without gradients, torch reads the weights of its transformer layers in place of calling them."""
+    with rng.fork(3):
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = handle(nn.Sequential(nn.Linear(5, 8), layer, nn.Flatten(), nn.Linear(24, 2)), (3, 5), rank=2)
+    params, x = drawn(model.params), toy.random(4, 3, 5, seed=1).float()
+    with model.evaluation():
+        seen = model.logits(params, x, 0)
+        with torch.no_grad():
+            assert torch.allclose(model.logits(params, x, 0), seen, atol=1e-5)
+            assert not torch.allclose(model.logits(model.params, x, 0), seen, atol=1e-2)
 
 
 def test_what_travels_by_hand():

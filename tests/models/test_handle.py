@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import cfl
 from cfl.core import ConfigError, rng
 from cfl.models import Model
 from cfl.models.mlp import mlp
@@ -141,15 +142,15 @@ def test_outputs_and_inputs_must_fit_the_stream():
     ],
 )  # fmt: skip
 def test_names_of_running_statistics(stats, names):
-    model = Model(seeded(bn_net), (4,), [3, 3], multi_head=False, norm_stats=stats)
-    parameters = set(model.trainable(0))
+    model = Model(seeded(bn_net), (4,), [3, 3], multi_head=stats == "per_task", norm_stats=stats)
+    parameters = {*model.trainable(0), *model.trainable(1)}
     assert set(model.params) - parameters == names
     assert {*model.buffers(0), *model.buffers(1)} == names
     assert parameters >= {"1.weight", "1.bias"}  # affine parameters are shared, whatever the statistics
 
 
 def test_running_statistics_are_those_of_the_task():
-    model = Model(seeded(bn_net), (4,), [3, 3], multi_head=False)
+    model = Model(seeded(bn_net), (4,), [3, 3], multi_head=True)
     x = torch.randn(8, 4, generator=rng.generator(2)) + 5
     before = {name: leaf.clone() for name, leaf in model.params.items()}
     model.module.train()
@@ -231,10 +232,70 @@ def test_a_model_without_a_last_linear_layer_has_no_features():
     assert seen == []
 
 
-@pytest.mark.parametrize("multi_head", [False, True])
-@pytest.mark.parametrize("stats", ["per_task", "running", "batch"])
+@pytest.mark.parametrize(
+    ("multi_head", "stats"),
+    [(True, "per_task"), (True, "running"), (False, "running"), (True, "batch"), (False, "batch")],
+)
 def test_is_parameter_is_false_for_running_statistics(multi_head, stats):
     model = Model(seeded(bn_net), (4,), [3, 3], multi_head=multi_head, norm_stats=stats)
     parameters = {*model.trainable(0), *model.trainable(1)}
     assert {name for name in model.params if model.is_parameter(name)} == parameters
     assert ("3.weight@1" in parameters) == multi_head and "1.weight" in parameters
+
+
+def test_a_head_with_a_computed_weight_is_refused():
+    net = nn.Sequential(nn.Linear(4, 6), nn.utils.parametrizations.weight_norm(nn.Linear(6, 3)))
+    with pytest.raises(ConfigError, match="'1', has a parametrization such as weight_norm; remove it"):
+        Model(net, (4,), [3, 2], multi_head=True)
+    assert Model(net, (4,), [3], multi_head=False).params
+
+
+def test_masks_among_the_buffers_are_on_every_client_and_are_not_sent():
+    """A mask of infinities has no difference to the broadcast, and one of truth values no mean."""
+
+    class Masked(nn.Module):
+        def __init__(self, mask):
+            super().__init__()
+            self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+            self.register_buffer("mask", mask)
+            self.register_buffer("scale", torch.ones(4))
+
+        def forward(self, x):
+            shown = self.layer(x * self.scale)
+            hidden = self.mask if self.mask.dtype == torch.bool else self.mask.exp() == 0
+            return self.head(shown.masked_fill(hidden, 0))
+
+    hidden = torch.tensor([False, True, False, False])
+    for mask in (hidden, torch.zeros(4).masked_fill(hidden, -torch.inf)):
+        with rng.fork(1):
+            net = Masked(mask)
+        model, x = Model(net, (4,), [3], multi_head=False), torch.randn(2, 4)
+        assert model.buffers(0) == ("scale@0",) and set(model.params) == {*model.trainable(0), "scale@0"}
+        assert torch.equal(model.logits(model.params, x, 0), net(x))
+        assert model.bind(model.params, 0).keys() == net.state_dict().keys()  # an exported file has them
+
+
+def test_parameters_that_no_gradient_reaches_are_named():
+    class Hidden(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+            self.first = lambda x: self.layer(x)
+
+        def forward(self, x):
+            return self.head(self.first(x))
+
+    (note,) = Model(Hidden(), (4,), [3], multi_head=False).notes()
+    assert note.startswith("no gradient reaches layer.weight, layer.bias: ")
+    assert Model(nn.Sequential(nn.Linear(4, 3)), (4,), [3], multi_head=False).notes() == []
+
+
+def test_a_client_with_one_sample_for_a_network_that_takes_none_is_named_before_the_run():
+    x, y = torch.randn(20, 4), torch.arange(20) % 2
+    stream = cfl.from_tensors([(x, y, x, y)], clients=[[1] * 19 + [3]])
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+    few = ["partition.name=stream", "partition.clients=4", "rounds=1"]
+    with pytest.raises(ConfigError, match="client 3 has one sample to train on in task 0, but"):
+        cfl.run(cfl.resolve("custom", overrides=few), stream=stream, model=net)
+    with pytest.raises(ConfigError, match="local.batch_size=1, but the model takes no batch of one sample"):
+        cfl.run(cfl.resolve("custom", overrides=[*few, "local.batch_size=1"]), stream=stream, model=net)

@@ -82,3 +82,11 @@ def test_layers_that_share_a_weight_are_not_projected():
     model = Model(nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(4, 3)), (4,), [3], multi_head=False)
     assert [layer.name for layer in model.layers] == ["4"]
     assert model.logits(model.params, torch.zeros(2, 4), 0).shape == (2, 3)
+
+
+def test_a_layer_whose_weight_is_computed_cannot_be_projected():
+    first = nn.utils.parametrizations.weight_norm(nn.Linear(4, 6))
+    net = nn.Sequential(first, nn.ReLU(), nn.Linear(6, 5), nn.Linear(5, 2))
+    model = Model(net, (4,), [2], multi_head=False)
+    assert [layer.weight for layer in model.layers] == ["2.weight", "3.weight"]
+    assert {"0.parametrizations.weight.original0", "0.parametrizations.weight.original1"} <= set(model.trainable(0))
