@@ -102,7 +102,7 @@ class _Images:
 
 
 def _flat_tensors(dataset: Any) -> tuple[TensorDataset, list[int]] | None:
-    """The tensor data set under an Avalanche one and the rows taken; None if a transform may change the images."""
+    """The tensor data set under an Avalanche one and the rows taken; None if a transform may change a sample."""
     from avalanche.benchmarks.utils.dataset_traversal_utils import single_flat_dataset
 
     flat = single_flat_dataset(dataset)
@@ -113,5 +113,5 @@ def _flat_tensors(dataset: Any) -> tuple[TensorDataset, list[int]] | None:
     plain = (
         type(leaf) is TensorDataset or isinstance(leaf, TensorDataset) and type(leaf).__module__.startswith("avalanche")
     )
-    untouched = all(getattr(transform, "transforms", [transform])[:1] == [None] for transform in transforms)
+    untouched = all(part is None for group in transforms for part in getattr(group, "transforms", [group]))
     return (leaf, indices) if plain and untouched else None

@@ -77,6 +77,20 @@ def test_from_benchmark_applies_evaluation_transforms_sample_by_sample():
         _assert_holds(task.test, 2 * x, y % 3, [i for i in rows if i >= 18])
 
 
+def test_from_benchmark_applies_evaluation_transforms_of_labels_alone():
+    from avalanche.benchmarks import benchmark_from_datasets
+    from avalanche.benchmarks.utils import as_classification_dataset
+    from avalanche.benchmarks.utils.transform_groups import TransformGroups
+
+    x, y, train, test = _tensor_data()
+    reverse = None, lambda label: 5 - int(label)
+    groups = TransformGroups({"train": (None, None), "eval": reverse})
+    parts = [as_classification_dataset(part, transform_groups=groups) for part in (train, test)]
+    (task,) = avalanche.from_benchmark(benchmark_from_datasets(train=parts[:1], test=parts[1:])).tasks
+    _assert_holds(task.train, x, 5 - y, range(18))  # y counts 0, ..., 5 over and over
+    _assert_holds(task.test, x, 5 - y, range(18, 24))
+
+
 def test_from_benchmark_reads_the_samples_that_a_users_data_set_returns():
     from avalanche.benchmarks import nc_benchmark
 
