@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch.nn import functional
 
 from cfl.core import ConfigError, DataError
@@ -34,13 +33,13 @@ def _digits(data_root: Path | None, download: bool) -> tuple[Arrays, Pool]:
 
 
 def _data_set(name: str, mean: Channels, std: Channels, complete: bool = False) -> Read:
-    """A reader of a data set; with `complete` it raises DataError unless every class occurs."""
+    """A reader of a data set; with `complete` it raises DataError unless every class has a train image."""
 
     def read(data_root: Path | None, download: bool) -> tuple[Arrays, Pool]:
         arrays = load(name, data_root, download)
-        found = len(torch.cat([arrays.y_train, arrays.y_test]).unique())
+        found = len(arrays.y_train.unique())
         if complete and found != classes(name):
-            raise DataError(f"data set '{name}' has {found} classes, not {classes(name)}; replace it")
+            raise DataError(f"data set '{name}' has train images of {found} classes, not {classes(name)}; replace it")
         return arrays, pooled(arrays, mean, std)
 
     return read
@@ -130,8 +129,8 @@ _FIVE: dict[str, tuple[Channels, Channels]] = {
     "notmnist": ((0.4254,), (0.4501,)),  # of images resized to 32 x 32, as in the codes of HAT and GPM
 }
 _MNIST = _data_set("mnist", (0.1307,), (0.3081,))
-_FASHION = _data_set("fashion-mnist", (0.2860,), (0.3530,))
-_CIFAR100 = _data_set("cifar100", (0.4914, 0.4824, 0.4467), (0.2471, 0.24353, 0.2616))
+_FASHION = _data_set("fashion-mnist", (0.2860,), (0.3530,), complete=True)
+_CIFAR100 = _data_set("cifar100", (0.4914, 0.4824, 0.4467), (0.2471, 0.24353, 0.2616), complete=True)
 _MINI_IMAGENET = _data_set(
     "mini-imagenet", (0.47313006, 0.44905752, 0.40378186), (0.27292014, 0.26559181, 0.27953038), complete=True
 )

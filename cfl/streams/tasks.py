@@ -31,12 +31,23 @@ def split(
     tasks: number of groups; class_order: "random" (that of Avalanche's `nc_benchmark` for `seed`) or "natural" (0, 1,
     2, ...); pool: train images, then test images (see `datasets.pooled`); keep: return the first `keep` tasks
     (default: all). The test samples of a task are the official test samples of its classes.
-    Raises ConfigError for a number of classes that `tasks` does not divide, DataError for a class that has no train
-    samples.
+    Raises ConfigError for a number of classes that `tasks` does not divide, DataError for train labels that are not 0,
+    1, 2, ... without gaps, and for a test label that no train sample has.
     """
-    classes = len(arrays.y_train.unique())
-    if classes != int(arrays.y_train.max()) + 1:
-        raise DataError(f"'{name}' lacks training samples of some classes; number the classes 0, 1, ... without gaps")
+    labels = arrays.y_train.unique()
+    classes = len(labels)
+    if not labels.equal(torch.arange(classes)):
+        raise DataError(
+            f"train labels of '{name}' are {classes} numbers from {labels[0]} to {labels[-1]}, so samples of some "
+            "classes are missing; replace its files, or number the classes 0, 1, ... without gaps"
+        )
+    outside = (arrays.y_test < 0) | (arrays.y_test >= classes)
+    if outside.any():
+        at = int(outside.nonzero()[0])
+        raise DataError(
+            f"test label {arrays.y_test[at]} of '{name}' (sample {at}) has no train sample; replace its files, or "
+            "leave such test samples out"
+        )
     if tasks < 1 or classes % tasks:
         raise ConfigError(f"tasks {tasks} does not divide the {classes} classes of '{name}'; choose one that does")
     # Seeds of torch have 64 bits.

@@ -259,5 +259,5 @@ def test_stream_has_twenty_tasks_of_five_classes(tmp_path, benchmark):
 def test_stream_of_fewer_classes_is_refused(tmp_path, benchmark):
     name, *_ = BENCHMARKS[benchmark]
     _hundred(tmp_path, name, 8, classes=60)
-    with pytest.raises(DataError, match=rf"data set '{name}' has 60 classes, not 100"):
+    with pytest.raises(DataError, match=rf"data set '{name}' has train images of 60 classes, not 100"):
         streams.build(benchmark, data_root=tmp_path)

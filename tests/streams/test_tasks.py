@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cfl import streams
-from cfl.core import ConfigError, rng
+from cfl.core import ConfigError, DataError, rng
 from cfl.core.plugins import benchmarks
 from cfl.streams import tasks
 from cfl.streams.datasets import Arrays, digits, load, pooled
@@ -172,6 +172,46 @@ def test_number_of_tasks_is_checked():
     with pytest.raises(ConfigError, match="tasks 3 does not divide the 10 classes"):
         tasks.split("d", arrays, 3, seed=0, class_order="natural", pool=pooled(arrays))
     assert len(streams.build("permuted-digits", tasks=7)) == 7
+
+
+def test_split_refuses_labels_that_the_train_samples_lack():
+    whole = arrays_of(6, seed=0)
+
+    def split(train, test):
+        """The samples whose labels fulfil two conditions, in two tasks."""
+        arrays = Arrays(
+            whole.x_train[train(whole.y_train)],
+            whole.y_train[train(whole.y_train)],
+            whole.x_test[test(whole.y_test)],
+            whole.y_test[test(whole.y_test)],
+        )
+        return tasks.split("d", arrays, 2, seed=0, class_order="natural", pool=pooled(arrays))
+
+    stream = split(lambda y: y < 4, lambda y: y < 4)
+    # 4 classes of 7 train and 3 test samples, 2 a task
+    assert [(len(task.train), len(task.test), task.classes) for task in stream.tasks] == [(14, 6, 2)] * 2
+    with pytest.raises(DataError, match=r"train labels of 'd' are 4 numbers from 0 to 5, .*; replace its files"):
+        split(lambda y: (y != 2) & (y != 3), lambda y: y < 4)
+    first = int((whole.y_test >= 4).nonzero()[0])
+    message = rf"test label {whole.y_test[first]} of 'd' \(sample {first}\) has no train sample; replace its files"
+    with pytest.raises(DataError, match=message):
+        split(lambda y: y < 4, lambda y: y >= 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "shape"), [("fashion-mnist", 10, (28, 28)), ("cifar100", 100, (32, 32, 3))]
+)
+def test_split_of_a_cut_file_is_refused(name, classes, shape, tmp_path):
+    """Half of the classes among the train images; the test images have all or as many, and five or ten tasks fit."""
+    y = np.arange(classes)
+    for test in (y, y[: classes // 2]):
+        train = y[: classes // 2]
+        x_train, x_test = (np.zeros((len(labels), *shape), np.uint8) for labels in (train, test))
+        np.savez(tmp_path / f"{name}.npz", x_train=x_train, y_train=train, x_test=x_test, y_test=test)
+        with pytest.raises(
+            DataError, match=f"'{name}' has train images of {classes // 2} classes, not {classes}; replace it"
+        ):
+            streams.build(f"split-{name}", data_root=tmp_path)
 
 
 def test_permuted_digits_permutes_the_same_samples():
