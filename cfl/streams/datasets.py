@@ -48,7 +48,7 @@ class _Source:
 
 _NAMES = ("x_train", "y_train", "x_test", "y_test")
 _MEDMNIST_NAMES = {"train_images.npy", "train_labels.npy", "test_images.npy", "test_labels.npy"}
-_BROKEN = (zipfile.BadZipFile, zlib.error, csv.Error)
+_BROKEN = (zipfile.BadZipFile, zlib.error, csv.Error, AssertionError)  # torchvision asserts what MNIST's files hold
 _READ_ERRORS = (RuntimeError, OSError, MemoryError, ValueError, EOFError, KeyError, SyntaxError, *_BROKEN)
 
 
@@ -207,9 +207,10 @@ def _from_torchvision(name: str, source: _Source, root: Path, download: bool) ->
         try:
             data = getattr(datasets, source.loader)(root=str(root), download=download, **which)
         except _READ_ERRORS as error:
-            what = "download it" if download else "read it; --download fetches it again"
+            what, why = "download" if download else "read", str(error) or "a file of another format"
             raise DataError(
-                f"data set '{name}' in {root / source.place}: torchvision cannot {what} ({error})"
+                f"data set '{name}' in {root / source.place}: torchvision cannot {what} it ({why}); if it is there, "
+                "delete it, and --download fetches it again"
             ) from error
         x, y = (data.data.transpose(0, 2, 3, 1), data.labels) if name == "svhn" else (data.data, data.targets)
         arrays[f"x_{split}"], arrays[f"y_{split}"] = np.asarray(x), np.asarray(y)

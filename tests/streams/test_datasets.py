@@ -199,6 +199,21 @@ def test_damaged_torchvision_folder_is_a_data_error(tmp_path):
         load("cifar100", tmp_path)
 
 
+def test_raw_files_of_garbage_are_a_data_error(tmp_path):
+    folder = tmp_path / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    for part in ("train", "t10k"):
+        for name in ("images-idx3-ubyte", "labels-idx1-ubyte"):
+            (folder / f"{part}-{name}").write_bytes(b"garbage" * 9)
+    for download, verb in ((False, "read"), (True, "download")):  # torchvision keeps files that are there
+        with pytest.raises(DataError) as error:
+            load("mnist", tmp_path, download=download)
+        assert str(error.value) == (
+            f"data set 'mnist' in {folder}: torchvision cannot {verb} it (a file of another format); if it is there, "
+            "delete it, and --download fetches it again"
+        )
+
+
 def test_nothing_is_downloaded_without_download(tmp_path, monkeypatch):
     asked = []
 
