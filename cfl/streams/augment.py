@@ -30,7 +30,7 @@ def check(kinds: Sequence[str], shape: Sequence[int]) -> None:
 def augment(x: Tensor, kinds: Sequence[str], generator: torch.Generator, fill: Tensor) -> Tensor:
     """Augment each image at random by the given kinds, always in the order of `KINDS`.
 
-    x: (b, C, H, W) normalised; generator: on the CPU; fill: (C, 1, 1), the value of a black pixel after normalisation.
+    x: (b, C, H, W) normalised; generator: on the CPU; fill: broadcastable to (C, H, W), black after normalisation.
     crop: an H x W window of the image with 4 black pixels of padding; flip: left to right, with probability 1/2;
     cutout: a square of 16 x 16 pixels around a uniformly drawn pixel, cut at the border, becomes 0 in all channels.
     An image's draws depend neither on the size of the batch nor on the other kinds.
@@ -39,11 +39,12 @@ def augment(x: Tensor, kinds: Sequence[str], generator: torch.Generator, fill: T
     draws = torch.randint(2**31, (size, 5, 1, 1, 1), generator=generator).to(device)
     rows, columns = torch.arange(height, device=device).view(-1, 1), torch.arange(width, device=device)
     if "crop" in kinds:
-        padded = fill.expand(size, channels, height + 2 * _PAD, width + 2 * _PAD).clone()
-        padded[:, :, _PAD:-_PAD, _PAD:-_PAD] = x
-        top, left = (draws[:, place] % (2 * _PAD + 1) for place in (0, 1))
+        top, left = (draws[:, place] % (2 * _PAD + 1) - _PAD for place in (0, 1))
+        row, column = top + rows, left + columns
+        inside = (0 <= row) & (row < height) & (0 <= column) & (column < width)
         images, planes = (torch.arange(n, device=device) for n in (size, channels))
-        x = padded[images.view(-1, 1, 1, 1), planes.view(-1, 1, 1), top + rows, left + columns]
+        places = row.clamp(0, height - 1), column.clamp(0, width - 1)
+        x = torch.where(inside, x[images.view(-1, 1, 1, 1), planes.view(-1, 1, 1), *places], fill)
     if "flip" in kinds:
         x = torch.where(draws[:, 2] % 2 == 0, x.flip(-1), x)
     if "cutout" in kinds:

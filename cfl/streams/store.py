@@ -64,7 +64,7 @@ class TaskSamples:
         """
         x = self.pool.inputs(self.index[rows])
         if key is not None and self.augment:
-            black = x.new_zeros(x.shape[1], 1, 1)
+            black = x.new_zeros(x.shape[1:])
             black = self.pool.normalise_(black) if "crop" in self.augment else black
             x = augment(x, self.augment, rng.generator(key), black)
         if self.permutation is not None:

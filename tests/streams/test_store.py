@@ -104,6 +104,19 @@ def test_crops_of_a_pool_without_normalisation_are_padded_with_zeros():
     assert set(x.flatten().tolist()) == {0.0, 1.0}
 
 
+@pytest.mark.parametrize("shape", [(), (2, 1, 1), (3, 4), (2, 1, 4), (2, 3, 4)])
+def test_crops_are_padded_with_black_for_each_shape_of_a_mean(shape):
+    """A black pixel, (0 - mean) / std at its place in the crop, is below 0 here, and one of the image is above."""
+    mean, std = (torch.rand(shape, generator=rng.generator(key)) + 0.5 for key in (1, 2))
+    part = TaskSamples(Pool(torch.full((1, 2, 3, 4), 9.0), mean, std), *[torch.zeros(64).long()] * 2, augment=("crop",))
+    x, _ = part.gather(torch.arange(64), 0)
+    black = ((torch.zeros(2, 3, 4) - mean) / std).expand_as(x)
+    border = x < 0
+    assert torch.equal(x[border], black[border])
+    # one of the 81 windows has no border: 64 / 81 = 0.8 such crops are expected
+    assert (~border.flatten(1).any(1)).sum() < 6 and not border.all()
+
+
 def test_augmentation_refuses_unknown_kinds_and_vectors():
     with pytest.raises(ConfigError, match="unknown augmentation 'flop'; did you mean 'flip'"):
         _image_stream().with_augment(["flop"])
