@@ -103,19 +103,23 @@ def _five(
     for name in names:
         try:
             arrays, pool = _data_set(name, *_FIVE[name])(data_root, download)
+            sets[name] = arrays, _coloured(name, pool)
         except DataError as error:
             missing[name] = error
-        else:
-            sets[name] = arrays, _coloured(pool)
     if missing:
         rest = f"; or leave out {' and '.join(missing)}: --set tasks=[{','.join(sets)}]" if sets else ""
         raise DataError(f"{next(iter(missing.values()))}{rest}")
     return joined("five-datasets", sets, classes=10)
 
 
-def _coloured(pool: Pool) -> Pool:
+def _coloured(name: str, pool: Pool) -> Pool:
     """Make images 3 x 32 x 32: pad smaller ones with black, repeat the grey channel (a view, without a copy)."""
-    sides = [(32 - side) // 2 for side in pool.images.shape[2:]]
+    height, width = pool.images.shape[2:]
+    if max(height, width) > 32:
+        raise DataError(
+            f"images of data set '{name}' are {height} x {width}, larger than the 32 x 32 of 'five-datasets'; resize them"
+        )
+    sides = [(32 - side) // 2 for side in (height, width)]
     padded = functional.pad(pool.images, (sides[1], sides[1], sides[0], sides[0]))
     return replace(pool, images=padded.expand(-1, 3, -1, -1))
 

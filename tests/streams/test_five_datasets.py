@@ -131,6 +131,17 @@ def test_missing_data_set_is_named_with_the_remedies(root):
     assert "leave out" not in str(error.value)  # nothing would be left
 
 
+def test_images_larger_than_those_of_the_tasks_are_refused(root):
+    for side in (33, 40):
+        _save(root, "mnist", side=side)
+        with pytest.raises(DataError) as error:
+            streams.build("five-datasets", tasks=("mnist", "cifar10"), data_root=root)
+        assert str(error.value) == (
+            f"images of data set 'mnist' are {side} x {side}, larger than the 32 x 32 of 'five-datasets'; resize them; "
+            "or leave out mnist: --set tasks=[cifar10]"
+        )
+
+
 def test_public_data_are_not_those_of_a_task(root):
     stream = streams.build("five-datasets", tasks=("cifar10", "mnist"), data_root=root)
     for name in ("cifar10", "mnist"):
