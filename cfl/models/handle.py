@@ -82,9 +82,9 @@ class Model:
         self._parameter_names = [name for name, _ in self.module.named_parameters()]
         self._constants = constants(self.module, moving)
         self._buffer_names = [name for name, _ in self.module.named_buffers() if name not in self._constants]
-        if norm_stats == "per_task" and moving and self.tasks > 1 and (growing or not multi_head):
+        if growing and norm_stats == "per_task" and moving:
             raise ConfigError(
-                "with one head for all tasks nothing tells the task of a test sample, nor its running statistics: set "
+                "with scenario=class nothing tells the task of a test sample, nor its running statistics: set "
                 "model.norm_stats=running or model.norm_stats=batch"
             )
         self._names_per_task = set(self._head_names if multi_head else ())
@@ -108,6 +108,8 @@ class Model:
         found = [f"frozen by requires_grad=False: {few([*names], MOST_NAMES)}", held] if names else []
         why = "the model's forward does not use them, or reads them by a lambda or a list"
         found += [f"no gradient reaches {few(self.unreached, MOST_NAMES)}: {why}"] if self.unreached else []
+        statistics = self.buffers_per_task and not self.multi_head
+        found += ["accuracies are those with the statistics of each test sample's task"] if statistics else []
         device = next(iter(self.params.values())).device
         return found + adapters.notes(self.module) + precisions.notes(self.precision, device)
 

@@ -41,10 +41,10 @@ def augment(x: Tensor, kinds: Sequence[str], generator: torch.Generator, fill: T
     if "crop" in kinds:
         top, left = (draws[:, place] % (2 * _PAD + 1) - _PAD for place in (0, 1))
         row, column = top + rows, left + columns
-        inside = (0 <= row) & (row < height) & (0 <= column) & (column < width)
+        shown = (0 <= row) & (row < height) & (0 <= column) & (column < width)
         images, planes = (torch.arange(n, device=device) for n in (size, channels))
         places = row.clamp(0, height - 1), column.clamp(0, width - 1)
-        x = torch.where(inside, x[images.view(-1, 1, 1, 1), planes.view(-1, 1, 1), *places], fill)
+        x = torch.where(shown, x[images.view(-1, 1, 1, 1), planes.view(-1, 1, 1), *places], fill)
     if "flip" in kinds:
         x = torch.where(draws[:, 2] % 2 == 0, x.flip(-1), x)
     if "cutout" in kinds:

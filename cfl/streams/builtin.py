@@ -117,7 +117,8 @@ def _coloured(name: str, pool: Pool) -> Pool:
     height, width = pool.images.shape[2:]
     if max(height, width) > 32:
         raise DataError(
-            f"images of data set '{name}' are {height} x {width}, larger than the 32 x 32 of 'five-datasets'; resize them"
+            f"images of data set '{name}' are {height} x {width}, larger than the 32 x 32 of 'five-datasets'; "
+            "resize them"
         )
     sides = [(32 - side) // 2 for side in (height, width)]
     padded = functional.pad(pool.images, (sides[1], sides[1], sides[0], sides[0]))

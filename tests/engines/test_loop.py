@@ -331,10 +331,16 @@ def test_training_lowers_the_loss(name):
 
 
 def test_an_error_in_local_training_names_client_task_and_round() -> None:
-    """BatchNorm1d cannot train on one sample: 12 samples a client in batches of 11 leave a last batch of one sample."""
-    module = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    with pytest.raises(UpdateError, match=r"client \d \(task 0, phase train, round 0\).*more than 1 value"):
-        cfl.run(toy.config("local.batch_size=11", method="fedavg"), stream=toy.stream(), model=module)
+    """12 samples a client in batches of 7 leave a last batch of 5 samples."""
+
+    class Picky(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            if len(input) == 5:
+                raise ValueError("five samples")
+            return super().forward(input)
+
+    with pytest.raises(UpdateError, match=r"client \d \(task 0, phase train, round 0\).*five samples"):
+        cfl.run(toy.config("local.batch_size=7", method="fedavg"), stream=toy.stream(), model=Picky(8, 2))
 
 
 @pytest.mark.parametrize("weights", ["samples", "uniform"])

@@ -220,7 +220,7 @@ def engine_of(name, model, strategy=None, rules=None, block=None, workers=2, **o
 
 
 def model_of(make=plain, shape=(8,)):
-    return Model(make(), shape, [2, 2], multi_head=False, norm_stats="running")
+    return Model(make(), shape, [2, 2], multi_head=False)
 
 
 def samples_of(count, seed=0, bad=()):
@@ -418,7 +418,7 @@ def instances():
 @pytest.mark.parametrize("compile", ["compile=false", "compile=true"])
 def test_samples_that_depend_on_their_batch_see_no_padding(make, compile, monkeypatch):
     monkeypatch.setattr(traced, "compiled", lambda graph, leaves: graph)  # the trace, without the compiler's seconds
-    assert_same_run(make, toys(), (compile, "model.norm_stats=running"), BLOCKS)
+    assert_same_run(make, toys(), (compile,), BLOCKS)
 
 
 OWNED = ("partition.name=stream", "partition.clients=2", "rounds=2")

@@ -71,7 +71,4 @@ def test_running_statistics_of_each_task_are_refused():
     net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
     with pytest.raises(ConfigError, match="nothing tells the task of a test sample, nor its running statistics: set"):
         Model(net, (4,), SIZES, multi_head=True, growing=True)
-    with pytest.raises(ConfigError, match="with one head for all tasks nothing tells the task of a test sample"):
-        Model(net, (4,), (2, 2), multi_head=False)
-    assert Model(net, (4,), (2,), multi_head=False).buffers(0) == Model(net, (4,), (2, 2), multi_head=True).buffers(0)
     assert Model(net, (4,), SIZES, multi_head=True, growing=True, norm_stats="running").buffers(0)
