@@ -334,7 +334,7 @@ def test_an_error_in_local_training_names_client_task_and_round() -> None:
     """12 samples a client in batches of 7 leave a last batch of 5 samples."""
 
     class Picky(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
+        def forward(self, input):
             if len(input) == 5:
                 raise ValueError("five samples")
             return super().forward(input)
