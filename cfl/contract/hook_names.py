@@ -23,17 +23,23 @@ def check_method(member: LocalRegularizer) -> None:
 
 
 def check_names(member: object, base: type, others: Collection[str] = (), role: str = "") -> None:
-    """Raise ConfigError if an object has a method that looks like one of its base class, and is none.
+    """Raise ConfigError if an object has a method whose name is that of a hook with a typing error, or of another role.
 
     others: hooks that the base class lacks, or never calls, since they belong to another role.
     """
-    known = [name for name in dir(base) if not name.startswith("_") and name not in others]
-    for kind in filter(content.foreign, type(member).__mro__):
-        for name in (name for name, value in vars(kind).items() if isfunction(value) and not name.startswith("_")):
-            near = get_close_matches(name, known, n=1, cutoff=SIMILAR)
-            if name in known or not (near or name in others):
+    hooks = [name for name in dir(base) if isfunction(getattr(base, name)) and name not in others]
+    own = [(kind, name, value) for kind in filter(content.foreign, type(member).__mro__)
+           for name, value in vars(kind).items() if isfunction(value)]  # fmt: skip
+    used = {name for *_, function in own for name in function.__code__.co_names}
+    for kind, name, _ in own:
+        if name not in hooks and name not in used:
+            near = next(iter(get_close_matches(name, hooks, n=1, cutoff=SIMILAR)), "")
+            if name in others:
+                why = f"only {role} have this hook"
+            elif not name.startswith("_") and near and not (near.startswith(name) or name.startswith(near)):
+                why = f"did you mean '{near}'?"
+            else:
                 continue
-            why = f"only {role} have this hook" if name in others else f"did you mean '{near[0]}'?"
             raise ConfigError(
                 f"no run calls {kind.__name__}.{name}: {why}; the name of a helper method begins with an underscore"
             )

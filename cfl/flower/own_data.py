@@ -112,7 +112,7 @@ class _OwnTask(Task):
     """A task of which a node may have few samples, or none; the server has its test samples."""
 
     def __post_init__(self) -> None:
-        """Check nothing: `_in_run` has checked the labels."""
+        """Check nothing: `_in_run` has checked the labels, and a node may have no samples of the task."""
 
 
 @dataclass(frozen=True, eq=False)

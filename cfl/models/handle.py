@@ -43,7 +43,7 @@ class Model:
     norms: affine parameters of normalisation layers, name to the number of projected modules called before the layer;
     layout: the memory layout of leaves with which the module is fastest;
     couples_samples: whether a sample's outputs in training depend on the others of its batch, see `couples`;
-    takes_one: whether a batch in training may be a single sample;
+    takes_one: whether a batch in training may be a single sample; masks: buffers that no client sends, see `constants`;
     classifier: path of the last Linear layer, None for a module that does not end in one.
     Raises ConfigError for a module that cannot be trained, whose outputs do not fit the stream, or that is all frozen.
     """
@@ -70,7 +70,7 @@ class Model:
         if norm_stats == "batch":
             drop_running_stats(self.module)
         spare = own_copy(self.module, device)  # a module may keep what its forward computes, and then has no copy
-        called, outputs, moving, self.takes_one, self.unreached = trace(self.module, input_shape, device, dtype)
+        called, outputs, self.moving, self.takes_one, self.unreached = trace(self.module, input_shape, device, dtype)
         self.couples_samples = couples(spare, input_shape, device, dtype)
         paths = [path for path, layer in called.items() if isinstance(layer, nn.Linear | nn.Conv2d)]
         self.classifier: str | None = None
@@ -80,9 +80,9 @@ class Model:
             self._head_names = [full_name(paths[-1], name) for name, _ in last.named_parameters()]
         check_outputs(self.module, self.classifier, outputs, classes, multi_head)
         self._parameter_names = [name for name, _ in self.module.named_parameters()]
-        self._constants = constants(self.module, moving)
-        self._buffer_names = [name for name, _ in self.module.named_buffers() if name not in self._constants]
-        if growing and norm_stats == "per_task" and moving:
+        self.masks = constants(self.module, self.moving)
+        self._buffer_names = [name for name, _ in self.module.named_buffers() if name not in self.masks]
+        if growing and norm_stats == "per_task" and self.moving:
             raise ConfigError(
                 "with scenario=class nothing tells the task of a test sample, nor its running statistics: set "
                 "model.norm_stats=running or model.norm_stats=batch"
@@ -106,9 +106,9 @@ class Model:
         names = dict.fromkeys(name.partition("@")[0] for name in self.params if name in self.frozen)
         held = f"{tree.nbytes(self.fixed):,} bytes of frozen parameters are on every client, and no round sends them"
         found = [f"frozen by requires_grad=False: {few([*names], MOST_NAMES)}", held] if names else []
-        why = "the model's forward does not use them, or reads them by a lambda or a list"
+        why = "forward does not use them, or not as attributes of its modules, such as self.layer.weight"
         found += [f"no gradient reaches {few(self.unreached, MOST_NAMES)}: {why}"] if self.unreached else []
-        statistics = self.buffers_per_task and not self.multi_head
+        statistics = self.moving and self.buffers_per_task and not self.multi_head
         found += ["accuracies are those with the statistics of each test sample's task"] if statistics else []
         device = next(iter(self.params.values())).device
         return found + adapters.notes(self.module) + precisions.notes(self.precision, device)
@@ -170,7 +170,7 @@ class Model:
         if self.growing and task:
             for name in self._head_names:
                 leaves[name] = torch.cat([params[self.tree_name(name, part)] for part in self._parts(task)])
-        return leaves | self._constants
+        return leaves | self.masks
 
     def _whole(self, params: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """`params`, with the frozen parameters that they lack."""
@@ -291,7 +291,7 @@ class Model:
     def _initial(self, classes: Sequence[int], seed: int) -> Tree:
         params: Tree = {}
         for name, leaf in (*self.module.named_parameters(), *self.module.named_buffers()):
-            if name in self._constants:
+            if name in self.masks:
                 continue
             for task in range(self.tasks) if name in self._names_per_task else (0,):
                 params[self.tree_name(name, task)] = leaf.detach().clone()

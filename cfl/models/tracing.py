@@ -77,9 +77,10 @@ def trace(
     with rng.fork(0, device):
         _logits(other.train(), x)
         before = dict(module.named_buffers())
-        moving = [name for name, leaf in other.named_buffers() if not torch.equal(leaf, before[name])]
-        unreached = _without_gradient(other, x)
-        return Traced(called, outputs.shape[1], moving, _takes(other, x[:1]), unreached)
+        after = {name: leaf for name, leaf in other.named_buffers() if name in before}
+        moving = [name for name, leaf in after.items() if not torch.equal(leaf, before[name])]
+        _check_gradient(other, x)
+        return Traced(called, outputs.shape[1], moving, _takes(other, x[:1]), _unreached(other, x))
 
 
 def check_outputs(
@@ -145,22 +146,31 @@ def _takes(module: nn.Module, x: Tensor) -> bool:
     return True
 
 
-def _without_gradient(module: nn.Module, x: Tensor) -> list[str]:
-    """Return the names of the parameters that train, but that the gradient of the outputs for a batch does not reach.
+def _unreached(module: nn.Module, x: Tensor) -> list[str]:
+    """Return the names of the parameters that train, but that the gradient does not reach if a step replaces them."""
+    leaves = {name: leaf.detach().clone() for name, leaf in module.named_parameters()}
+    trained = {name: leaves[name].requires_grad_() for name, leaf in module.named_parameters() if leaf.requires_grad}
+    try:
+        with torch.enable_grad():
+            outputs = torch.func.functional_call(module, leaves, (x,))
+            found = torch.autograd.grad(outputs.sum(), [*trained.values()], allow_unused=True)
+    except Exception:  # no gradient reaches any, as with frozen ones alone, or the module cannot be called like this
+        return []
+    return [name for name, grad in zip(trained, found, strict=True) if grad is None]
 
-    Raises ConfigError if the gradient cannot be computed.
-    """
-    trained = {name: leaf for name, leaf in module.named_parameters() if leaf.requires_grad}
-    leaves: list[Tensor] = [*trained.values()]
+
+def _check_gradient(module: nn.Module, x: Tensor) -> None:
+    """Raise ConfigError if the gradient of the outputs for a batch cannot be computed."""
+    leaves: list[Tensor] = [leaf for leaf in module.parameters() if leaf.requires_grad]
     try:
         with torch.enable_grad():
             if x.is_floating_point():  # the gradient of inputs, since checkpoints that recompute do so for it
                 x = x.clone().requires_grad_() + 0
                 leaves.append(x)
-            found = torch.autograd.grad(module(x).sum(), leaves, allow_unused=True) if leaves else ()
+            if leaves:
+                torch.autograd.grad(module(x).sum(), leaves, allow_unused=True)
     except Exception as error:
         raise ConfigError(f"the gradient of the model cannot be computed: {reason(error)}; {_RECOMPUTES}") from error
-    return [name for name, grad in zip(trained, found, strict=False) if grad is None]
 
 
 def _logits(module: nn.Module, x: Tensor) -> Tensor:

@@ -246,11 +246,12 @@ def _chosen(runs: Iterable[FinishedRun], names: Sequence[str]) -> dict[str, str]
 def _unusual(texts: Iterable[tuple[str, ...]], among: Collection[tuple[str, ...]]) -> list[str]:
     """Join each row of texts, without those that more than half of the rows `among` have in the same place.
 
-    The scenario stays, since no scenario is the usual one.
+    The scenario stays: a reader cannot guess which one is left out.
     """
     columns = [Counter(column).most_common(1) for column in zip(*among, strict=True)]
-    often = [(text, 2 * count > len(among) and not text.startswith(f"{SCENARIO}=")) for [(text, count)] in columns]
-    usual = [text if whether else "" for text, whether in often]
+    usual = [
+        text if 2 * count > len(among) and not text.startswith(f"{SCENARIO}=") else "" for [(text, count)] in columns
+    ]
     return [", ".join(text for text, other in zip(row, usual, strict=True) if text not in ("", other)) for row in texts]
 
 

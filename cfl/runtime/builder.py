@@ -121,7 +121,7 @@ def build_session(
     called = CallbackSet(callbacks, config, stream)
     recorder = Recorder(folder, sink, state, rounds, budget, names, fingerprint, called)
     notes += [*model.notes(), *composed.strategy.notes(model), *population.notes(), *budget.notes()]
-    about = description(stream, own, {name: each for name, each in members.items() if each != built.get(name)})
+    about = description(stream, own, {name: each for name, each in members.items() if each != built.get(name)}, model)
     return Session(
         config, label, stream, composed, model, population, rounds, budget, state, engine, recorder, notes, about,
         validation,
@@ -145,16 +145,16 @@ def _check_fit(strategy: Strategy, stream: Stream, label: str) -> None:
 
 def _check_batches(model: models.Model, population: Population, rounds: Rounds, size: int) -> None:
     """Raise ConfigError if a client would train on a batch of one sample, and the model takes none in training."""
-    if model.takes_one:
+    if model.takes_one or type(population) is not Population:  # nodes may have data of their own
         return
-    why = "the model takes no batch of one sample in training, since it normalises by batches"
+    why = "the model fails on a batch of one sample in training, as with batch normalisation"
     if size == 1:
         raise ConfigError(f"local.batch_size=1, but {why}; raise it")
     for task in range(len(population.deals)):
         held = np.sum([population.deals[each].sizes for each in rounds.sees(task)], axis=0)
         if (held == 1).any():
             raise ConfigError(f"client {np.flatnonzero(held == 1)[0]} has one sample to train on in task {task}, but "
-                              f"{why}; choose another partition, or a model without batch normalisation")  # fmt: skip
+                              f"{why}; choose another partition or model")  # fmt: skip
 
 
 def _prepared(stream: Stream, config: RunConfig) -> tuple[Stream, tuple[TaskSamples, ...]]:

@@ -14,6 +14,7 @@ from cfl.config.overrides import change
 from cfl.config.schema import RunConfig, TextConfig
 from cfl.contract.composed import ComposedMethod, prefix
 from cfl.core import Tree, content, plugins
+from cfl.models.tracing import constants
 from cfl.runtime import checkpoint
 from cfl.streams import Stream
 
@@ -58,7 +59,9 @@ class Fingerprint:
     @cached_property
     def without_data(self) -> dict[str, str]:
         """The parts other than data."""
-        return {**self._methods(), **self._network()}
+        masks = constants(self.network, ())
+        kept = {"a mask of the network": content.digest(masks)} if masks else {}
+        return {**self._methods(), **self._network(), **kept}
 
     def changed(self, there: Options, parts: Mapping[str, str]) -> str:
         """Name the first thing that differs from the options and the parts in the run's folder; empty if unknown."""

@@ -18,7 +18,7 @@ from cfl.config.overrides import flat, read_yaml
 from cfl.config.schema import RunConfig
 from cfl.contract import Server, Strategy
 from cfl.contract.composed import STRATEGY
-from cfl.core import CheckpointError, ConfigError, DataError, Tree, tree
+from cfl.core import CheckpointError, ConfigError, DataError, Tree, content, tree
 from cfl.core.metrics import percent
 from cfl.core.typed import typed
 from cfl.models import Model, adapters
@@ -185,9 +185,20 @@ def load(
     handle = network.handle(config, module, about["input_shape"], about["classes"], about["scenario"], "cpu")
     if _shapes(trees["params"]) != _shapes(handle.params):
         raise ConfigError(f"the network does not fit the parameters in '{folder}'; pass that of the run as model=...")
+    check_masks(handle, folder)
     own = arguments.members(config, strategy, None)[STRATEGY]
     assert isinstance(own, Strategy)
     return SavedRun(folder, config, read_json(folder / "metrics.json"), handle, own, trees, latest, about)
+
+
+def check_masks(model: Model, folder: Path) -> None:
+    """Raise ConfigError for a network with other masks than that of the run in a folder: no checkpoint has them."""
+    there = read_json(folder / MODEL).get("masks")
+    if model.masks and there not in (None, content.digest(model.masks)):
+        raise ConfigError(
+            f"the masks {', '.join(model.masks)} of the network differ from those of the run in '{folder}'; build it "
+            "with the same ones"
+        )
 
 
 def checkpointed(folder: Path) -> tuple[Server, int]:
@@ -222,7 +233,7 @@ class _Pixels(BaseModel):
 
 
 class _About(BaseModel):
-    """Contents of model.json, see `description`; earlier versions wrote no vocabulary or regularizers."""
+    """Contents of model.json, see `description`; earlier versions wrote no vocabulary, regularizers or masks."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     input_shape: list[_Size]
@@ -236,6 +247,7 @@ class _About(BaseModel):
     model: str | None
     strategy: str | None
     regularizers: list[str] = []
+    masks: str | None = None
 
 
 def _about(path: Path) -> dict[str, Any]:
@@ -253,11 +265,13 @@ def _shapes(params: Tree) -> dict[str, torch.Size]:
     return {name: leaf.shape for name, leaf in params.items()}
 
 
-def description(stream: Stream, model: nn.Module | None, members: Mapping[str, object]) -> dict[str, Any]:
+def description(
+    stream: Stream, model: nn.Module | None, members: Mapping[str, object], handle: Model
+) -> dict[str, Any]:
     """Contents of model.json: what `load` needs beside the configuration and a checkpoint.
 
     model: the user's own, None for that which the configuration names; members: the user's own strategy and
-    regularizers, by owner.
+    regularizers, by owner; handle: on the network.
     """
     strategy = members.get(STRATEGY)
     pixels = stream.tasks[0].train.pool.pixels
@@ -273,4 +287,5 @@ def description(stream: Stream, model: nn.Module | None, members: Mapping[str, o
         "model": None if model is None else type(model).__name__,
         "strategy": None if strategy is None else type(strategy).__name__,
         "regularizers": [owner for owner in members if owner != STRATEGY],
+        **({"masks": content.digest(handle.masks)} if handle.masks else {}),
     }

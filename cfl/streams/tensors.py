@@ -24,7 +24,7 @@ def from_tensors(
     name: str = "custom",
     multi_head: bool = False,
     public: Any = None,
-    clients: Sequence[Any] | None = None,
+    clients: Sequence[Any] | Tensor | None = None,
 ) -> Stream:
     """Make a stream from your own tensors, NumPy arrays or lists.
 
@@ -63,7 +63,7 @@ def from_tensors(
     return replace(stream, public=unlabelled(Pool(inputs)))
 
 
-def _held(stream: Stream, clients: Sequence[Any]) -> Stream:
+def _held(stream: Stream, clients: Sequence[Any] | Tensor) -> Stream:
     """Return the stream with the client (n_train,) of each train sample, given for each task."""
     if len(clients) != len(stream):
         raise DataError(f"clients are given for {len(clients)} of {len(stream)} tasks; give an array for each task")

@@ -64,7 +64,19 @@ def test_hooks_and_helpers_are_right():
         def _penatly(self):
             raise AssertionError
 
-        def momentum_of(self, name):
+        def blend(self, name):
+            raise AssertionError
+
+        def losses(self):
+            raise AssertionError
+
+        def head(self):
+            raise AssertionError
+
+        def notes(self, model):
+            return self.round() and self.report_of(model)
+
+        def round(self):
             raise AssertionError
 
     check_method(Helped())

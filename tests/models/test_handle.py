@@ -274,19 +274,45 @@ def test_masks_among_the_buffers_are_on_every_client_and_are_not_sent():
         assert model.bind(model.params, 0).keys() == net.state_dict().keys()  # an exported file has them
 
 
-def test_parameters_that_no_gradient_reaches_are_named():
-    class Hidden(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
-            self.first = lambda x: self.layer(x)
+class Hidden(nn.Module):
+    """Reads a layer through a function, or its weight through a list."""
 
-        def forward(self, x):
-            return self.head(self.first(x))
+    def __init__(self, kind):
+        super().__init__()
+        self.layer, self.head, self.kind = nn.Linear(4, 4), nn.Linear(4, 3), kind
+        self.first, self.weights = (lambda x: self.layer(x)), [self.layer.weight]
 
-    (note,) = Model(Hidden(), (4,), [3], multi_head=False).notes()
+    def forward(self, x):
+        return self.head(self.first(x) if self.kind == "function" else F.linear(x, self.weights[0]))
+
+
+@pytest.mark.parametrize("kind", ["function", "list"])
+def test_parameters_that_no_gradient_reaches_are_named(kind):
+    (note,) = Model(Hidden(kind), (4,), [3], multi_head=False).notes()
     assert note.startswith("no gradient reaches layer.weight, layer.bias: ")
     assert Model(nn.Sequential(nn.Linear(4, 3)), (4,), [3], multi_head=False).notes() == []
+
+
+def test_a_buffer_that_appears_in_training_is_no_buffer_of_the_tree():
+    class Late(nn.Linear):
+        def forward(self, input):
+            if self.training and not hasattr(self, "seen"):
+                self.register_buffer("seen", torch.zeros(3))
+            return super().forward(input)
+
+    assert Model(Late(4, 3), (4,), [3], multi_head=False).buffers(0) == ()
+
+
+def test_a_constant_buffer_is_no_statistic():
+    class Shifted(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 3)
+            self.register_buffer("mean", torch.ones(4))
+
+        def forward(self, input):
+            return super().forward(input - self.mean)
+
+    assert Model(Shifted(), (4,), [3, 3], multi_head=False).notes() == []
 
 
 def test_a_client_with_one_sample_for_a_network_that_takes_none_is_named_before_the_run():
@@ -296,5 +322,5 @@ def test_a_client_with_one_sample_for_a_network_that_takes_none_is_named_before_
     few = ["partition.name=stream", "partition.clients=4", "rounds=1"]
     with pytest.raises(ConfigError, match="client 3 has one sample to train on in task 0, but"):
         cfl.run(cfl.resolve("custom", overrides=few), stream=stream, model=net)
-    with pytest.raises(ConfigError, match="local.batch_size=1, but the model takes no batch of one sample"):
+    with pytest.raises(ConfigError, match="local.batch_size=1, but the model fails on a batch of one sample"):
         cfl.run(cfl.resolve("custom", overrides=[*few, "local.batch_size=1"]), stream=stream, model=net)

@@ -206,6 +206,29 @@ def test_an_export_of_a_method_with_weights_for_each_task_needs_the_task(method,
     assert any(not torch.equal(leaf, last[name]) for name, leaf in first.items())
 
 
+class Pruned(torch.nn.Linear):
+    def __init__(self, kept):
+        super().__init__(64, 10)
+        self.register_buffer("kept", kept)
+
+    def forward(self, input):
+        return torch.nn.functional.linear(input, self.weight * self.kept, self.bias)
+
+
+def test_a_network_with_other_masks_is_refused(tmp_path):
+    masks = [torch.arange(640).reshape(10, 64) % 3 == rest for rest in (0, 1)]
+    config = cfl.resolve("permuted-digits", overrides=["tasks=2", "rounds=2", "partition.clients=2"])
+    cfl.run(config, model=Pruned(masks[0]), output=tmp_path / "run")
+    assert cfl.load(tmp_path / "run", model=Pruned(masks[0])).metrics["acc"]
+    with pytest.raises(ConfigError, match="the masks kept of the network differ from those of the run in"):
+        cfl.load(tmp_path / "run", model=Pruned(masks[1]))
+    start = cfl.resolve("permuted-digits", overrides=["tasks=2", "rounds=2", f"start={tmp_path / 'run'}"])
+    with pytest.raises(ConfigError, match="the masks kept of the network differ from those of the run in"):
+        cfl.run(start, model=Pruned(masks[1]))
+    with pytest.raises(CheckpointError, match="a mask of the network changed since the run began"):
+        cfl.run(config, model=Pruned(masks[1]), output=tmp_path / "run", resume=True)
+
+
 def test_a_run_starts_from_the_model_of_another(tmp_path):
     first = trained(tmp_path / "first")
     seen = []
