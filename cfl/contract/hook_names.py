@@ -11,7 +11,7 @@ from cfl.core import ConfigError, content
 
 _OF_REGULARIZERS = frozenset(("init_shared", "provide", "send", "cap", "aggregate", "server_step"))
 _OF_STRATEGIES = frozenset(name for name in PROMISES if not hasattr(LocalRegularizer, name)) - {"around gradient"}
-SIMILAR = 0.8  # ratio of difflib from which a name is taken for a misspelt hook
+_SIMILAR = 0.8  # ratio of difflib from which a name is taken for a misspelt hook
 
 
 def check_method(member: LocalRegularizer) -> None:
@@ -33,7 +33,7 @@ def check_names(member: object, base: type, others: Collection[str] = (), role: 
     used = {name for *_, function in own for name in function.__code__.co_names}
     for kind, name, _ in own:
         if name not in hooks and name not in used:
-            near = next(iter(get_close_matches(name, hooks, n=1, cutoff=SIMILAR)), "")
+            near = next(iter(get_close_matches(name, hooks, n=1, cutoff=_SIMILAR)), "")
             if name in others:
                 why = f"only {role} have this hook"
             elif not name.startswith("_") and near and not (near.startswith(name) or name.startswith(near)):

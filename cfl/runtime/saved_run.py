@@ -185,15 +185,17 @@ def load(
     handle = network.handle(config, module, about["input_shape"], about["classes"], about["scenario"], "cpu")
     if _shapes(trees["params"]) != _shapes(handle.params):
         raise ConfigError(f"the network does not fit the parameters in '{folder}'; pass that of the run as model=...")
-    check_masks(handle, folder)
+    check_masks(handle, about["masks"], folder)
     own = arguments.members(config, strategy, None)[STRATEGY]
     assert isinstance(own, Strategy)
     return SavedRun(folder, config, read_json(folder / "metrics.json"), handle, own, trees, latest, about)
 
 
-def check_masks(model: Model, folder: Path) -> None:
-    """Raise ConfigError for a network with other masks than that of the run in a folder: no checkpoint has them."""
-    there = read_json(folder / MODEL).get("masks")
+def check_masks(model: Model, there: str | None, folder: Path) -> None:
+    """Raise ConfigError for a network with other masks than that of the run in a folder: no checkpoint has them.
+
+    there: their hash in the folder's model.json, None if it has none.
+    """
     if model.masks and there not in (None, content.digest(model.masks)):
         raise ConfigError(
             f"the masks {', '.join(model.masks)} of the network differ from those of the run in '{folder}'; build it "

@@ -5,6 +5,7 @@ from pathlib import Path
 from cfl.config.schema import ModelConfig
 from cfl.core import ConfigError, Tree
 from cfl.models import Model, adapters, pretrained
+from cfl.runtime.run_folder import MODEL, read_json
 from cfl.runtime.saved_run import check_masks, checkpointed
 
 
@@ -18,7 +19,7 @@ def started(model: Model, folder: str) -> tuple[Tree, str]:
         given = checkpointed(Path(folder))[0]["params"]
     except ConfigError as error:
         raise ConfigError(f"start={folder}: {error} (relative paths begin at the working directory)") from None
-    check_masks(model, Path(folder))
+    check_masks(model, read_json(Path(folder) / MODEL).get("masks"), Path(folder))
     plain = adapters.plain_names(model.module)  # of a run without adapters
     given = {**given, **{name: given[own] for name, own in plain.items() if own in given and name not in given}}
     taken = {
