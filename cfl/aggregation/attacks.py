@@ -75,7 +75,7 @@ class AttackedSum(UploadSum):
 
     def close(self) -> TreesByOwner:
         kept = {client: self._kept[client] for client in sorted(self._kept)}
-        updates = {client: _floats(own[STRATEGY]) for client, own in kept.items() if STRATEGY in own}
+        updates = {client: tree.floats(own[STRATEGY]) for client, own in kept.items() if STRATEGY in own}
         sent = self._updates(updates) if updates else {}
         for client, own in kept.items():
             uploads = {owner: leaves for owner, leaves in own.items() if owner != WEIGHTS}
@@ -128,7 +128,3 @@ def usual_z(clients: int, hostile: int) -> float:
     if honest <= 0 or needed <= 0:
         return 3.0  # the hostile clients are a majority; the paper's z is then infinite
     return max(0.0, torch.special.ndtri(torch.tensor((honest - needed) / honest, dtype=torch.float64)).item())
-
-
-def _floats(update: Tree) -> Tree:
-    return {name: leaf for name, leaf in update.items() if leaf.is_floating_point()}

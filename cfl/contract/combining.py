@@ -42,7 +42,7 @@ def capped(trees: TreesByOwner, rule: LocalRegularizer, strategy: Strategy, info
     trees: the aggregated uploads, with the clients' weights; those of `work` are leaves (clients, ...).
     """
     uploads, weights = trees[WORK], trees[WEIGHTS][""].tolist()
-    floats = {name: leaf for name, leaf in uploads.items() if leaf.is_floating_point()}
+    floats = tree.floats(uploads)
     if info.phase.protected:
         floats = rule.cap(floats, strategy.sizes(floats, info), info)
     if strategy.gathers == "stack":
@@ -55,8 +55,7 @@ def capped(trees: TreesByOwner, rule: LocalRegularizer, strategy: Strategy, info
 def combined(trees: TreesByOwner, rule: LocalRegularizer, info: RoundInfo) -> Tree:
     """The strategy's uploads as the rule combines them. trees: the aggregated uploads, with the clients' weights."""
     updates = trees[STRATEGY]
-    floats = {name: leaf for name, leaf in updates.items() if leaf.is_floating_point()}
-    return with_counters(rule.aggregate(floats, trees[WEIGHTS][""], info), updates)
+    return with_counters(rule.aggregate(tree.floats(updates), trees[WEIGHTS][""], info), updates)
 
 
 def with_counters(joined: Tree, stacked: Tree) -> Tree:

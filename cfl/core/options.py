@@ -161,9 +161,7 @@ def _adapter(hint: Any, above: float | None, at_least: float | None, at_most: fl
 def _typed(hint: Any, limits: tuple[float | None, ...]) -> Any:
     """The type, in which numbers, truth values and texts are not converted. limits: bounds of its numbers."""
     if hint in _EXACT:
-        above, at_least, at_most = (
-            limits if hint in (int, float) else (None, None, None)
-        )  # not of the str in float | str
+        above, at_least, at_most = limits if hint in (int, float) else (None,) * 3  # not of the str in float | str
         return Annotated[hint, Field(strict=True, gt=above, ge=at_least, le=at_most)]
     kind, inner = get_origin(hint), get_args(hint)
     if kind in (Union, UnionType):

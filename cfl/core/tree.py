@@ -34,6 +34,11 @@ def select(a: Mapping[str, Tensor], names: Iterable[str]) -> Tree:
     return {name: a[name] for name in names}
 
 
+def floats(a: Mapping[str, Tensor]) -> Tree:
+    """Select the floating-point leaves; the others are counters of normalisation layers."""
+    return {name: leaf for name, leaf in a.items() if leaf.is_floating_point()}
+
+
 def under(owner: str, a: Mapping[str, Tensor]) -> Tree:
     """Name the leaves "owner/name"."""
     return {f"{owner}/{name}": leaf for name, leaf in a.items()}
@@ -89,7 +94,7 @@ def nbytes(a: Mapping[str, Tensor]) -> int:
 
 def all_finite(a: Mapping[str, Tensor]) -> bool:
     """Whether all floating-point leaves are finite."""
-    floating = [leaf for leaf in a.values() if leaf.is_floating_point()]
+    floating = floats(a).values()
     # A finite sum proves that all terms are finite in one pass; a sum may also overflow, hence the second look.
     total = sum(leaf.sum() for leaf in floating)
     return math.isfinite(total) or all(bool(torch.isfinite(leaf).all()) for leaf in floating)

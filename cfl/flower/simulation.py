@@ -113,10 +113,7 @@ class SimulatedGrid:
             handed.put(grid)
             self._done.wait()
 
-        local: dict[str, Any] = {
-            "num_cpus": self.workers,
-            "_node_ip_address": "127.0.0.1",
-        }
+        local: dict[str, Any] = {"num_cpus": self.workers, "_node_ip_address": "127.0.0.1"}
         start = {"address": self.address} if self.address else local
         logging.getLogger("flwr").setLevel(logging.CRITICAL)
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns of its next version

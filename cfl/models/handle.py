@@ -96,7 +96,7 @@ class Model:
         self.norms = norm_parameters(called, self.layers)
         fixed = frozen_names(self.module)
         self.frozen = frozenset(self.tree_name(name, task) for name in fixed for task in range(self.tasks))
-        self.start_from(self._initial(classes, seed))
+        self.start_from(self._initial())
 
     def __repr__(self) -> str:
         return f"Model({type(self.module).__name__}, input_shape={self.input_shape}, classes={self.sizes})"
@@ -288,7 +288,7 @@ class Model:
             for (holder, key, _), leaf in zip(slots, own, strict=True):
                 holder[key] = leaf
 
-    def _initial(self, classes: Sequence[int], seed: int) -> Tree:
+    def _initial(self) -> Tree:
         params: Tree = {}
         for name, leaf in (*self.module.named_parameters(), *self.module.named_buffers()):
             if name in self.masks:
@@ -296,5 +296,5 @@ class Model:
             for task in range(self.tasks) if name in self._names_per_task else (0,):
                 params[self.tree_name(name, task)] = leaf.detach().clone()
         if self.multi_head:
-            params |= new_heads(self.module, str(self.classifier), classes, seed)
+            params |= new_heads(self.module, str(self.classifier), self.sizes, self.seed)
         return params

@@ -15,6 +15,7 @@ from zlib import crc32
 import numpy as np
 
 from cfl.core import ConfigError
+from cfl.runtime.notebook import MOST_NUMBERS
 
 # Okabe and Ito (2008), with grey and purple for black and yellow: for colour-blind readers, on white and on black.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080", "#AA3377")
@@ -200,20 +201,15 @@ def _figure(columns: int, height: float = 4.2, width: float = 10, nrows: int = 1
 
 
 def _heat_map(axes: Any, matrix: np.ndarray, figure: Any) -> None:
-    image = _cells(axes, matrix)
-    figure.colorbar(image, ax=axes, label="accuracy, %", shrink=0.85)
-    ticks = _ticks(len(matrix))
-    axes.set(xticks=ticks, yticks=ticks, xlabel="tested on task", ylabel="after task", title="accuracy matrix")
-
-
-def _cells(axes: Any, percent: np.ndarray) -> Any:
-    image = axes.imshow(percent, vmin=0, vmax=100, cmap="viridis", interpolation="none")
-    if max(percent.shape) <= 12:  # more numbers would not be legible
-        for (row, column), value in np.ndenumerate(percent):
+    image = axes.imshow(matrix, vmin=0, vmax=100, cmap="viridis", interpolation="none")
+    if len(matrix) <= MOST_NUMBERS:
+        for (row, column), value in np.ndenumerate(matrix):
             if not np.isnan(value):
                 colour = "black" if value > 60 else "white"
                 axes.text(column, row, f"{value:.0f}", ha="center", va="center", color=colour, fontsize=9)
-    return image
+    figure.colorbar(image, ax=axes, label="accuracy, %", shrink=0.85)
+    ticks = _ticks(len(matrix))
+    axes.set(xticks=ticks, yticks=ticks, xlabel="tested on task", ylabel="after task", title="accuracy matrix")
 
 
 def _curves(axes: Any, matrix: np.ndarray) -> None:

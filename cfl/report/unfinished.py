@@ -46,7 +46,9 @@ def _entries(found: Found) -> Iterator[str]:
         if RunFolder.busy(path):
             yield _entry(path, found.runs, "is in progress.", "")
         else:
-            yield _entry(path, found.runs, f"is unfinished{_done(path)}. Continue it with:", code(_again(path)))
+            yield _entry(
+                path, found.runs, f"is unfinished{_done(path)}. Continue it with:", code(shlex.join(continuation(path)))
+            )
 
 
 def _entry(path: Path, runs: Sequence[FinishedRun], text: str, below: str) -> str:
@@ -64,10 +66,6 @@ def _done(path: Path) -> str:
     rounds = path / "rounds.jsonl"
     lines = rounds.read_bytes().count(b"\n") if rounds.is_file() else 0
     return f" after {lines} round{'s' * (lines != 1)}" if lines else " before the end of its first round"
-
-
-def _again(path: Path) -> str:
-    return shlex.join(continuation(path))
 
 
 def _name(path: Path, runs: Iterable[FinishedRun]) -> str:

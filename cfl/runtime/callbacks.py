@@ -54,7 +54,7 @@ class View:
     @cached_property
     def params(self) -> Tree:
         """A copy of the global model's parameters and buffers; names with "@" belong to one task."""
-        return tree.map(lambda leaf: leaf.detach().clone(), self._predictor.server["params"])
+        return tree.clone(self._predictor.server["params"])
 
     def accuracy(self, task: int) -> float:
         """Fraction of correct predictions on the test samples of a task up to the current one; ConfigError for others.

@@ -53,8 +53,7 @@ class MlflowSink(ScalarSink):
 
     def round(self, row: dict[str, Any]) -> None:
         super().round(row)
-        if self._step > self._written:
-            self._write({"round": self._step})
+        self._write({"round": self._step})
 
     def finish(self, metrics: dict[str, Any]) -> None:
         self._written = 0

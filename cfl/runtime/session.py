@@ -190,8 +190,7 @@ class Session:
     def _check_measurement(self, info: RoundInfo, shared: TreesByOwner, after: Server) -> None:
         """Raise UpdateError if the unprotected uploads of a diagnostic phase have changed the broadcast."""
         now = self.composed.broadcast(after, info)
-        same = now.keys() == shared.keys() and all(tree.equal(leaves, now[name]) for name, leaves in shared.items())
-        if not same:
+        if now.keys() != shared.keys() or not all(tree.equal(leaves, now[name]) for name, leaves in shared.items()):
             raise UpdateError(
                 f"the strategy's absorb changes the broadcast ({info.place}), but nothing protects the uploads of a "
                 "phase with diagnostic=True; set diagnostic=False, or keep the results for `report`"

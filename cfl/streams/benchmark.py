@@ -73,6 +73,12 @@ def build(
     return selected(stream, tasks) if isinstance(tasks, int) else stream
 
 
+def check_count(name: str, tasks: int, most: int) -> None:
+    """Raise ConfigError for a number of tasks that a benchmark cannot have."""
+    if not 1 <= tasks <= most:
+        raise ConfigError(f"tasks must be in [1, {most}] for '{name}', not {tasks}")
+
+
 def selected(stream: Stream, tasks: int | Sequence[str] | None) -> Stream:
     """Select tasks of a stream: the first `tasks`, the tasks of these names in this order, or all of them for None.
 

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from cfl.core import ConfigError, DataError
 from cfl.core.plugins import benchmarks
-from cfl.streams.benchmark import Benchmark
+from cfl.streams.benchmark import Benchmark, check_count
 from cfl.streams.datasets import Arrays, classes, digits, iris, load, pooled
 from cfl.streams.store import Pool, Stream, unlabelled
 from cfl.streams.tasks import joined, permuted, split, whole
@@ -67,8 +67,7 @@ def _permuted(name: str, default: int, read: Read, summary: str, source: str) ->
     def build(tasks: int | None, seed: int, data_root: Path | None, download: bool, class_order: str) -> Stream:
         arrays, pool = read(data_root, download)
         count = default if tasks is None else tasks
-        if not 1 <= count <= _MOST:
-            raise ConfigError(f"tasks must be in [1, {_MOST}] for '{name}', not {count}")
+        check_count(name, count, _MOST)
         return permuted(name, arrays, count, seed=seed, pool=pool)
 
     benchmarks.register(name)(Benchmark(build, summary, source))
@@ -80,8 +79,7 @@ def _split(name: str, groups: int, read: Read, summary: str, source: str) -> Non
     def build(tasks: int | None, seed: int, data_root: Path | None, download: bool, class_order: str) -> Stream:
         arrays, pool = read(data_root, download)
         keep = groups if tasks is None else tasks
-        if not 1 <= keep <= groups:
-            raise ConfigError(f"tasks must be in [1, {groups}] for '{name}', not {keep}")
+        check_count(name, keep, groups)
         return split(name, arrays, groups, seed=seed, class_order=class_order, pool=pool, keep=keep)
 
     benchmarks.register(name)(Benchmark(build, summary, source))
@@ -97,8 +95,8 @@ def _five(
     tasks: int | tuple[str, ...] | None, seed: int, data_root: Path | None, download: bool, class_order: str
 ) -> Stream:
     names = tasks if isinstance(tasks, tuple) else tuple(_FIVE)[:tasks]
-    if isinstance(tasks, int) and not 1 <= tasks <= len(_FIVE):
-        raise ConfigError(f"tasks must be in [1, {len(_FIVE)}] for 'five-datasets', not {tasks}")
+    if isinstance(tasks, int):
+        check_count("five-datasets", tasks, len(_FIVE))
     sets, missing = {}, {}
     for name in names:
         try:

@@ -9,7 +9,7 @@ import torch
 from cfl.core import ConfigError
 from cfl.core.plugins import benchmarks
 from cfl.streams import corpora, topics
-from cfl.streams.benchmark import Benchmark
+from cfl.streams.benchmark import Benchmark, check_count
 from cfl.streams.corpora import Corpus
 from cfl.streams.datasets import Arrays
 from cfl.streams.scenario import with_scenario
@@ -62,8 +62,7 @@ def _split(
 ) -> Stream:
     """The classes of a data set in equal groups, a task each."""
     keep = groups if tasks is None else tasks
-    if not 1 <= keep <= groups:
-        raise ConfigError(f"tasks must be in [1, {groups}] for '{name}', not {keep}")
+    check_count(name, keep, groups)
     encode = encoder(text, [corpus.train])
     arrays, pool = _encoded(corpus, encode)
     stream = split(name, arrays, groups, seed=seed, class_order=class_order, pool=pool, keep=keep)
@@ -78,8 +77,8 @@ def _domains(
     class_order: str,
     text: TextOptions,
 ) -> Stream:
-    if isinstance(tasks, int) and not 1 <= tasks <= len(_DOMAINS):
-        raise ConfigError(f"tasks must be in [1, {len(_DOMAINS)}] for 'text-domains', not {tasks}")
+    if isinstance(tasks, int):
+        check_count("text-domains", tasks, len(_DOMAINS))
     names = tasks if isinstance(tasks, tuple) else _DOMAINS[: 2 if tasks is None else tasks]
     found: Mapping[str, Corpus] = {name: corpora.load(name, data_root) for name in names}
     encode = encoder(text, [corpus.train for corpus in found.values()])

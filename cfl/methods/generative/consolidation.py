@@ -27,10 +27,9 @@ def groups_of(uploads: Tree, first: int) -> list[list[Owned]]:
     uploads: leaves (clients, ...) named "generator/...", and "labels" (clients, classes of the stream), 1 for a class
     that the client has seen; first: first class of the task.
     """
-    rows = range(len(uploads["labels"]))
     owned = [
         (tree.part({name: leaf[row] for name, leaf in uploads.items()}, "generator"), uploads["labels"][row])
-        for row in rows
+        for row in range(len(uploads["labels"]))
     ]
     both = [
         [(generator, seen.nonzero().flatten()) for generator, labels in owned if (seen := labels * mask).any()]

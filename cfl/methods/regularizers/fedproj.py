@@ -88,7 +88,7 @@ class FedProj(FedDF):
             return divergence(targets[part], ctx.forward(at, batch), self.temperature).mean()
 
         memory_grads, always = torch.func.grad(forgetting)(params), self.project == "always"
-        projected = without_conflict(grads, memory_grads, _SMALLEST, always=always, most=self.clamp)
+        projected = without_conflict(grads, memory_grads, _SMALLEST, always=always, most=self.clamp)  # eq. 9-13
         if "projects" not in ctx.sent:
             return projected
         projects = ctx.sent["projects"][ctx.client] > 0

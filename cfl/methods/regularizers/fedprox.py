@@ -31,4 +31,4 @@ class FedProx(LocalRegularizer):
 
     def penalty(self, params: Tree, logits: Tensor, ctx: Ctx) -> Tensor | float:
         distances = [(param - ctx.shared["params"][name]).square().sum() for name, param in params.items()]
-        return self.mu / 2 * sum(distances)
+        return self.mu / 2 * sum(distances)  # eq. 2

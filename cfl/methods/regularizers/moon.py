@@ -45,7 +45,7 @@ class Moon(LocalRegularizer):
                 for at in (ctx.shared["params"], {**ctx.shared["params"], **ctx.state})
             ]
         near, far = (F.cosine_similarity(ctx.features, z, dim=1) / self.tau for z in references)
-        losses = torch.logaddexp(near, far) - near
+        losses = torch.logaddexp(near, far) - near  # eq. 3
         return self.mu * masked_mean(losses, ctx.batch.mask)
 
     def finish(self, params: Tree, ctx: Ctx, steps: int) -> tuple[Tree, Tree]:

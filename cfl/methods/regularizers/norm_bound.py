@@ -52,8 +52,7 @@ class NormBound(LocalRegularizer):
     def send(self, update: Tree, ctx: Ctx, steps: int) -> Tree:
         if self.at == "server" or self.bound is None:
             return update
-        floats = {name: leaf[None] for name, leaf in update.items() if leaf.is_floating_point()}
-        factor = _factors(rows(floats).norm(dim=1), self.bound)[0]
+        factor = _factors(rows(tree.stack([tree.floats(update)])).norm(dim=1), self.bound)[0]
         return tree.map(lambda leaf: leaf * factor.to(leaf) if leaf.is_floating_point() else leaf, update)
 
     def cap(self, uploads: Tree, sizes: Tree, info: RoundInfo) -> Tree:

@@ -40,4 +40,4 @@ class ProxProjection(LocalRegularizer):
 
     def adjust(self, grads: Tree, params: Tree, ctx: Ctx) -> Tree:
         reference = proximal_gradient(self.proximal, self.temperature, params, frozenset(grads), ctx)
-        return without_conflict(grads, reference, ROUNDING)
+        return without_conflict(grads, reference, ROUNDING)  # FedSOL, eq. 3

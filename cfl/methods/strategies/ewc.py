@@ -70,7 +70,7 @@ class EWC(Strategy):
                 fisher, away = ctx.state[f"fisher/{name}"], params[name] - ctx.state[f"anchor/{name}"]
                 if limit is not None:
                     fisher = fisher.clamp(max=limit)
-                grads[name] = grads[name].addcmul(fisher, away, value=scale)
+                grads[name] = grads[name].addcmul(fisher, away, value=scale)  # of eq. 3
             return grads
 
         return penalised

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cfl.contract import Client, Phase, RoundInfo, Server, Strategy, TreesByOwner
-from cfl.core import ConfigError, Tree, option, plugins
+from cfl.core import ConfigError, Tree, option, plugins, tree
 from cfl.methods.subspace import basis as bases
 from cfl.methods.subspace.gpse import GPSE
 from cfl.methods.subspace.layer_policy import LayerPolicy
@@ -119,8 +119,8 @@ class FOT(OptionalTaskInference, LayerPolicy, GPSE, Strategy):
         if info.phase.name == PHASE:
             new |= self.with_core(server, mean["work"], info)
         elif info.phase.diagnostic:
-            pairs = {name.removeprefix("energy/"): pair for name, pair in mean["work"].items()}
-            new["coverage"] = {name: 1 - pair[1] / pair[0].clamp(min=1e-300) for name, pair in pairs.items()}
+            pairs = tree.part(mean["work"], "energy").items()
+            new["coverage"] = {name: 1 - pair[1] / pair[0].clamp(min=1e-300) for name, pair in pairs}
         elif info.phase.work:
             new |= self._extend_bases(server["basis"], mean["work"], info)
         return new

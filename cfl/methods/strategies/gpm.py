@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cfl.contract import Client, Ctx, Phase, RoundInfo, Server, Strategy, TreesByOwner, with_consolidation
-from cfl.core import Tree, option, plugins
+from cfl.core import Tree, option, plugins, tree
 from cfl.methods.subspace import basis as bases
 from cfl.methods.subspace.input_sums import layer_grams
 from cfl.methods.subspace.projection import covered, project, project_step
@@ -82,12 +82,14 @@ class GPM(OptionalTaskInference, Strategy):
         return self.apply == "gradient"
 
     def adjust(self, grads: Tree, params: Tree, ctx: Ctx) -> Tree:
-        return project(grads, known(ctx.state), ctx.model.layers, self._augment) if self.apply == "gradient" else grads
+        if self.apply == "update":
+            return grads
+        return project(grads, tree.part(ctx.state, "basis"), ctx.model.layers, self._augment)
 
     def finish(self, params: Tree, ctx: Ctx, steps: int) -> tuple[Tree, Tree]:
         if self.apply == "update":
             layers = ctx.model.layers
-            params = project_step(ctx.shared["params"], params, known(ctx.state), layers, self._augment)
+            params = project_step(ctx.shared["params"], params, tree.part(ctx.state, "basis"), layers, self._augment)
         return super().finish(params, ctx, steps)
 
     def work(
@@ -96,7 +98,7 @@ class GPM(OptionalTaskInference, Strategy):
         """Extend the client's bases by directions of its layer inputs; in phase "features", send sums over features."""
         if info.phase.name == PHASE:
             return self.feature_sums(params, client, info), state
-        sums = layer_grams(params, client, info, self.samples, known=known(state), augment=self._augment)
+        sums = layer_grams(params, client, info, self.samples, known=tree.part(state, "basis"), augment=self._augment)
         stored = {layer.name: params[layer.weight].dtype for layer in info.model.layers}
         return {}, {f"basis/{name}": self._extended(sums[name], info.task, dtype) for name, dtype in stored.items()}
 
@@ -120,8 +122,3 @@ class GPM(OptionalTaskInference, Strategy):
     @property
     def _augment(self) -> bool:
         return self.bias == "augment"
-
-
-def known(state: Tree) -> dict[str, Tensor]:
-    """Bases in a client's state: layer name to (d, k)."""
-    return {name.removeprefix("basis/"): leaf for name, leaf in state.items()}

@@ -66,8 +66,8 @@ class TARGET(Inversion, Strategy):
         """Keep the teacher and the samples, in random order; drop the networks that made them."""
         params, synthetic = server["params"], server["synthetic"]
         order = torch.randperm(len(synthetic["x"]), generator=rng.generator(rng.key(model.seed, "synthetic", task)))
-        old = (*model.trainable(task - 1, tuple(range(task))), *model.buffers(task - 1))
-        new = (*model.trainable(task - 1, tuple(range(task))), *model.buffers(task))  # statistics may be a task's own
+        names = model.trainable(task - 1, tuple(range(task)))
+        old, new = ((*names, *model.buffers(one)) for one in (task - 1, task))  # statistics may be a task's own
         teacher = {name: params[before] for name, before in zip(new, old, strict=True)}
         shuffled = {**synthetic, "x": synthetic["x"][order.to(synthetic["x"].device)]}
         return {"params": params, "teacher": teacher, "synthetic": shuffled}

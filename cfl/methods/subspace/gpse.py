@@ -5,7 +5,6 @@ server takes the leading directions that the rank rule asks for. To measure the 
 energies only.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from cfl.methods.subspace import basis as bases
 from cfl.methods.subspace import private_sketch as private
 from cfl.methods.subspace.input_sums import ImageEnergies, add_inputs
 from cfl.methods.subspace.layer_inputs import slides
-from cfl.methods.subspace.sketch import Direct, Energies, Gram, pack, unpack
+from cfl.methods.subspace.sketch import Direct, Energies, Gram, pack, packed_size, unpack
 from cfl.models import Layer
 
 FILTERS = 160  # widest convolution whose energies come from convolutions with the basis, not from a Gram matrix
@@ -179,12 +178,7 @@ class GPSE:
 
 def _energy(gram: Tensor) -> Tensor:
     """Sum () of |eigenvalues| of a packed Gram matrix, in float64."""
-    return torch.linalg.eigvalsh(unpack(gram.double(), _width(gram))).abs().sum()
-
-
-def _width(gram: Tensor) -> int:
-    """Size d of the (d, d) matrix that is packed in d (d + 1) / 2 numbers."""
-    return math.isqrt(2 * len(gram))
+    return torch.linalg.eigvalsh(unpack(gram.double(), packed_size(gram))).abs().sum()
 
 
 def _poisoned(name: str, leaf: Tensor, key: int) -> Tensor:
@@ -194,8 +188,8 @@ def _poisoned(name: str, leaf: Tensor, key: int) -> Tensor:
     if not name.startswith("sketch/"):
         return leaf
     if leaf.dim() == 1:
-        identity = pack(torch.eye(_width(leaf), dtype=leaf.dtype, device=leaf.device))
-        return identity * (_energy(leaf) / _width(leaf)).to(leaf)
+        identity = pack(torch.eye(packed_size(leaf), dtype=leaf.dtype, device=leaf.device))
+        return identity * (_energy(leaf) / packed_size(leaf)).to(leaf)
     drawn = torch.randn(leaf.shape, generator=rng.generator(key)).to(leaf)
     return drawn * (leaf.norm() / drawn.norm())
 

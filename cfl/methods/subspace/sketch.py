@@ -237,6 +237,11 @@ def pack(gram: Tensor) -> Tensor:
     return torch.cat([row[i:] for i, row in enumerate(gram)])
 
 
+def packed_size(vector: Tensor) -> int:
+    """Size d of the (d, d) matrix that `pack` made d (d + 1) / 2 numbers of."""
+    return math.isqrt(2 * len(vector))
+
+
 def unpack(vector: Tensor, size: int) -> Tensor:
     """Inverse of `pack`: the symmetric (size, size) matrix."""
     rows, columns = torch.triu_indices(size, size)

@@ -19,7 +19,6 @@ of one task is scored as a whole. Here clients store nothing, since M_k gives th
 scored alone. A task takes at most d / T directions, for T tasks, so that some are left for the last one.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +30,7 @@ from cfl.contract import Client, Phase, RoundInfo, Server
 from cfl.core import Tree, option
 from cfl.methods.subspace import basis as bases
 from cfl.methods.subspace.input_sums import drawn_batches
-from cfl.methods.subspace.sketch import pack, unpack
+from cfl.methods.subspace.sketch import pack, packed_size, unpack
 from cfl.models import Model
 
 PHASE = "features"
@@ -88,7 +87,7 @@ class TaskInference:
         if "features/moments" not in sums:
             return {}
         packed = sums["features/moments"]
-        moments = unpack(packed, math.isqrt(2 * len(packed))) / sums["features/count"]  # d (d + 1) / 2 numbers
+        moments = unpack(packed, packed_size(packed)) / sums["features/count"]
         known, d = server.get("core", {}), len(moments)
         before = [known[f"columns/{task}"] for task in _tasks(known)] if self.score == "relevance" else []
         earlier = torch.cat([bases.empty(d, moments.device), *before], dim=1)

@@ -13,7 +13,7 @@ from cfl.contract.composed import ComposedMethod
 from cfl.core import optim, tree
 from cfl.engines.step import LocalStep, StepInputs
 from cfl.methods.strategies.fot import FOT
-from cfl.methods.strategies.gpm import GPM, known
+from cfl.methods.strategies.gpm import GPM
 from cfl.methods.subspace.projection import input_vectors, names, width
 from cfl.streams.partition import deal
 from tests import toy
@@ -42,7 +42,7 @@ def _consolidated(strategy, model, *data, state=None):
 
 
 def _ranks(state):
-    return {name: basis.shape[1] for name, basis in known(state).items()}
+    return {name: basis.shape[1] for name, basis in tree.part(state, "basis").items()}
 
 
 def _inputs(model, x, layer, augment=True):
@@ -169,7 +169,7 @@ def test_the_basis_of_a_lone_client_spans_that_of_fot():
         server = fot.absorb(server, {"work": up}, info, 1.0)
         before = _ranks(state)
         _, state = gpm.work(model.params, client, {}, state, info)
-        for name, basis in known(state).items():
+        for name, basis in tree.part(state, "basis").items():
             grown.append(basis.shape[1] > before.get(name, 0))
             assert basis.shape == server["basis"][name].shape and basis.shape[1] < basis.shape[0]
             np.testing.assert_allclose(_projector(basis), _projector(server["basis"][name]), atol=1e-10)
@@ -417,7 +417,8 @@ def test_what_is_frozen_after_the_first_task_stays_to_the_byte(options, still):
     end = next(params for info, params, _ in recorder.rounds if info.phase.name == "consolidate")
     assert {name for name, leaf in result.params.items() if torch.equal(leaf, end[name])} == still
     augmented = recorder.bias == "augment"
-    assert {len(basis) for basis in known(recorder.stored[0][2]).values()} == {8 + augmented, 6 + augmented}
+    bases = tree.part(recorder.stored[0][2], "basis").values()
+    assert {len(basis) for basis in bases} == {8 + augmented, 6 + augmented}
 
 
 # --- conformance -----------------------------------------------------------------------------------------------------
