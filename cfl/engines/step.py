@@ -51,7 +51,7 @@ class LocalStep:
 
     frozen: names that do not train; heads: tasks whose heads are broadcast besides the task's own, and train unless
     frozen; public: the public data, if any; noise: clipping and noise of DP-SGD, None without example-level privacy.
-    masked: with a growing head, the logits of a new sample are those of the classes of its task alone.
+    masked: with a growing head, the loss of a new sample has the logits of the classes of its task alone.
     """
 
     model: Model
@@ -198,14 +198,17 @@ class LocalStep:
             watched = self.model.watched_features()
         with watched as seen:
             logits = self._logits({**ctx.shared["params"], **buffers, **params}, ctx.batch)
-        return logits, seen[-1] if seen else None, self.composed.loss(logits, ctx), buffers
+        loss = self.composed.loss(self._among_new(logits, ctx.batch), ctx)
+        return logits, seen[-1] if seen else None, loss, buffers
 
     def _logits(self, leaves: Tree, batch: Batch) -> Tensor:
         """Return the logits (batch, classes), each sample's from the head of its own task."""
         if batch.task is None:
-            logits = self.model.logits(leaves, batch.x, self.now)
-        else:
-            logits = self.model.own_logits(leaves, batch.x, self.now, batch.task)
+            return self.model.logits(leaves, batch.x, self.now)
+        return self.model.own_logits(leaves, batch.x, self.now, batch.task)
+
+    def _among_new(self, logits: Tensor, batch: Batch) -> Tensor:
+        """Return the logits (batch, classes) of the loss: with `masked`, a new sample's among its task's classes."""
         if not (self.masked and self.model.growing):
             return logits
         only = self.model.among(logits, self.task)

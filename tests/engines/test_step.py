@@ -11,7 +11,7 @@ from cfl.contract import Batch, Strategy
 from cfl.contract.composed import ComposedMethod
 from cfl.core import optim, rng, tree
 from cfl.engines.step import Local, LocalStep, StepInputs
-from cfl.methods.regularizers import FedProx, LocalRegularizer
+from cfl.methods.regularizers import KL, FedNTD, FedProx, LocalRegularizer
 from cfl.models import Model
 
 CLIENTS, STEPS, SIZE, LR = 4, 3, 6, 0.1
@@ -241,3 +241,61 @@ def test_the_context_holds_momentum_client_step_and_public_data(optimizer, momen
     ctx = step.context(StepInputs({"params": model.params}, step=3, client=torch.tensor(5)))
     assert (ctx.momentum, ctx.client.item(), ctx.step) == (momentum, 5, 3)
     assert ctx.public is public
+
+
+def test_with_masked_only_the_loss_leaves_out_old_classes():
+    """Penalties and `forward` have all classes seen: the gradient is that of both terms written out."""
+
+    class Kept(LocalRegularizer):
+        def penalty(self, params, logits, ctx):
+            whole = ctx.forward(params, ctx.batch)
+            return (logits - whole).square().sum() + whole.logsumexp(1).mean()
+
+    with rng.fork(1):
+        model = Model(mlp(), (4,), [1, 2], multi_head=True, growing=True)
+    model.module.train()
+    members = {"strategy": Strategy(), "kept": Kept()}
+    step = LocalStep(model, 1, frozenset(), ComposedMethod(members), optim.sgd(), heads=(0, 1), masked=True)
+    local = step.start(model.params)
+    given = batch("mlp", 0, 0)._replace(y=torch.tensor([1, 2, 1, 2, 0, 1]), task=torch.tensor([1, 1, 1, 1, 0, 1]))
+    grads, _, loss = step.gradient(
+        local.params, local.buffers, step.context(StepInputs({"params": model.params}, given)), {}
+    )
+
+    leaves = {name: leaf.clone().requires_grad_() for name, leaf in local.params.items()}
+    logits = model.logits({**model.params, **leaves}, given.x, 1)
+    # new samples choose among classes 1 and 2, the replayed one (y = 0) among all three
+    new = F.cross_entropy(logits[:, 1:], (given.y - 1).clamp(min=0), reduction="none")
+    losses = torch.where(given.task == 1, new, F.cross_entropy(logits, given.y, reduction="none"))
+    expected = torch.autograd.grad(losses.mean() + logits.logsumexp(1).mean(), [*leaves.values()])
+    assert loss.item() == pytest.approx(losses.mean().item(), abs=1e-6)
+    for name, found in zip(leaves, expected, strict=True):
+        assert torch.allclose(grads[name], found, atol=1e-6), name
+
+
+@pytest.mark.parametrize("rule", [KL(), FedNTD()])
+def test_distillation_keeps_old_classes_where_the_loss_leaves_them_out(rule):
+    # Two new classes: of FedNTD's classes without the true one, one alone would be left without the old class.
+    with rng.fork(1):
+        model = Model(mlp(), (4,), [1, 2], multi_head=True, growing=True)
+    model.module.train()
+    steps = [
+        LocalStep(model, 1, frozenset(), ComposedMethod({"strategy": Strategy(), **more}), optim.sgd(), masked=True)
+        for more in ({}, {"rule": rule})
+    ]
+    given = StepInputs({"params": model.params}, batch("mlp", 0, 0)._replace(y=torch.tensor([1, 2, 1, 2, 2, 1])))
+    # the client has moved away from the global model, in all three classes
+    moved = tree.map(lambda leaf: leaf + 0.5 * leaf.cos(), steps[0].start(model.params).params)
+    plain, kept = (step.gradient(moved, {}, step.context(given), {})[0] for step in steps)
+
+    leaves = {name: leaf.clone().requires_grad_() for name, leaf in moved.items()}
+    ours, theirs = (model.logits({**model.params, **own}, given.batch.x, 1) for own in (leaves, {}))
+    true = F.one_hot(given.batch.y, 3).bool() & isinstance(rule, FedNTD)
+    temperature = rule.tau if isinstance(rule, FedNTD) else rule.temperature
+    p, q = ((leaf.masked_fill(true, -1e9) / temperature).softmax(1) for leaf in (theirs.detach(), ours))
+    divergence = (p * ((p + true.float()) / (q + true.float())).log()).sum(1).mean()
+    scale = rule.tau**2 if isinstance(rule, FedNTD) else 1
+    expected = torch.autograd.grad(rule.beta * scale * divergence, [*leaves.values()])
+    for name, found in zip(leaves, expected, strict=True):
+        assert torch.allclose(kept[name] - plain[name], found, atol=1e-6), name
+    assert max(float(found.abs().max()) for found in expected) > 1e-3

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from cfl.contract import Batch, Ctx, Gathers, LocalRegularizer, RoundInfo, Samples
 from cfl.core import Tree, optim, option, rng, tree
-from cfl.models import Model
 from cfl.models.passes import passes
 
 Loss = Callable[[Tensor, Tensor, Tree], Tensor]
@@ -19,13 +18,10 @@ Loss = Callable[[Tensor, Tensor, Tree], Tensor]
 _CHUNK = 1024  # public samples in a forward pass without gradient, at most; see `passes`
 
 
-def public_batch(public: Samples, rows: Tensor, model: Model) -> Batch:
-    """Public samples at rows (b,); their labels are meaningless zeros.
-
-    With a growing head they are of no task: class_loss=current leaves out no class of their logits.
-    """
+def public_batch(public: Samples, rows: Tensor) -> Batch:
+    """Public samples at rows (b,); their labels are meaningless zeros."""
     x, y = public.gather(rows)
-    return Batch.whole(x, y, public.index[rows])._replace(task=torch.full_like(rows, -1) if model.growing else None)
+    return Batch.whole(x, y, public.index[rows])
 
 
 def public_logits(params: Tree, ctx: Ctx) -> Tensor:
@@ -34,7 +30,7 @@ def public_logits(params: Tree, ctx: Ctx) -> Tensor:
     rows = torch.arange(len(ctx.public), device=ctx.public.index.device)
     with ctx.model.evaluation(), torch.no_grad():
         parts = passes(ctx.model.module, rows, _CHUNK)
-        return torch.cat([ctx.forward(params, public_batch(ctx.public, part, ctx.model)) for part in parts])
+        return torch.cat([ctx.forward(params, public_batch(ctx.public, part)) for part in parts])
 
 
 def _parts(rows: Tensor, size: int) -> list[Tensor]:

@@ -82,7 +82,7 @@ class FedProj(FedDF):
         size = min(self.memory_batch, len(rows))
         part = (ctx.step * size + torch.arange(size, device=rows.device)) % len(rows)  # `rows` are in random order
         assert ctx.public is not None
-        batch = public_batch(ctx.public, rows[part], ctx.model)
+        batch = public_batch(ctx.public, rows[part])
 
         def forgetting(at: Tree) -> Tensor:
             return divergence(targets[part], ctx.forward(at, batch), self.temperature).mean()

@@ -9,10 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import cfl
-from cfl.contract import Phase, Strategy
-from cfl.contract.composed import ComposedMethod
-from cfl.core import optim, rng, tree
-from cfl.engines.step import LocalStep, StepInputs
+from cfl.contract import Phase
+from cfl.core import rng, tree
 from cfl.methods.regularizers import FedDF
 from cfl.methods.regularizers.distillation import public_logits
 from tests import toy
@@ -305,15 +303,3 @@ def test_a_single_leftover_public_sample_joins_the_last_step(size, parts):
     info = replace(info, public=replace(PUBLIC, index=PUBLIC.index[:9], targets=PUBLIC.targets[:9]))
     student_of(method, model, info, step, {**gathered, "logits": gathered["logits"][:9]})
     assert [len(rows) for rows in method.seen[-1][3]] == parts
-
-
-def test_public_logits_have_all_classes_of_a_growing_head():
-    """With class_loss=current, too: the student is not masked, so the loss of a teacher by itself is 0."""
-    model = cfl.Model(toy.mlp(8, 6, 2), (8,), [2, 2], multi_head=True, growing=True)
-    step = LocalStep(model, 1, frozenset(), ComposedMethod({"strategy": Strategy()}), optim.sgd(), public=PUBLIC)
-    for masked in (False, True):
-        ctx = replace(step, masked=masked).context(StepInputs({"params": model.params}))
-        found = public_logits(model.params, ctx)
-        assert torch.allclose(found, model.logits(model.params, X, 1), atol=1e-6)
-        assert float(FedDF().lesson({}, {"logits": found, "clients": torch.tensor(1.0)}, {})[0](
-            torch.arange(20), found, {})) == pytest.approx(0, abs=1e-6)  # fmt: skip
