@@ -1,5 +1,7 @@
 import json
 import shlex
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -476,3 +478,40 @@ def test_evaluate_shows_all_tasks_of_a_benchmark_of_ones_own(tmp_path, monkeypat
     monkeypatch.setattr(plugins.benchmarks, "_items", {"permuted-digits": plugins.benchmarks.get("permuted-digits")})
     assert invoke("evaluate", "run") == 2
     assert "has a stream of its own, 'twins'; pass --data" in capsys.readouterr().err
+
+
+DAMPED = """
+from dataclasses import dataclass
+
+import cfl
+
+
+@cfl.plugins.strategies.register("damped-in-a-file")
+@dataclass(frozen=True)
+class Damped(cfl.Strategy):
+    def absorb(self, server, mean, info, lr):
+        return super().absorb(server, mean, info, lr * 0.5)
+"""
+
+
+@pytest.mark.slow
+def test_a_file_with_a_method_serves_all_commands(tmp_path):
+    file = tmp_path / "damped_in_a_file.py"
+    file.write_text(DAMPED)
+
+    def command(*args):
+        words = [sys.executable, "-c", "from cfl.cli import main; main()", *args]
+        return subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
+
+    few = ["permuted-digits", "--set", "tasks=2", "--set", "rounds=1", "--output", "runs"]
+    methods = ["--methods", "fedavg,damped-in-a-file", "--jobs", "2"]
+    found = command("--plugin", file.name, "compare", *methods, *few)
+    assert found.returncode == 0 and "damped-in-a-file" in found.stdout, found.stderr
+    (run,) = (tmp_path / "runs").glob("damped-in-a-file-*")
+    again = ["train", "--config", str(run / "config.yaml"), "--output", str(run), "--resume"]
+    assert "unknown method 'damped-in-a-file'" in command(*again).stderr
+    assert command("--plugin", file.name, *again).returncode == 0
+    file.write_text(DAMPED.replace("0.5", "0.6"))
+    assert "the code of" in command("--plugin", file.name, *again).stderr
+    late = command("train", "--plugin", file.name, "permuted-digits")
+    assert late.stderr == "cfl-run: --plugin comes before the command, as in: cfl-run --plugin my_method.py train\n"

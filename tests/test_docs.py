@@ -1,5 +1,6 @@
 """The documentation holds: its Python runs as written, its commands parse, its links exist, its tables agree."""
 
+import ast
 import itertools
 import json
 import math
@@ -103,8 +104,15 @@ def test_relative_links_and_images_exist(page):
     assert missing == []
 
 
+def define(page: Path) -> None:
+    """Register the classes of a page, as a file with them does that --plugin names."""
+    nodes = ast.parse("\n".join(blocks(page, "python"))).body
+    known = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef)]
+    exec(compile(ast.Module(known, []), str(page), "exec"), {"__name__": page.stem})
+
+
 @each_page
-def test_commands_parse_and_their_options_exist(page):
+def test_commands_parse_and_their_options_exist(page, own_registries):
     group = typer.main.get_command(app)
     assert isinstance(group, click.Group)
     found = commands(page)
@@ -112,6 +120,9 @@ def test_commands_parse_and_their_options_exist(page):
         pytest.skip("no commands on this page")
     taken = set()
     for name, *args in found:
+        if name == "--plugin":
+            define(page)
+            _, name, *args = args
         given = group.commands[name].make_context(name, list(args)).params  # raises on unknown flags
         if name in ("train", "compare") and given.get("config") is None:
             given["overrides"] = [text for text in given["overrides"] if not text.startswith("model.weights=")]

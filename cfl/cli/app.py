@@ -2,6 +2,7 @@
 
 Exit status: 0 for success, 1 for a run that cannot go on, 2 for wrong usage, 130 for an interrupt. Errors are one line.
 """
+# ruff: noqa: B006  # Typer reads the type of an option's default, and no command changes its lists
 
 import sys
 import warnings
@@ -14,7 +15,7 @@ import click
 import typer
 from rich.console import Console
 
-from cfl.core import CflError, ConfigError
+from cfl.core import CflError, ConfigError, plugins
 from cfl.core.version import __version__
 
 # Docstrings describe the arguments of a command: some versions of click do not show the help of a Typer argument.
@@ -52,8 +53,12 @@ def _top(
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_version, help="Show the version and exit.")
     ] = False,
+    plugin: Annotated[
+        list[Path], typer.Option(help="Python file that registers methods, benchmarks or models. Repeatable.")
+    ] = [],
 ) -> None:
     """Continual federated learning."""
+    plugins.add_files(plugin)
 
 
 def display(*blocks: Any) -> None:
@@ -92,6 +97,8 @@ def _warn(message: Warning | str, *_: Any) -> None:
 
 def _usage(error: click.UsageError) -> str:
     text = error.format_message()
+    if text.startswith("No such option") and "--plugin" in text:
+        return "--plugin comes before the command, as in: cfl-run --plugin my_method.py train"
     if error.ctx and isinstance(error.ctx.command, click.Group) and text.startswith("No such command"):
         # Some versions of click and typer add a suggestion, others do not: replace it by the nearest command.
         text = text.partition(" Did you mean")[0]

@@ -1,20 +1,28 @@
-"""Registries of strategies, local regularizers, benchmarks and models, open to other packages through entry points.
+"""Registries of strategies, local regularizers, benchmarks and models, open to other packages and to single files.
 
 A third-party package registers an object in its own setup.cfg:
 
     [options.entry_points]
     cfl.strategies =
         my-method = my_package.my_method:MyMethod
+
+A file registers objects by the decorators. The environment variable CFL_PLUGINS names such files, and so does
+`cfl-run --plugin`. Processes that a run starts inherit the variable.
 """
 
+import os
+import sys
 from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 from cfl.core.errors import ConfigError, reason, unknown
 
+FILES = "CFL_PLUGINS"
 _MARKS = "+,/.="  # they separate names from each other and from options
 
 
@@ -54,8 +62,8 @@ class Registry:
         return enter
 
     def names(self) -> list[str]:
-        """All names, sorted, including those of installed third-party packages."""
-        import_module(self.home)
+        """All names, sorted, including those of installed third-party packages and of the files in `FILES`."""
+        self._load()
         return sorted({*self._items, *(point.name for point in _points(self.group))})
 
     def source(self, name: str) -> str:
@@ -66,15 +74,21 @@ class Registry:
         """Return the object of that name.
 
         Raises ConfigError for an unknown name, with the nearest valid name; for a name that two objects have; and for
-        an object of another package that cannot be imported.
+        an object of another package, or a file, that cannot be imported.
         """
-        import_module(self.home)
+        self._load()
         for point in _points(self.group):
             if point.name == name:
                 self._enter(name, _loaded(point, self.kind), f" of the entry point {point.value}")
         if name not in self._items:
             raise unknown(self.kind, name, self.names())
         return self._items[name]
+
+    def _load(self) -> None:
+        """Register the built-in objects, and those of the files in `FILES`."""
+        import_module(self.home)
+        for path in files():
+            _imported(path)
 
     def _enter(self, name: str, item: Any, whence: str) -> None:
         """Store an object. whence: the entry point that offers it, for errors; empty for `register`."""
@@ -91,6 +105,36 @@ class Registry:
                 "choose another name for one of them"
             )
         self._items[name] = item
+
+
+def files() -> list[Path]:
+    """The files that the environment variable CFL_PLUGINS names."""
+    return [Path(name).absolute() for name in os.environ.get(FILES, "").split(os.pathsep) if name]
+
+
+def add_files(paths: Iterable[Path]) -> None:
+    """Add files to CFL_PLUGINS, for this process and those that it starts, and import them."""
+    every = dict.fromkeys([*files(), *(path.absolute() for path in paths)])
+    os.environ[FILES] = os.pathsep.join(map(str, every))
+    for path in every:
+        _imported(path)
+
+
+@cache
+def _imported(path: Path) -> None:
+    """Import a file, as a module of its name, once in a process. Raises ConfigError if that fails."""
+    if path.suffix != ".py" or not path.is_file():
+        raise ConfigError(f"there is no Python file '{path}' to take plug-ins from; see --plugin and {FILES}")
+    spec = spec_from_file_location(path.stem, path)
+    if path.stem in sys.modules or spec is None or spec.loader is None:
+        raise ConfigError(f"'{path}' cannot be imported, since a module '{path.stem}' is there; rename the file")
+    sys.path.append(str(path.parent))  # for modules beside it
+    module = sys.modules[path.stem] = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the file raises
+        del sys.modules[path.stem]
+        raise ConfigError(f"'{path}' cannot be imported: {reason(error)}") from error
 
 
 @cache

@@ -122,7 +122,8 @@ def alone(config: RunConfig) -> str:
 
 def continuation(folder: Path) -> list[str]:
     """Return the command that continues the run in a folder."""
-    return ["cfl-run", "train", "--config", str(folder / "config.yaml"), "--output", str(folder), "--resume"]
+    own = [part for path in plugins.files() for part in ("--plugin", str(path))]
+    return ["cfl-run", *own, "train", "--config", str(folder / "config.yaml"), "--output", str(folder), "--resume"]
 
 
 def finished(*folders: Path) -> dict[str, Path]:

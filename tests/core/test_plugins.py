@@ -107,3 +107,48 @@ def test_the_built_ins_are_there():
     assert {"mlp", "alexnet_cl", "resnet18"} <= set(plugins.models.names())
     with pytest.raises(ConfigError, match=r"unknown method 'fedagv'; did you mean 'fedavg'\?"):
         plugins.strategies.get("fedagv")
+
+
+OWN = """
+from beside import VALUE
+from cfl.core import plugins
+
+plugins.models.register("of-a-file")(lambda shape, outputs: VALUE)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder for files with plug-ins; what they change in the process is undone."""
+    monkeypatch.delenv(plugins.FILES, raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "modules", {**sys.modules})
+    monkeypatch.setattr(plugins.models, "_items", {**plugins.models._items})
+    (tmp_path / "beside.py").write_text("VALUE = 7")
+    return tmp_path
+
+
+def test_files_register_objects_in_this_process_and_those_that_it_starts(folder):
+    file = folder / "file_with_a_model.py"
+    file.write_text(OWN)
+    plugins.add_files([file])
+    assert plugins.models.get("of-a-file")((), 1) == 7
+    code = "from cfl.core import plugins; print('of-a-file' in plugins.models.names())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("absent.py", None, r"there is no Python file '.*absent.py'"),
+        ("text.txt", "", r"there is no Python file '.*text.txt'"),
+        ("json.py", "", r"'.*json.py' cannot be imported, since a module 'json' is there; rename the file"),
+        ("failing.py", "1 / 0", r"'.*failing.py' cannot be imported: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_files_that_cannot_be_imported_are_named(folder, name, text, message):
+    if text is not None:
+        (folder / name).write_text(text)
+    for _ in range(2):  # a second try gives the same answer
+        with pytest.raises(ConfigError, match=message):
+            plugins.add_files([folder / name])
