@@ -124,7 +124,7 @@ class PrivacyConfig(Section):
     amplify: bool = Field(True, description="whether cohorts are secret, so that sampling amplifies privacy")
     accountant: Literal["prv", "rdp"] = Field("prv", description="accountant: prv is tight, rdp a looser bound")
     noise_seed: Literal["run", "system"] = Field(
-        "run", description="source of noise and Poisson batches: `seed`, or the system's entropy, which never repeats"
+        "run", description="source of noise and Poisson batches: `run`, the run's seed, or `system`, the system's entropy, which never repeats"
     )
 
     @model_validator(mode="before")
@@ -182,7 +182,7 @@ class RunConfig(Section):
         "seen", description="with scenario=class: classes in the loss of a new sample, all seen or those of its task"
     )
     start: str | None = Field(
-        None, description="folder of another run, with whose model this run starts; null: with random weights"
+        None, description="folder of another run, with whose model this run starts; null: with random or pretrained weights"
     )
     engine: Literal["loop", "vmapped", "pool", "pool+vmapped", "flower", "auto"] = Field(
         "loop",
@@ -200,7 +200,7 @@ class RunConfig(Section):
     )
     precision: Literal["float32", "bf16"] = Field(
         "float32",
-        description="products in local steps and predictions: float32, or bfloat16 with all weights in float32",
+        description="products in local steps and predictions: float32, or bfloat16 (bf16) with all weights in float32",
     )
     device: str = Field("cpu", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
     partition: PartitionConfig = PartitionConfig()

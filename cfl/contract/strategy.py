@@ -53,7 +53,7 @@ class Strategy(LocalRegularizer):
     """False if layers move by the `work` uploads, which `send`, `aggregate` and `server_step` of regularizers miss."""
     sequential: ClassVar[bool] = True
     """False if one model does not learn the tasks one after another; forgetting is then undefined."""
-    task_incremental: ClassVar[str] = "a head a task; it trains in its own task alone"
+    task_incremental: ClassVar[str] = "a head per task, which trains in that task alone"
     """What the method does with scenario=task."""
     class_incremental: ClassVar[str] = "the head has the classes of all tasks so far, and all of it trains"
     """What the method does with scenario=class."""

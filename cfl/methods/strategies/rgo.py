@@ -33,7 +33,7 @@ from cfl.models import Layer, Model
 class RGO(Strategy):
     """Recursive gradient optimisation at some clients: small steps where earlier losses curve (Liu and Liu, 2022)."""
 
-    not_class_incremental: ClassVar[str] = "it arranges its weights for each task, so it needs the task of a sample"
+    not_class_incremental: ClassVar[str] = "its paper knows the task of each sample, and its feature encoding arranges the weights by it"
     source: ClassVar[str] = "Liu and Liu, ICLR 2022; FOT, appendix F.2"
     hard_constraint: ClassVar[bool] = True
 
