@@ -10,6 +10,7 @@ from cfl.config.schema import RunConfig
 from cfl.core import ConfigError
 from cfl.core.version import __version__
 from cfl.flower import apps, forward, own_data, programs
+from cfl.runtime.run_folder import PROJECT
 from cfl.runtime.runner import stream_of
 
 PACKAGE = "cfl_app"
@@ -90,7 +91,7 @@ def write(folder: Path, config: RunConfig, output: Path, data_root: Path | None 
     (package / "__init__.py").write_text(f'"""{config.title}."""\n', encoding="utf-8")
     for name, source in (("server", _SERVER), ("client", _CLIENT.format(package=PACKAGE))):
         (package / f"{name}.py").write_text(source, encoding="utf-8")
-    shutil.copy(Path(forward.__file__), package / "forward.py")
+    shutil.copy(Path(forward.__file__), package / PROJECT)
     text = yaml.safe_dump(resolve.dump(config), sort_keys=False, allow_unicode=True)
     (package / "config.yaml").write_text(text, encoding="utf-8")
     stream = stream_of(config, data_root, False, public=methods.need_public(methods.build(config)))

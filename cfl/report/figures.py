@@ -77,7 +77,7 @@ def accuracy(groups: Sequence[RunGroup], styles: Styles) -> Iterator[Figure]:
             names = [str(task) for task in range(max(len(one.mean) for one in series))]
             yield Figure(title, plots.bars(names, series, about=_about(title, series), xlabel="task", ylabel=label))
     if series := _series(groups, styles, _losses):
-        rows = next(rows for group in groups if (rows := _training(group.runs[0])))
+        rows = max((_training(run) for group in groups for run in group.runs), key=len)  # empty for a missing file
         starts = [place for place in range(1, len(rows)) if rows[place]["task"] != rows[place - 1]["task"]]
         look = {"marks": False, "breaks": starts, "xlabel": "training round", "ylabel": "loss"}
         yield _lines("Training loss (dotted: a new task)", [_thinned(one) for one in series], **look)

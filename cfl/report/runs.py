@@ -17,7 +17,7 @@ from cfl.core import ConfigError, content
 from cfl.experiments.compare import HOW, continuation
 from cfl.report import tables
 from cfl.report.repeat import resolved
-from cfl.runtime.run_folder import ERROR, MADE_OF, MODEL, read_json, sheets
+from cfl.runtime.run_folder import ERROR, MADE_OF, MODEL, read_json, runs_in, sheets
 from cfl.runtime.table import spent, stoppers
 
 _TRAINING = ("rounds", "local.", "agg.", "server.")  # options that are often chosen for each method
@@ -111,8 +111,7 @@ def read(paths: Iterable[Path]) -> Found:
     """
     folders: dict[Path, None] = {}  # ordered, without duplicates
     for path in paths:
-        found = [file.parent for file in sorted(path.rglob("config.yaml")) if "benchmark" in read_yaml(file)]
-        if not found:
+        if not (found := runs_in(path)):
             raise ConfigError(f"'{path}' contains no run; the folder of a run has config.yaml and metrics.json")
         folders |= dict.fromkeys(found)
     runs: dict[tuple[str, int], list[FinishedRun]] = {}

@@ -80,4 +80,4 @@ def _name(path: Path, runs: Iterable[FinishedRun]) -> str:
     other = ([name for name, value in options.items() if run.options.get(name) != value] for run in like)
     texts = ", ".join(assignment(name, options[name]) for name in min(other, key=len, default=[]))
     label = f"{method} ({texts})" if texts else method
-    return f"{data['benchmark']}, {label}, seed {data['seed']}"
+    return f"{data['benchmark']}, {label}, seed {data.get('seed', 0)}"

@@ -16,6 +16,7 @@ from cfl.config.overrides import read_yaml
 from cfl.core import Busy, ConfigError, files
 
 MADE_OF, MODEL, IMAGES, ERROR = "made_of.json", "model.json", "images", "error.json"
+PROJECT = "forward.py"  # beside the config.yaml in a project of Flower's, which is no run
 _LOCK = ".lock"
 _PATIENCE = 0.5  # seconds to wait for the lock; `busy` holds it for less
 _RESTORE = "put the whole file back, or begin again with another --output"
@@ -222,6 +223,12 @@ def make_folder(inside: Path, folder: Path, option: str) -> None:
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Write a JSON file atomically. NaN is written as null. Raises ConfigError if the file cannot be written."""
     _write(path, json.dumps(plain(data), indent=2, allow_nan=False).encode() + b"\n")
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """Folders of runs at any depth, sorted; a project of Flower's, with the config.yaml of a served run, is none."""
+    found = (path for path in sorted(folder.rglob("config.yaml")) if not path.with_name(PROJECT).exists())
+    return [path.parent for path in found if "benchmark" in read_yaml(path)]
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -290,3 +290,22 @@ def test_groups_are_told_apart_by_colour_and_marker_together():
     styles = [plots.Style(number) for number in range(36)]
     assert len({(style.colour, style.marker) for style in styles}) == 36
     assert len({style.colour for style in styles[:6]}) == len({style.symbol for style in styles[:6]}) == 6
+
+
+def test_losses_are_drawn_without_the_rounds_of_the_first_seed(stored, tmp_path):
+    for seed in (0, 1):
+        shutil.copytree(stored / f"seed{seed}", tmp_path / f"seed{seed}")
+    (tmp_path / "seed0" / "rounds.jsonl").unlink()
+    (scene,) = runs.scenes(runs.read([tmp_path]).runs)
+    drawn = {figure.title: figure.svg for figure in figures.accuracy(scene.groups, figures.styles([scene]))}
+    lines = (tmp_path / "seed1" / "rounds.jsonl").read_text().splitlines()
+    last = json.loads(lines[-1])["loss"]  # of the one run that has losses
+    assert f"fedavg {last:.3g}" in drawn["Training loss (dotted: a new task)"]
+
+
+def test_an_unfinished_run_may_have_a_configuration_without_a_seed(stored, tmp_path):
+    shutil.copytree(stored / "seed1", tmp_path / "done")
+    (tmp_path / "by hand").mkdir()
+    (tmp_path / "by hand" / "config.yaml").write_text("benchmark: permuted-digits\n")
+    page = html.page(runs.read([tmp_path]), date="")
+    assert "<b>permuted-digits, fedavg, seed 0</b> is unfinished" in page  # method and seed by default

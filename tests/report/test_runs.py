@@ -363,3 +363,16 @@ def test_the_scenario_is_always_named_where_runs_differ_in_it(tmp_path):
     settings = [scene.setting for scene in scenes(read([tmp_path]).runs)]
     labels = [group.label for scene in scenes(read([tmp_path]).runs) for group in scene.groups]
     assert all("scenario=" in setting + label for setting in settings for label in labels)
+
+
+def test_the_project_in_the_folder_of_a_served_run_is_no_run(stored, tmp_path):
+    project = pytest.importorskip("cfl.flower.project", reason="the extra flower is not installed")
+    shutil.copytree(stored / "seed0", tmp_path / "served")
+    config = cfl.resolve(file=stored / "seed0" / "config.yaml")
+    project.write(tmp_path / "served" / "flower" / "project", config, tmp_path / "served")
+    inside = tmp_path / "served" / "inside"  # a run of the user's
+    shutil.copytree(stored / "seed1", inside)
+    found = read([tmp_path])
+    assert [run.path for run in found.runs] == [tmp_path / "served", inside] and found.unfinished == []
+    with pytest.raises(ConfigError, match="contains no run"):
+        read([tmp_path / "served" / "flower"])
