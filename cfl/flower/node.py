@@ -63,7 +63,8 @@ def built(
     torch.set_num_threads(config.threads)
     machine.keep_memory()
     members = methods.build(config)
-    stream = stream or stream_of(config, data_root, False, public=methods.need_public(members))
+    if stream is None:
+        stream = stream_of(config, data_root, False, public=methods.need_public(members))
     model = config.model.model_copy(update={"weights": None})  # the server broadcasts the starting model
     config = config.model_copy(update={"start": None, "model": model})
     session = build_session(config, stream, members, place=place)

@@ -85,7 +85,7 @@ def build_session(
     Measures which engine is fastest if the configuration leaves that open. Raises ConfigError if the configuration, the
     methods, the model and the stream do not fit together, or a package is missing.
     """
-    sink = sink or NullSink()
+    sink = NullSink() if sink is None else sink
     built = methods.build(config)
     label = config.label if members == built else "+".join(_names(config, members, built))
     stream, validation = _prepared(stream, config)

@@ -80,7 +80,8 @@ def run(
             stream = streams.selected(stream, settings.tasks)
         else:
             stream = stream_of(settings, root, download, public=methods.need_public(members))
-        sink = sink or at_end.enter_context(contextlib.closing(usual_sink(progress)))
+        if sink is None:  # not its truth value: a sink may be an empty list
+            sink = at_end.enter_context(contextlib.closing(usual_sink(progress)))
         return carry_out(settings, stream, members, network, output, resume, sink, root, observe, callbacks=callbacks)
 
 
@@ -99,7 +100,7 @@ def carry_out(
 ) -> Result:
     """Run a configuration with these objects, as `run` does. place: where the clients are."""
     with contextlib.ExitStack() as at_end:
-        settings = _compiling(settings, sink or NullSink())
+        settings = _compiling(settings, NullSink() if sink is None else sink)
         folder = RunFolder(output, resume=resume) if output is not None else None
         if folder is not None:
             at_end.callback(folder.close)

@@ -86,8 +86,7 @@ class SavedRun:
         sample if it can; with scenario=class, all classes seen compete otherwise. With it, those of the task do.
         Raises ConfigError for a task that is unknown or missing, DataError for samples of another shape.
         """
-        if task is not None and not 0 <= task <= self.latest:
-            raise ConfigError(f"task is {task}; the run in '{self.folder}' has trained tasks 0 to {self.latest}")
+        self._check_task(task)
         if task is None and self.about["scenario"] == "task":
             raise ConfigError(f"the model in '{self.folder}' has a head for each task; pass task=0 to {self.latest}")
         return self._predictor.logits(self._inputs(x), task, self.latest)
@@ -126,8 +125,9 @@ class SavedRun:
         evaluation mode, which needs the extra `cfl[onnx]`, with a free batch size.
         Adapters are added to the weights, under the names of the network without adapters.
         task: whose head and buffers the file gets; needed if each task has its own. The default is the last task.
-        Raises ConfigError for another suffix, a missing task, or a folder that cannot be written.
+        Raises ConfigError for another suffix, an unknown or missing task, or a folder that cannot be written.
         """
+        self._check_task(task)
         if task is None and not self.model.growing and self._differs_by_task():
             raise ConfigError(f"the model in '{self.folder}' has parts for each task; pass task=0 to {self.latest}")
         task = self.latest if task is None else task
@@ -136,6 +136,10 @@ class SavedRun:
         about |= {"norm_stats": self.config.model.norm_stats}
         about |= {"options": self.model_options} if self.about["model"] is None else {}
         return export.write(Path(path), *adapters.merged(self.model.module, leaves), {**about, "task": task})
+
+    def _check_task(self, task: int | None) -> None:
+        if task is not None and not 0 <= task <= self.latest:
+            raise ConfigError(f"task is {task}; the run in '{self.folder}' has trained tasks 0 to {self.latest}")
 
     def _differs_by_task(self) -> bool:
         """Whether a task has a head, statistics or weights of its own."""
@@ -181,8 +185,9 @@ def load(
     for name, given in (("model", model), ("strategy", strategy)):
         if given is None and about[name] is not None:
             raise ConfigError(f"the run in '{folder}' has a {name} of its own, {about[name]}; pass it as {name}=...")
-    module = model or network.build(config, about["input_shape"], about["outputs"], about.get("vocabulary"))
-    handle = network.handle(config, module, about["input_shape"], about["classes"], about["scenario"], "cpu")
+    if model is None:  # not its truth value: a network may have a length of 0
+        model = network.build(config, about["input_shape"], about["outputs"], about.get("vocabulary"))
+    handle = network.handle(config, model, about["input_shape"], about["classes"], about["scenario"], "cpu")
     if _shapes(trees["params"]) != _shapes(handle.params):
         raise ConfigError(f"the network does not fit the parameters in '{folder}'; pass that of the run as model=...")
     check_masks(handle, about["masks"], folder)

@@ -1,5 +1,6 @@
 """Sinks: receivers of a run's progress."""
 
+import contextlib
 import sys
 import time
 import warnings
@@ -208,9 +209,10 @@ class Sinks:
             sink.finish(metrics)
 
     def close(self) -> None:
-        """Close each sink."""
-        for sink in self._sinks:
-            sink.close()
+        """Close each sink, also after one that fails."""
+        with contextlib.ExitStack() as at_end:
+            for sink in reversed(self._sinks):  # the stack calls the last one first
+                at_end.callback(sink.close)
 
 
 def console_sink(quiet: bool) -> Sink:

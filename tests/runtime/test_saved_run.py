@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 import cfl
 from cfl import models
@@ -105,6 +106,9 @@ def test_an_interrupted_run_gives_the_model_of_its_last_checkpoint(tmp_path):
     assert run.latest == 0 and run.metrics == {} and len(run.accuracies(STREAM)) == 1
     with pytest.raises(ConfigError, match=r"task is 1; the run in .* has trained tasks 0 to 0"):
         run.predict(samples(STREAM, 1)[0], task=1)
+    with pytest.raises(ConfigError, match=r"task is 1; the run in .* has trained tasks 0 to 0"):
+        run.export(tmp_path / "untrained.safetensors", task=1)
+    assert not (tmp_path / "untrained.safetensors").exists()
 
 
 def test_own_networks_and_strategies_are_passed_again(tmp_path):
@@ -119,6 +123,18 @@ def test_own_networks_and_strategies_are_passed_again(tmp_path):
     run = cfl.load(tmp_path, model=network, strategy=KeepsTasks)
     # Each task keeps the model with which it ended: nothing is forgotten.
     assert run.accuracies(STREAM) == result.accuracy_matrix.diagonal().tolist()
+
+
+def test_a_network_of_length_0_is_loaded(tmp_path):
+    class Short(nn.Sequential):
+        def __len__(self):
+            return 0
+
+    network = Short(*toy.mlp(toy.DIMENSIONS, 5, toy.CLASSES)).float()
+    result = trained(tmp_path, model=network)
+    run = cfl.load(tmp_path, model=network)
+    assert isinstance(run.model.module, Short)
+    assert run.accuracies(STREAM) == result.accuracy_matrix[-1].tolist()
 
 
 def test_wrong_samples_and_tasks_are_named(tmp_path):
@@ -187,6 +203,14 @@ def test_an_export_that_is_not_clear_is_refused(tmp_path):
         run.export(tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"unknown suffix of an exported file '\.safetensor'.*\.safetensors"):
         run.export(tmp_path / "model.safetensor", task=0)
+
+
+@pytest.mark.parametrize("multi_head", [False, True])
+@pytest.mark.parametrize("task", [-1, 2])
+def test_an_export_for_a_task_that_the_run_lacks_is_refused(multi_head, task, tmp_path):
+    trained(tmp_path, stream=toy.stream(2, multi_head=multi_head))
+    with pytest.raises(ConfigError, match=rf"task is {task}; the run in .* has trained tasks 0 to 1"):
+        cfl.load(tmp_path).export(tmp_path / "model.safetensors", task=task)
 
 
 @pytest.mark.parametrize(("method", "option"), [("single_task", []), ("rgo", ["strategy.encode=true"])])

@@ -7,7 +7,7 @@ from rich.progress import Progress
 
 import cfl
 from cfl.config.schema import RunConfig
-from cfl.runtime.sinks import NullSink, PlainSink, RichSink, console_sink, task_line, usual_sink
+from cfl.runtime.sinks import NullSink, PlainSink, RichSink, Sinks, console_sink, task_line, usual_sink
 from tests import toy
 
 ROW = {"task": 0, "phase": "train", "round": 0, "clients": 2, "loss": 0.5, "accuracy": None, "lr": 0.1, "seconds": 0.1}
@@ -113,3 +113,33 @@ def test_progress_of_a_run_from_python(capsys):
 def test_the_console_decides(capsys):
     assert isinstance(console_sink(True), NullSink)
     assert isinstance(console_sink(False), PlainSink)  # captured output is not a terminal
+
+
+class Rows(list, NullSink):
+    """A sink that is a list, and so false until the first round."""
+
+    def round(self, row):
+        self.append(row)
+
+
+def test_a_sink_may_be_an_empty_list():
+    rows = Rows()
+    cfl.run(toy.config("tasks=1", "rounds=2"), stream=toy.stream(1), sink=rows)
+    assert [row["round"] for row in rows] == [0, 1]
+
+
+def test_all_sinks_are_closed_after_one_that_fails():
+    closed = []
+
+    class Fails(NullSink):
+        def close(self):
+            closed.append("first")
+            raise OSError("no space left")
+
+    class Last(NullSink):
+        def close(self):
+            closed.append("last")
+
+    with pytest.raises(OSError, match="no space left"):
+        Sinks(Fails(), Last()).close()
+    assert closed == ["first", "last"]
