@@ -59,7 +59,8 @@ def resolve(
     check_scale(base, top.get("scale"), f"'{file or name}'")
     if more := [regularizers] if isinstance(regularizers, str) else regularizers:  # in addition to those of any layer
         plugins.check_local(more)
-        top["regularizers"] = [*top.get("regularizers", base.get("regularizers", ())), *more]
+        given = top.get("regularizers", base.get("regularizers", ()))
+        top["regularizers"] = [*given, *more] if isinstance(given, (list, tuple)) else given  # `load` refuses others
     return load(layered(base, top))
 
 

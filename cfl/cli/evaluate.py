@@ -32,7 +32,8 @@ def evaluate(
     title = f"{run.about['stream']}, {run.config.label}, seed {run.config.seed}"
     if data is not None:
         x, y = from_npz(data)
-        labels, logits = as_labels(y, f"y in '{data}'", len(x)), run.logits(x, task)
+        logits = run.logits(x, task)  # first: it refuses an x that has no length
+        labels = as_labels(y, f"y in '{data}'", len(x))
         if not len(labels):
             raise DataError(f"'{data}' has no samples")
         if not 0 <= int(labels.min()) <= int(labels.max()) < logits.shape[1]:

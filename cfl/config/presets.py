@@ -63,7 +63,8 @@ def layered(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
         base = {**base, "regularizer": kept}
     own = base.get("methods", {})
     used = both.get("regularizers")
-    others = {name: own[name] for name in (used if isinstance(used, (list, tuple)) else ()) if name in own}
+    names = [name for name in used if isinstance(name, str)] if isinstance(used, (list, tuple)) else []
+    others = {name: own[name] for name in names if name in own}
     base = merged(base, {"strategy": own.get(method, {}), **({"regularizer": others} if others else {})})
     return _over(without(base, "methods", "variants"), top)
 

@@ -89,6 +89,7 @@ def selected(stream: Stream, tasks: int | Sequence[str] | None) -> Stream:
     if isinstance(tasks, int):
         if tasks > len(stream):
             raise ConfigError(f"tasks is {tasks}, but stream '{stream.name}' has {len(stream)}; set tasks=null for all")
+        check_count(stream.name, tasks, len(stream))
         return replace(stream, tasks=stream.tasks[:tasks])
     named = {task.name: task for task in stream.tasks}
     return replace(stream, tasks=tuple(named[name] for name in _checked(tasks, stream.name, tuple(named))))

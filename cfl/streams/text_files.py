@@ -41,13 +41,16 @@ class Columns:
 def json_lines(file: Path, columns: Columns) -> list[Row]:
     """Rows of a file with a JSON object in each line. Raises DataError for another file."""
     found: list[Row] = []
-    with file.open(encoding=columns.encoding) as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"line {number} of {file} is no JSON ({error}); replace the file") from error
-            found += _picked([row] if isinstance(row, dict) else [{}], columns, file, number)
+    try:
+        with file.open(encoding=columns.encoding) as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise DataError(f"line {number} of {file} is no JSON ({error}); replace the file") from error
+                found += _picked([row] if isinstance(row, dict) else [{}], columns, file, number)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is no text in {columns.encoding} ({error}); replace it") from error
     return found
 
 

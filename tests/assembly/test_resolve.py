@@ -187,10 +187,22 @@ def test_an_option_of_another_method_names_that_method(override, message):
 
 
 @pytest.mark.parametrize("benchmark", ["permuted-digits", "permuted-mnist"])  # without and with variants
-@pytest.mark.parametrize("override", ["partition=iid", "partition.name=[iid]", "method=[fot]", "model=3"])
+@pytest.mark.parametrize(
+    "override", ["partition=iid", "partition.name=[iid]", "method=[fot]", "model=3", "regularizers=[[a]]"]
+)
 def test_values_of_the_wrong_shape_are_refused_in_every_preset(benchmark, override):
     with pytest.raises(ConfigError, match=override.partition("=")[0]):
         resolve(benchmark, overrides=[override])
+
+
+@pytest.mark.parametrize("value", ["null", "3", "fedprox"])
+def test_further_regularizers_do_not_hide_a_value_that_is_no_list(value):
+    texts = []
+    for more in ((), ("kl",)):
+        with pytest.raises(ConfigError, match="regularizers must be a list") as caught:
+            resolve("permuted-digits", overrides=f"regularizers={value}", regularizers=more)
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize(

@@ -187,3 +187,9 @@ def test_lda_of_real_cifar10_keeps_cap_and_minimum(seed):
     assert len(sizes) == 100 and sum(sizes) == 50000 and min(sizes) >= 10
     # a client below 500 may still get all of one class, and nothing of later classes
     assert max(sizes) < 500 + 5000
+
+
+@pytest.mark.parametrize("tasks", [-1, 0])
+def test_a_number_of_tasks_below_one_is_refused(tasks):
+    with pytest.raises(ConfigError, match=rf"tasks must be in \[1, 3\] for 'toy', not {tasks}$"):
+        streams.selected(toy.stream(3), tasks)

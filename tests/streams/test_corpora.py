@@ -154,6 +154,14 @@ def test_damaged_json_is_refused(text, fault, tmp_path):
         corpora.load("snli", tmp_path)
 
 
+def test_json_that_is_not_utf_8_is_refused(tmp_path):
+    for part in ("train", "test"):
+        text = '{"sentence1": "a", "sentence2": "\xff", "gold_label": "neutral"}\n'
+        write(tmp_path / f"snli_1.0/snli_1.0_{part}.jsonl", text, "latin-1")
+    with pytest.raises(DataError, match=r"snli_1\.0_(train|test)\.jsonl is no text in utf-8 \(.*0xff.*\); replace it"):
+        corpora.load("snli", tmp_path)
+
+
 # --- movie reviews ---------------------------------------------------------------------------------------------------
 
 
