@@ -7,10 +7,13 @@ import contextlib
 import inspect
 import json
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping
+from enum import Enum
 from functools import cached_property, partial
 from hashlib import blake2b
 from importlib import metadata
+from pathlib import PurePath
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -20,6 +23,7 @@ from torch import Tensor, nn
 
 _KNOWN = {"cfl", "torch", "numpy", *sys.stdlib_module_names}  # their code is not hashed, an upgrade continues a run
 _OF_MODULES = set(vars(nn.Module()))
+_VIEWS = tuple(type(view) for view in ({}.keys(), {}.values(), {}.items()))
 _PIECE = 1 << 24  # bytes of rows that are gathered at once
 
 
@@ -105,8 +109,11 @@ class _Describer:
             buffers = {name: [str(leaf.dtype), list(leaf.shape)] for name, leaf in value.named_buffers(recurse=False)}
             leaves, children = dict(value.named_parameters(recurse=False)), dict(value.named_children())
             return [self(type(value)), self([leaves, buffers, children, state(value)])]
+        held = _held(value)
         if (state(value) or hasattr(value, "__dict__")) and not isinstance(value, ModuleType):
-            return [self(type(value)), self(state(value))]
+            return [self(type(value)), self(state(value)), *([self(held)] if held else [])]
+        if held and not _shown(value):
+            return [_name(type(value)), self(held)]
         text = getattr(value, "__name__", None) or repr(value)
         return [_name(type(value)), "" if " at 0x" in text else text]
 
@@ -138,6 +145,29 @@ class _Describer:
         module = sys.modules.get(cls.__module__)
         source = _source(module) or _version(cls.__module__) if cls.__module__ != "__main__" else ""
         return [_name(cls), source, [[name, self(function)] for name, function in _functions(cls)]]
+
+
+def _held(value: Any) -> list[Any]:
+    """What a collection holds that is neither a list, a tuple, a set nor a mapping; empty for anything else."""
+    if isinstance(value, (np.ndarray, memoryview)):
+        return [[*(value.shape or ())], value.tolist()] if value.nbytes else []
+    if isinstance(value, deque):
+        return [value.maxlen, *value] if value else []
+    return list(value) if isinstance(value, _VIEWS) else []
+
+
+def _shown(value: Any) -> bool:
+    """Whether the text of a value shows all of it, in every process; that of a tensor or of a long array does not."""
+    if isinstance(value, np.ndarray):
+        return value.size <= np.get_printoptions()["threshold"] and all(map(_shown, value.flat))
+    if type(value) in (list, tuple, deque) or isinstance(value, _VIEWS):
+        return all(map(_shown, value))
+    if type(value) is dict:
+        return all(map(_shown, value.items()))
+    if isinstance(value, (Tensor, set, frozenset)):
+        return False
+    bare = isinstance(value, (Enum, PurePath)) or not (state(value) or hasattr(value, "__dict__"))
+    return bare and " at 0x" not in repr(value)
 
 
 def _functions(cls: type) -> Iterator[tuple[str, Any]]:

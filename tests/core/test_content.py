@@ -1,12 +1,15 @@
 """Hashes of values: equal for equal content, whatever the addresses, and different for what differs anywhere."""
 
 import functools
+import json
 import os
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +52,15 @@ def long(at: int) -> torch.Tensor:
     return torch.zeros(5000).index_fill(0, torch.tensor([at]), 1.0)
 
 
+def objects(at: int) -> np.ndarray:
+    """An array of objects that `repr` shortens, with a 1 at a place."""
+    return np.array([int(place == at) for place in range(5000)], dtype=object)
+
+
+class Queue(deque):
+    """A queue that may have attributes."""
+
+
 EQUAL = {
     "numbers": lambda: [1, 2.5, True, None, "text", b"bytes", 1j],
     "not a number": lambda: float("nan"),
@@ -58,6 +70,8 @@ EQUAL = {
     "a long tensor": lambda: long(2500),
     "an array": lambda: np.arange(9.0).reshape(3, 3).T,
     "a set": lambda: {"c", "b", "a"},
+    "a queue": lambda: deque([long(2500), {"c", "b", "a"}, threading.Lock()]),
+    "an array of objects": lambda: np.array([[1, "text"], [None, long(2500)]], dtype=object),
     "a sparse tensor": lambda: torch.eye(3).to_sparse(),
     "a fresh network": Net,  # other initial weights
     "an object with an address": lambda: [threading.Lock(), object(), torch.Generator()],
@@ -85,6 +99,16 @@ DIFFERENT = {
     "items of a mapping": ({"a": 1}, {"a": 2}),
     "slots of an object": (Slots(1), Slots(2)),
     "a sparse tensor": (torch.eye(3).to_sparse(), (2 * torch.eye(3)).to_sparse()),
+    "a tensor in a queue": (deque([long(2500)]), deque([long(2501)])),
+    "a tensor in a queue in a queue": (deque([deque([long(2500)])]), deque([deque([long(2501)])])),
+    "an object in a queue": (deque([Pair(1, long(2500))]), deque([Pair(1, long(2501))])),
+    "a queue with attributes": (Queue([1]), Queue([2])),
+    "the longest length of a queue": (deque([long(0)], 1), deque([long(0)], 2)),
+    "a tensor among the values of a mapping": ({1: long(2500)}.values(), {1: long(2501)}.values()),
+    "a number in the middle of an array of objects": (objects(2500), objects(2501)),
+    "a tensor in an array of objects": (np.array([Pair(1, long(0))]), np.array([Pair(1, long(1))])),
+    "shapes of arrays of objects": (objects(0).reshape(2, -1), objects(0)),
+    "bytes in a view": (memoryview(b"a"), memoryview(b"b")),
     "arguments of a partial": (functools.partial(factor, 1), functools.partial(factor, 2)),
 }
 
@@ -92,6 +116,21 @@ DIFFERENT = {
 @pytest.mark.parametrize("pair", DIFFERENT.values(), ids=DIFFERENT)
 def test_different_values_have_different_hashes(pair):
     assert content.digest(pair[0]) != content.digest(pair[1])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (deque([1, 2.5, "a", (None, [b"x"])], 9), "deque([1, 2.5, 'a', (None, [b'x'])], maxlen=9)"),
+        (deque([Path("a"), np.float64(0.5)]), "deque([PosixPath('a'), np.float64(0.5)])"),
+        (np.array([1, "a", None], dtype=object), "array([1, 'a', None], dtype=object)"),
+        ({1: "a"}.items(), "dict_items([(1, 'a')])"),
+    ],
+)
+def test_collections_that_their_text_shows_keep_the_hash_of_the_text(value, text):
+    """With which runs of earlier versions continue."""
+    described = json.dumps([f"{type(value).__module__}.{type(value).__qualname__}", text])
+    assert content.digest(value) == blake2b(described.encode(), digest_size=16).hexdigest()
 
 
 def test_rows_are_hashed_in_pieces_as_a_whole(monkeypatch):
