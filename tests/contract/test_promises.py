@@ -61,6 +61,7 @@ def test_a_hook_of_a_later_step_is_named_by_computing_the_step_again():
         cfl.run(toy_config("tasks=1"), stream=toy_stream(1), regularizers={"late": Late()})
 
 
+WIRE = {"wire_bytes_up", "wire_bytes_down"}  # of runs on nodes
 STOPPED = ("stopped", "callbacks", "epsilon_without_skipped")  # of runs with callbacks
 
 
@@ -68,9 +69,11 @@ def test_the_figures_of_a_run_are_known():
     private = ["dp.level=client", "dp.noise_multiplier=1", "agg.weights=uniform", "sampling=poisson"]
     config = toy_config("tasks=2", "rounds=1", "eval_local=1", "validation=0.25", *private)
     found = cfl.run(config, stream=toy_stream(2)).metrics
-    assert set(found) - {"subspace_use"} == FIGURES - {"task_accuracy", *STOPPED}  # subspace_use is the strategy's own
+    others = {"task_accuracy", *STOPPED, *WIRE}
+    assert set(found) - {"subspace_use"} == FIGURES - others  # subspace_use is the strategy's own
 
 
-def test_a_strategy_cannot_report_the_share_of_inferred_tasks_itself():
-    text = PROMISES["report"].fault({"task_accuracy": 1.0}, Strategy(), {}, None)
-    assert text == "a figure 'task_accuracy', which every run has of its own"
+@pytest.mark.parametrize("name", ["task_accuracy", *WIRE])
+def test_a_strategy_cannot_report_what_only_some_runs_have_of_their_own(name):
+    text = PROMISES["report"].fault({name: 1.0}, Strategy(), {}, None)
+    assert text == f"a figure '{name}', which every run has of its own"
