@@ -2,6 +2,7 @@ import json
 import shlex
 import subprocess
 import sys
+from dataclasses import MISSING, dataclass, field
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 import cfl
 from cfl import cli, streams
 from cfl.aggregation import accounting
+from cfl.config.option_names import GROUPS, option_names
 from cfl.config.overrides import read_yaml
 from cfl.core import plugins
 from cfl.report import plots, tables
@@ -65,7 +67,7 @@ def test_wrong_usage_exits_2_with_one_line_and_a_suggestion(args, hint, capsys):
         ("compare", "BENCHMARK: a name such as permuted-digits; see 'cfl-run list benchmarks'."),
         ("reproduce", "TABLE: a name such as fot-table1; the default lists the tables."),
         ("list", "WHAT: benchmarks, methods, models or regularizers; the default lists all."),
-        ("describe", "NAME: a benchmark, method, model or regularizer."),
+        ("describe", "NAME: a benchmark, method, model or regularizer, or an option of a run such as agg.weights, or a group"),
         ("report", "RUNS: folders of runs, or folders that contain runs."),
     ],
 )
@@ -314,6 +316,61 @@ def test_list_and_describe_name_sources_and_defaults(capsys):
         assert all(part in shown for part in parts)
 
 
+def test_describe_says_which_options_are_required(monkeypatch, capsys):
+    @dataclass(frozen=True)
+    class Needs(cfl.Strategy):
+        """A method with options that have no default."""
+
+        strength: float = cfl.option(MISSING, "how much")
+        plain: int = field(kw_only=True)
+
+    monkeypatch.setattr(plugins.strategies, "_items", {**plugins.strategies._items, "needs": Needs})
+    assert invoke("describe", "needs") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
+    shown = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
+    assert ["strategy.strength", "required", "", "how much", ""] in shown
+    assert ["strategy.plain", "required", "", "", ""] in shown
+    assert ["all else", "depends on the values of strength, plain"] in shown
+
+
+def test_describe_says_which_options_of_a_model_are_required(monkeypatch, capsys):
+    def build(input_shape, outputs, width: int, depth: int = 2):
+        """A model."""
+
+    monkeypatch.setattr(plugins.models, "_items", {**plugins.models._items, "needs": build})
+    assert invoke("describe", "needs") == 0
+    shown = capsys.readouterr().out.replace("│", " ").split("\n")
+    assert any(line.split() == ["model.width", "required", "int"] for line in shown)
+    assert any(line.split() == ["model.depth", "2", "int"] for line in shown)
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("agg.weights", ["samples", "one of samples, uniform", "weight of a client in the mean"]),
+        ("seed", ["0", f"a whole number in [0, {2**128 - 1:.15g}]", "seed of every random draw"]),
+        ("public.name", ["null", "a name or null", "data set; `stream` for the benchmark's own public part"]),
+        ("benchmark", ["required", "a name", "name of the benchmark; see `cfl-run list benchmarks`"]),
+        ("strategy", ["{}", "a group", "hyper-parameters of the method"]),
+    ],
+)
+def test_describe_shows_an_option_of_a_run(name, row, capsys):
+    assert invoke("describe", name) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines] == [[name, *row, ""]]
+
+
+def test_describe_shows_every_option_of_a_run_and_all_of_a_group(capsys):
+    for name in [*option_names(), *GROUPS]:
+        assert invoke("describe", name) == 0
+        shown = capsys.readouterr().out
+        inside = [f"{name}.{one}" for one in GROUPS.get(name, ())]
+        assert all(f"│ {one} " in shown for one in inside or [name])
+        assert (f"{name} (options of a run): " in shown) == bool(inside)
+    assert invoke("describe", "agg.weigth") == 2
+    assert "unknown name 'agg.weigth'; did you mean 'agg.weights'?" in capsys.readouterr().err
+
+
 def test_the_summary_is_mean_and_population_deviation():
     costs = ("bytes_up", "bytes_down", "client_bytes", "client_seconds", "server_seconds", "seconds")
     runs = [{"seed": seed, "acc": acc, "fgt": 0.0, **dict.fromkeys(costs, 2)} for seed, acc in enumerate((0.2, 0.4))]
@@ -440,6 +497,7 @@ def test_evaluate_repeats_the_last_evaluation_and_takes_own_samples(tmp_path, mo
         (("evaluate", "run", "--data", "labels.npz"), 1, "has labels 5 to 6, and the head has classes 0 to 1"),
         (("evaluate", "run", "--data", "nan.npz"), 1, "x has NaN or infinity"),
         (("evaluate", "run", "--data", "none.npz"), 1, "'none.npz' has no samples"),
+        (("evaluate", "run", "--data", "number.npz"), 1, "x have shape (); give (n, d)"),
         (("evaluate", "run", "--data", "objects.npz"), 1, "it holds objects, or is damaged"),
         (("evaluate", "run"), 2, "has a stream of its own, 'custom'; pass --data"),
         (("train", "permuted-digits", "--from", "nothing"), 2, "'nothing' holds no run"),
@@ -454,6 +512,7 @@ def test_evaluate_and_from_name_what_is_wrong(args, status, text, tmp_path, monk
     np.savez("labels.npz", x=x, y=y + 5)
     np.savez("nan.npz", x=x * np.nan, y=y)
     np.savez("none.npz", x=x[:0], y=y[:0])
+    np.savez("number.npz", x=np.float32(3), y=y[:1])
     np.savez("objects.npz", x=np.array([{}]), y=y)
     assert invoke(*args) == status
     assert text in capsys.readouterr().err

@@ -21,6 +21,7 @@ from scipy import stats
 import cfl
 from cfl.assembly.resolve import resolve
 from cfl.cli import app
+from cfl.config.option_names import GROUPS, option_names
 from cfl.config.overrides import read_yaml
 from cfl.config.schema import RunConfig
 from cfl.contract import Ctx, LocalRegularizer, RoundInfo
@@ -141,7 +142,7 @@ def test_commands_parse_and_their_options_exist(page, own_registries):
             known = {
                 n for r in (plugins.strategies, plugins.benchmarks, plugins.models, plugins.local) for n in r.names()
             }
-            assert given["name"] in known
+            assert given["name"] in {*known, *GROUPS, *option_names()}
 
 
 def test_fot_page_lists_each_option_with_its_default():

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from cfl.cli.app import app, display
+from cfl.config.option_names import GROUPS, option_names
 from cfl.core import plugins, unknown
 from cfl.report import described, tables, write
 
@@ -35,13 +36,16 @@ def list_(what: Annotated[str | None, typer.Argument()] = None) -> None:
 def describe(name: str) -> None:
     """Show hyper-parameters with default, valid values, meaning and source, or the preset of a benchmark.
 
-    NAME: a benchmark, method, model or regularizer.
+    NAME: a benchmark, method, model or regularizer, or an option of a run such as agg.weights, or a group such as agg.
     """
     found = [kind for kind, registry in KINDS.items() if name in registry.names()]
-    if not found:
-        raise unknown("name", name, [known for registry in KINDS.values() for known in registry.names()])
+    options = described.run_options(name)
+    if not found and not options:
+        names = [known for registry in KINDS.values() for known in registry.names()]
+        raise unknown("name", name, [*names, *GROUPS, *option_names()])
     for kind in found:
         display(*described.blocks(kind, name, KINDS[kind].get(name), KINDS[kind].source(name)))
+    display(*options)
 
 
 @app.command(epilog="Example: cfl-run report runs --output report.html")

@@ -60,8 +60,8 @@ def build(cls: type[T], values: dict[str, Any], prefix: str) -> T:
         if name not in fields:
             raise unknown("option", f"{prefix}.{name}", [f"{prefix}.{known}" for known in fields])
         checked[name] = _checked(f"{prefix}.{name}", value, hints[name], fields[name].metadata)
-    for name, field in fields.items():
-        if name not in checked and _default(field) is dataclasses.MISSING:
+    for name in required(cls):
+        if name not in checked:
             raise ConfigError(f"{prefix}.{name} of {cls.__name__} has no default; give it a value")
     try:
         return cls(**checked)
@@ -99,12 +99,21 @@ def check(item: Any, prefix: str) -> None:
 
 
 def describe(cls: type) -> list[dict[str, Any]]:
-    """List the hyper-parameters of a class in field order: dicts with name, default, help, source and range."""
+    """List the hyper-parameters of a class in field order: dicts with name, default, help, source and range.
+
+    The default is MISSING if there is none. Of the fields that `option` did not make, those without default are listed.
+    """
+    plain = {"help": "", "source": ""}
     return [
-        {"name": field.name, "default": _default(field), **field.metadata, "range": _range(field.metadata)}
+        {"name": field.name, "default": _default(field), **(field.metadata or plain), "range": _range(field.metadata)}
         for field in dataclasses.fields(cls)
-        if field.metadata
+        if field.metadata or field.name in required(cls)
     ]
+
+
+def required(cls: type) -> list[str]:
+    """The names of the hyper-parameters without default."""
+    return [one.name for one in dataclasses.fields(cls) if one.init and _default(one) is dataclasses.MISSING]
 
 
 def steep(item: Any, prefix: str, whose: str) -> list[str]:

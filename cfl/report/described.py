@@ -1,13 +1,18 @@
-"""Output of `cfl-run describe` for a benchmark, method, model or regularizer."""
+"""Output of `cfl-run describe` for a benchmark, method, model or regularizer, and for options of a run."""
 
 import inspect
 from collections.abc import Callable
+from dataclasses import MISSING
 from importlib.resources import files
 from typing import Any
 
 from cfl.assembly import privacy_rules
 from cfl.assembly.resolve import resolve
+from cfl.config.option_names import GROUPS, option_names
+from cfl.config.overrides import assignment
+from cfl.config.schema import RunConfig
 from cfl.core import ConfigError, options
+from cfl.core.errors import wanted
 from cfl.report import tables
 
 PROTECTIONS: dict[str, list[str]] = {
@@ -41,11 +46,35 @@ def blocks(kind: str, name: str, item: Any, source: str) -> list[Any]:
     return [*shown, tables.answers(_privacy(name, item), "privacy")]
 
 
+def run_options(name: str) -> list[Any]:
+    """A table of the run's option of this dotted name, or under a title of all in the group; empty for another name."""
+    found = [dotted for dotted in option_names() if name in (dotted, dotted.partition(".")[0])]
+    title = [f"{name} (options of a run): {summary(RunConfig.model_fields[name].annotation)}"] if name in GROUPS else []
+    return [*title, tables.hyper_parameters([_run_option(dotted) for dotted in found], "")] if found else []
+
+
+def _run_option(dotted: str) -> dict[str, Any]:
+    """A row on an option of a run, with default and valid values as in `--set`."""
+    group, _, name = dotted.rpartition(".")
+    section: Any = RunConfig.model_fields[group].annotation if group else RunConfig
+    field, valid = section.model_fields[name], wanted(section.model_json_schema()["properties"][name])
+    default = field.get_default(call_default_factory=True)
+    return {
+        "name": dotted,
+        "default": MISSING if field.is_required() else assignment(dotted, default).partition("=")[2],
+        "range": f"{valid.removesuffix(' or none')} or null" if valid.endswith(" or none") else valid,
+        "help": field.description,
+        "source": "",
+    }
+
+
 def _privacy(name: str, item: Any) -> list[tuple[str, str]]:
     """Rows on the uploads of a client, on what the server learns from them, and on each of the `PROTECTIONS`."""
+    rows = [("a client sends", item.sends or "nothing besides the update")]
+    if needed := options.required(item):  # without their values nothing can be tried
+        return [*rows, ("all else", f"depends on the values of {', '.join(needed)}")]
     sums = "" if privacy_rules.shows_each(item()) else "; only the sum with secure aggregation"
-    learns = f"each client's upload{sums}"
-    rows = [("a client sends", item.sends or "nothing besides the update"), ("the server learns", learns)]
+    rows.append(("the server learns", f"each client's upload{sums}"))
     for option, further in PROTECTIONS.items():
         reason = refused(name, [option, *further])
         rows.append((option, f"not supported: {reason}" if reason else "supported"))
@@ -58,7 +87,7 @@ def _parameters(builder: Callable[..., Any]) -> list[dict[str, Any]]:
     return [
         {
             "name": one.name,
-            "default": one.default,
+            "default": MISSING if one.default is one.empty else one.default,
             "range": inspect.formatannotation(one.annotation).replace("collections.abc.", ""),
             "help": "",
             "source": "",

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import MISSING
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -219,13 +220,13 @@ def answers(rows: Sequence[tuple[str, str]], title: str) -> Table:
 
 
 def hyper_parameters(rows: Sequence[Mapping[str, Any]], prefix: str) -> Table:
-    """A row per hyper-parameter: name for `--set`, default, valid values, meaning, source."""
+    """A row per hyper-parameter: name for `--set`, default (MISSING if it has none), valid values, meaning, source."""
     table = Table()
     for name in ("option", "default", "valid", "meaning", "source"):
         table.add_column(name, no_wrap=name == "option")
     for row in rows:
-        default = "none" if row["default"] is None else str(row["default"])
-        table.add_row(f"{prefix}{row['name']}", default, row["range"], row["help"], row["source"])
+        words = "none" if row["default"] is None else "required" if row["default"] is MISSING else str(row["default"])
+        table.add_row(f"{prefix}{row['name']}", words, row["range"], row["help"], row["source"])
     return table
 
 
