@@ -6,8 +6,10 @@ from typing import Annotated
 import typer
 
 from cfl.assembly.resolve import resolve
-from cfl.cli.app import DataRoot, app
+from cfl.cli.app import DataRoot, app, display
 from cfl.experiments.compare import alone
+from cfl.report import tables
+from cfl.runtime.run_folder import read_json
 
 Clients = Annotated[str, typer.Option(help="Clients of this node, such as 3 or 0-3,7.")]
 
@@ -40,6 +42,7 @@ def serve(
         settings, folder, address, certificates=certificates, node_keys=node_keys, running=running, wait_for=wait_for,
         data_root=data_root, resume=resume,
     )  # fmt: skip
+    display(*tables.run(read_json(folder / "metrics.json"), settings.title, folder))
 
 
 @app.command(epilog="Example: cfl-run join 127.0.0.1:9092 --clients 0-3")

@@ -1,6 +1,7 @@
 """`cfl-run serve` and `cfl-run join`: what they refuse before they start a program, and what they start."""
 
 import os
+import shutil
 import socket
 import sys
 import tomllib
@@ -227,6 +228,23 @@ def test_flower_reads_the_folders_of_a_server_as_they_are(name, tmp_path, monkey
     assert connection == {"address": HERE, "root-certificates": str(folder / "tls/ca.crt")}
     made = tomllib.loads((home / "project/pyproject.toml").read_text("utf-8"))["tool"]["flwr"]["app"]["config"]
     assert made["output"] == str(folder / "out")
+
+
+def test_a_served_run_ends_with_its_results(tmp_path, monkeypatch):
+    config = cfl.resolve("permuted-digits", overrides=["tasks=2", "rounds=1", "engine=loop"])
+    result, folder = cfl.run(config, output=tmp_path / "alone"), tmp_path / "out"
+
+    def finishes(command, **options):
+        shutil.copy(tmp_path / "alone" / "metrics.json", folder)
+        return SimpleNamespace(returncode=0, stdout=b"")
+
+    starts(monkeypatch, finishes)
+    words = ["serve", tmp_path / "alone" / "config.yaml", "--output", folder, "--running"]
+    found = CliRunner().invoke(app, [str(word) for word in words])
+    acc, fgt = (f"{100 * result.metrics[name]:.1f}%" for name in ("acc", "fgt"))
+    assert found.exit_code == 0, found.output
+    assert f"Accuracy: {config.title}" in " ".join(found.output.split())  # of the table with the accuracy matrix
+    assert found.output.splitlines()[-1] == f"ACC {acc}, FGT {fgt}; results in {folder}"
 
 
 def test_flower_keeps_its_files_in_the_run_and_says_nothing_to_its_makers(tmp_path, monkeypatch):

@@ -36,6 +36,7 @@ def test_a_federation_whose_server_is_killed_and_resumed_has_the_figures_of_one_
     found, expected = machines.metrics(), cfl.run(config).metrics
     for name in ("accuracy_matrix", "acc", "fgt", "bytes_up", "bytes_down"):
         assert found[name] == expected[name], name
+    assert f"ACC {100 * found['acc']:.1f}%, FGT {100 * found['fgt']:.1f}%; results in " in resumed.said
 
 
 def test_a_run_goes_on_without_nodes_that_are_refused_killed_or_late(machines):
