@@ -61,7 +61,7 @@ def test_a_hook_of_a_later_step_is_named_by_computing_the_step_again():
         cfl.run(toy_config("tasks=1"), stream=toy_stream(1), regularizers={"late": Late()})
 
 
-WIRE = {"wire_bytes_up", "wire_bytes_down"}  # of runs on nodes
+WIRE = ("wire_bytes_up", "wire_bytes_down")  # of runs on nodes
 STOPPED = ("stopped", "callbacks", "epsilon_without_skipped")  # of runs with callbacks
 
 
