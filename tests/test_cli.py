@@ -67,7 +67,10 @@ def test_wrong_usage_exits_2_with_one_line_and_a_suggestion(args, hint, capsys):
         ("compare", "BENCHMARK: a name such as permuted-digits; see 'cfl-run list benchmarks'."),
         ("reproduce", "TABLE: a name such as fot-table1; the default lists the tables."),
         ("list", "WHAT: benchmarks, methods, models or regularizers; the default lists all."),
-        ("describe", "NAME: a benchmark, method, model or regularizer, or an option of a run such as agg.weights, or a group"),
+        (
+            "describe",
+            "NAME: a benchmark, method, model or regularizer, or an option of a run such as agg.weights, or a group",
+        ),
         ("report", "RUNS: folders of runs, or folders that contain runs."),
     ],
 )

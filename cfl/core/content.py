@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 _KNOWN = {"cfl", "torch", "numpy", *sys.stdlib_module_names}  # their code is not hashed, an upgrade continues a run
 _OF_MODULES = set(vars(nn.Module()))
-_VIEWS = tuple(type(view) for view in ({}.keys(), {}.values(), {}.items()))
+_VIEWS: tuple[type[Any], ...] = (type({}.keys()), type({}.values()), type({}.items()))  # of mappings
 _PIECE = 1 << 24  # bytes of rows that are gathered at once
 
 
@@ -156,14 +156,20 @@ def _held(value: Any) -> list[Any]:
     return list(value) if isinstance(value, _VIEWS) else []
 
 
-def _shown(value: Any) -> bool:
-    """Whether the text of a value shows all of it, in every process; that of a tensor or of a long array does not."""
+def _shown(value: Any, above: tuple[int, ...] = ()) -> bool:
+    """Whether the text of a value shows all of it, in every process; that of a tensor or of a long array does not.
+
+    above: ids of the values that contain this one.
+    """
+    if id(value) in above:
+        return True
+    inside = partial(_shown, above=(*above, id(value)))
     if isinstance(value, np.ndarray):
-        return value.size <= np.get_printoptions()["threshold"] and all(map(_shown, value.flat))
+        return value.size <= np.get_printoptions()["threshold"] and all(map(inside, value.flat))
     if type(value) in (list, tuple, deque) or isinstance(value, _VIEWS):
-        return all(map(_shown, value))
+        return all(map(inside, value))
     if type(value) is dict:
-        return all(map(_shown, value.items()))
+        return all(map(inside, value.items()))
     if isinstance(value, (Tensor, set, frozenset)):
         return False
     bare = isinstance(value, (Enum, PurePath)) or not (state(value) or hasattr(value, "__dict__"))

@@ -76,6 +76,7 @@ EQUAL = {
     "a fresh network": Net,  # other initial weights
     "an object with an address": lambda: [threading.Lock(), object(), torch.Generator()],
     "an object in itself": lambda: (lambda one: one.append(one) or one)([]),
+    "a queue in itself": lambda: (lambda one: one.append(one) or one)(deque([long(2500)])),
 }
 
 
