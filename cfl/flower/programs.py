@@ -1,11 +1,14 @@
 """Flower's programs: where they are, what they need around them, and how they end."""
 
+import ctypes
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from cryptography import x509
@@ -17,6 +20,7 @@ VARIABLES = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # seconds, of 1 by default, until the answer to a message is begun
 }
+PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when the one that started it has ended
 
 
 def program(name: str) -> str:
@@ -44,6 +48,13 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def end_with_this() -> None:
     """Let this process end by an exception when it is terminated, so that it ends the programs that it has started."""
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+
+
+def ends_with_this() -> Callable[[], object] | None:
+    """A `preexec_fn` by which a program is terminated also when this process is killed; None where it needs Linux."""
+    if sys.platform != "linux":
+        return None
+    return partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
 def split(address: str) -> tuple[str, int]:

@@ -87,7 +87,9 @@ def _supernode(command: Sequence[str], options: Mapping[str, str], home: Path) -
         options = {**options, "socket": str(Path(place, "node"))}  # short, as addresses of sockets have to be
         config = " ".join(f"{name}={programs.quoted(value)}" for name, value in options.items())
         own = ["--host", "127.0.0.1", "--port", str(_free_port()), "--node-config", config]
-        process = subprocess.Popen([*command, *own], env=environment, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            [*command, *own], env=environment, stdout=log, stderr=log, preexec_fn=programs.ends_with_this()
+        )
         try:
             answers.serve(options["socket"], options, process.poll)
         finally:

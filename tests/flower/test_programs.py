@@ -3,11 +3,14 @@
 import os
 import shutil
 import socket
+import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import yaml
 from flwr.common.config import parse_config_args
@@ -199,6 +202,35 @@ def test_a_node_joins_again_until_it_is_refused_for_good(tmp_path, monkeypatch, 
     for command in ended.commands:
         assert "--root-certificates" in command and "--auth-supernode-private-key" in command
         assert "--insecure" not in command
+
+
+JOIN = """
+import sys
+from pathlib import Path
+from cfl.flower import programs, supernode
+
+programs.program = lambda name: sys.argv[1]
+supernode.join("127.0.0.1:9092", Path("node"), "0")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
+def test_a_supernode_ends_with_its_join_even_if_that_is_killed(tmp_path):
+    program = written(tmp_path / "flower-supernode", "#!/bin/sh\necho $$ > pid.new; mv pid.new pid; exec sleep 300\n")
+    program.chmod(0o755)
+    place = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(Path(cfl.__file__).parents[1])}}
+    parent = subprocess.Popen([sys.executable, "-c", JOIN, program], **place)
+    end = time.monotonic() + 60
+    while not (tmp_path / "pid").exists():
+        assert parent.poll() is None and time.monotonic() < end
+        time.sleep(0.05)
+    started = psutil.Process(int((tmp_path / "pid").read_text()))
+    parent.kill()
+    parent.wait()
+    _, alive = psutil.wait_procs([started], timeout=20)
+    for process in alive:
+        process.kill()
+    assert not alive
 
 
 NAMES = ["plain name=1", 'a "b" c', "c:\\new\\", "two\nlines\ttab", "\x7f é 樹 😀 \u00a0", "'"]
