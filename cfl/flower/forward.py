@@ -11,11 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
 
 Answer = Callable[[str, Path, RecordDict, Context], RecordDict]
 ACTIONS = ("join", "keys", "shares", "confirm", "unmask")  # queries of the server, beside "train"
+ENDED = "its 'cfl-run join' has ended; start it again with the same --folder"
 
 
 class Stream(Protocol):
@@ -72,13 +74,21 @@ def receive(stream: Stream) -> tuple[dict[str, Any], RecordDict]:
 
 def _answer(config: Path, here: Callable[[], Answer], action: str, message: Message, context: Context) -> Message:
     if "socket" in context.node_config:
-        with socket.socket(socket.AF_UNIX) as link:
-            link.connect(str(context.node_config["socket"]))
-            with link.makefile("rwb") as stream:
-                head = {"action": action, "config": str(config), "node": context.node_id, "run": context.run_id}
-                send(stream, head, message.content)
-                return Message(receive(stream)[1], reply_to=message)
+        head = {"action": action, "config": str(config), "node": context.node_id, "run": context.run_id}
+        try:
+            return Message(_asked(str(context.node_config["socket"]), head, message.content), reply_to=message)
+        except (ConnectionError, FileNotFoundError, EOFError):
+            return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, ENDED), reply_to=message)
     return Message(here()(action, config, message.content, context), reply_to=message)
+
+
+def _asked(address: str, head: dict[str, Any], records: RecordDict) -> RecordDict:
+    """Return the answer of `cfl-run join`, which listens at a Unix socket."""
+    with socket.socket(socket.AF_UNIX) as link:
+        link.connect(address)
+        with link.makefile("rwb") as stream:
+            send(stream, head, records)
+            return receive(stream)[1]
 
 
 def _exactly(stream: Stream, size: int) -> bytes:

@@ -42,6 +42,7 @@ class Members:
         self.refused: dict[int, str] = {}
         self.samples: dict[int, tuple[int, ...]] = {}
         self._doubted = set[int]()
+        self._silent = dict[int, str]()  # nodes that have not answered, and why
 
     def refresh(self) -> None:
         """Ask new nodes to join, and forget those that have left."""
@@ -54,9 +55,12 @@ class Members:
         for node in sorted(self.joined.keys() - present):
             self.say(f"{_named(self.joined.pop(node))} has left")
         new = sorted(present - self.joined.keys() - self.refused.keys())
+        before, self._silent = self._silent, {}
         for node, answer in self.link.ask("query.join", dict.fromkeys(new)).items():
             if answer.fault and not answer.error:  # it may answer the next time
-                self.say(f"node {node} has not joined yet: {answer.fault}")
+                self._silent[node] = answer.fault
+                if before.get(node) != answer.fault:
+                    self.say(f"node {node} has not joined yet: {answer.fault}")
             elif fault := answer.fault or self._fault(node, answer.value):
                 self.refused[node] = fault
                 self.say(f"node {node} may not join: {fault}")

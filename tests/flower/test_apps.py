@@ -1,6 +1,8 @@
 """A project's two apps without a network, and nodes with data of their own."""
 
 import json
+import socket
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -358,6 +360,21 @@ def test_a_node_without_options_is_told_how_to_start(tmp_path):
     grid = InProcessGrid([client(path, lambda: apps.answer)], [{}])
     found = Link(grid, deadline=5.0).ask("query.join", {1: None})[1]
     assert "start it with cfl-run join" in found.fault
+
+
+@pytest.mark.parametrize("how", ["its folder is gone", "it was killed", "it ends before it answers"])
+def test_a_node_whose_join_has_ended_is_named_in_words(how, tmp_path):
+    address = tmp_path / "node"
+    with socket.socket(socket.AF_UNIX) as listening:
+        if how != "its folder is gone":
+            listening.bind(str(address))
+        if how == "it ends before it answers":
+            listening.listen()
+            threading.Thread(target=lambda: listening.accept()[0].close()).start()
+        grid = InProcessGrid([client(tmp_path / "config.yaml", lambda: apps.answer)], [{"socket": str(address)}])
+        found = Link(grid, deadline=5.0).ask("query.join", {1: None})[1]
+    assert found.fault == "its 'cfl-run join' has ended; start it again with the same --folder"
+    assert found.error == ""  # so that the server asks again
 
 
 def test_a_project_does_not_replace_another_folder(tmp_path):

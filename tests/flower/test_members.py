@@ -147,6 +147,18 @@ def test_a_node_that_cannot_say_what_it_is_made_of_is_named_and_the_run_goes_on(
     assert all(row["missing"] == REST and row["aborted"] is None for row in log.rows)
 
 
+def test_why_a_node_has_not_joined_yet_is_told_again_only_if_it_has_changed(tmp_path):
+    federation = Federation(config(), tmp_path)
+    id, reasons = federation.nodes[2], ["away", "away", "broken"]
+    federation.network.fault = lambda node, message, deliver: (
+        Message(Error(0, reasons.pop(0)), reply_to=message) if node == id else deliver()
+    )
+    federation.run()
+    assert reasons == []
+    told = [text for text in federation.said if "yet" in text]
+    assert told == [f"node {id} has not joined yet: {why}" for why in ("away", "broken")]
+
+
 ALONE = ("tasks=2", "rounds=1", "partition.clients=3", "cohort=3")  # a client a node
 OWN = {"samples": [5, 5], "parts": {}}  # what a node with data of its own says
 
