@@ -68,6 +68,7 @@ def lines(series: Sequence[Series], *, about: str, marks: bool = True, breaks: S
             plot.axvline(place, color=_INK, alpha=0.25, linewidth=0.6, linestyle=":")
         plot.set(**axes)
         if not any((one.mean < 0).any() for one in series):
+            plot.update_datalim([(0, 0)], updatex=False)  # so that the margin above is a share of the whole axis
             plot.set_ylim(bottom=0)
         if marks:
             plot.set_xticks(_ticks(max(len(one.x) for one in series)))

@@ -8,7 +8,7 @@ import pytest
 
 import cfl
 from cfl.core import ConfigError
-from cfl.report import write
+from cfl.report import plots, write
 from cfl.report.figures import stream
 from cfl.report.runs import read, scenes
 from tests.report.conftest import SMALL
@@ -63,6 +63,17 @@ def test_the_legend_fits(stored, drawn):
     (figure,), inside = drawn, drawn[0].bbox
     box = figure.legends[0].get_window_extent()
     assert inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1
+
+
+@pytest.mark.parametrize("accuracies", [[88.7, 80.0, 78.0], [0.0, 0.0, 0.0], [-3.0, 5.0, 80.0]])
+def test_markers_on_a_page_are_whole(accuracies, drawn):
+    one = plots.Series("fedavg", plots.Style(0), np.arange(3), np.array(accuracies), np.zeros(3))
+    plots.lines([one], about="accuracy")
+    (axes,) = drawn[0].axes
+    (line,) = axes.get_lines()
+    highest = axes.transData.transform((0, max(accuracies)))[1]
+    assert (axes.bbox.y1 - highest) * 72 / drawn[0].dpi > line.get_markersize() / 2  # points
+    assert min(accuracies) < 0 or axes.get_ylim()[0] == 0
 
 
 @pytest.mark.parametrize(("kind", "begin"), [("png", b"\x89PNG"), ("pdf", b"%PDF")])
