@@ -165,7 +165,7 @@ def comparison(
     """
     methods, places = list(summaries), np.arange(len(summaries))
     figure, (left, right) = _figure(2, height=max(4.2, 1.5 + 0.5 * len(methods)))
-    for shift, name, colour in ((-0.2, "acc", "tab:blue"), (0.2, "fgt", "tab:orange")):
+    for shift, name, colour in ((-0.2, "acc", "0.35"), (0.2, "fgt", "0.75")):  # greys: colours stand for methods
         means = [100 * summaries[method][name]["mean"] for method in methods]
         stds = [100 * summaries[method][name]["std"] for method in methods]
         bars = left.barh(places + shift, means, 0.4, xerr=stds, capsize=3, color=colour, label=name.upper())
@@ -175,9 +175,10 @@ def comparison(
     left.invert_yaxis()  # the first method on top, as in the table
     left.margins(x=0.14)
     left.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
-    for method, rows in matrices.items():
-        seen = np.nanmean(100 * np.array(rows, dtype=float), axis=1)
-        right.plot(range(len(seen)), seen, marker="o", label=method)
+    for number, (method, rows) in enumerate(matrices.items()):
+        seen, style = np.nanmean(100 * np.array(rows, dtype=float), axis=1), Style(number)
+        one = Series(method, style, np.arange(len(seen)), seen, np.zeros(len(seen)))
+        _curve(right, one, style.marker).set(label=method, markerfacecolor="none", markersize=7)
     right.set(
         xticks=_ticks(max(map(len, matrices.values()))),
         ylim=(0, 102),

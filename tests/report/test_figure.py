@@ -5,10 +5,13 @@ from dataclasses import replace
 import matplotlib.figure
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex
 
 import cfl
 from cfl.core import ConfigError
+from cfl.experiments.compare import plan
 from cfl.report import plots, write
+from cfl.report.comparison import Comparison
 from cfl.report.figures import stream
 from cfl.report.runs import read, scenes
 from tests.report.conftest import SMALL
@@ -74,6 +77,20 @@ def test_markers_on_a_page_are_whole(accuracies, drawn):
     highest = axes.transData.transform((0, max(accuracies)))[1]
     assert (axes.bbox.y1 - highest) * 72 / drawn[0].dpi > line.get_markersize() / 2  # points
     assert min(accuracies) < 0 or axes.get_ylim()[0] == 0
+
+
+def test_a_comparison_has_the_styles_of_a_report_and_hides_no_points(tmp_path, drawn):
+    groups = plan("permuted-digits", "fedavg,fedprox", "0", tmp_path, overrides=SMALL)
+    for group in groups:
+        for run in group.runs:
+            cfl.run(run.config, output=run.folder)
+    Comparison("permuted-digits", None, groups, "fedavg").draw(tmp_path / "compare.png")
+    bars, over_the_stream = drawn[0].axes
+    lines, styles = over_the_stream.get_lines(), [plots.Style(0), plots.Style(1)]
+    assert [line.get_label() for line in lines] == ["fedavg", "fedprox"]
+    assert [(line.get_color(), line.get_marker()) for line in lines] == [(one.colour, one.marker) for one in styles]
+    assert {line.get_markerfacecolor() for line in lines} == {"none"}
+    assert not {to_hex(bar.get_facecolor()).upper() for bar in bars.patches} & {one.colour for one in styles}
 
 
 @pytest.mark.parametrize(("kind", "begin"), [("png", b"\x89PNG"), ("pdf", b"%PDF")])
