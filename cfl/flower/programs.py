@@ -52,9 +52,8 @@ def end_with_this() -> None:
 
 def ends_with_this() -> Callable[[], object] | None:
     """A `preexec_fn` by which a program is terminated also when this process is killed; None where it needs Linux."""
-    if sys.platform != "linux":
-        return None
-    return partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    linux = sys.platform == "linux"
+    return partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, int(signal.SIGTERM)) if linux else None
 
 
 def split(address: str) -> tuple[str, int]:
