@@ -12,11 +12,12 @@ from cfl.core.errors import (
     RoundAborted,
     UpdateError,
     unknown,
+    warn,
 )
 from cfl.core.options import option
 from cfl.core.tree import Tree
 
 __all__ = [
     "RAW", "Busy", "CallbackError", "CflError", "CheckpointError", "ConfigError", "DataError", "HookError",
-    "RoundAborted", "Tree", "UpdateError", "option", "unknown",
+    "RoundAborted", "Tree", "UpdateError", "option", "unknown", "warn",
 ]  # fmt: skip

@@ -1,8 +1,11 @@
-"""Errors that a user can act on: each message names the thing at fault and says what to do."""
+"""Errors and warnings that a user can act on: each message names the thing at fault and says what to do."""
 
+import sys
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from math import inf
+from traceback import walk_stack
 from typing import Any
 
 MOST_NAMES = 8  # names in one line of a message
@@ -53,6 +56,13 @@ class CallbackError(CflError):
 
 class RoundAborted(CflError):
     """A round without an aggregate, for example with too few clients left; the run continues with the next round."""
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Issue a warning whose place is the line that called `cfl`, such as that of `cfl.run` in a notebook."""
+    stack = enumerate(walk_stack(sys._getframe()), 1)
+    own = [level for level, (frame, _) in stack if f"{frame.f_globals.get('__name__')}.".startswith("cfl.")]
+    warnings.warn(text, category, stacklevel=own[-1] + 1)
 
 
 def unknown(kind: str, name: str, known: Iterable[object]) -> ConfigError:

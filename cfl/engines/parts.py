@@ -7,7 +7,7 @@ from typing import Any
 
 from cfl.aggregation.plain import UploadSum
 from cfl.contract import RoundInputs
-from cfl.core import Tree, tree
+from cfl.core import Tree, tree, warn
 from cfl.engines.base import Collected, Engine, Observe
 from cfl.engines.loop import LoopEngine
 
@@ -45,7 +45,7 @@ def merge(
     found.losses.update((id, loss.clone()) for id, loss in result["losses"].items())
     found.excluded += result["excluded"]
     for category, text in result["warnings"]:
-        warnings.warn(text, getattr(builtins, category, UserWarning), stacklevel=2)
+        warn(text, getattr(builtins, category, UserWarning))
     if observe is not None:
         with engine.model.evaluation():
             for id, params in result["models"].items():

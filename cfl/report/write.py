@@ -1,12 +1,11 @@
 """Write reports to files; the suffix selects the format."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from datetime import date
 from functools import partial
 from pathlib import Path
 
-from cfl.core import ConfigError
+from cfl.core import ConfigError, warn
 from cfl.report import figures, html, runs, spreadsheet, tables, unfinished
 from cfl.report.overview import overview
 from cfl.report.runs import Found
@@ -39,7 +38,7 @@ def files(folders: Sequence[Path], outputs: Sequence[Path]) -> Sequence[Path]:
     found = runs.read(folders)
     others = [path.name for path in outputs if path.suffix != ".html"]  # the page lists these runs
     if others and (text := unfinished.counted(found)):
-        warnings.warn(f"of the runs, {text}; {', '.join(others)} leaves them out", stacklevel=2)
+        warn(f"of the runs, {text}; {', '.join(others)} leaves them out")
     for path in outputs:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

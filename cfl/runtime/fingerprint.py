@@ -1,6 +1,5 @@
 """What a run is made of beyond its options: data, network, methods, and the code of other packages, each as a hash."""
 
-import warnings
 from collections.abc import Mapping
 from functools import cache, cached_property
 from hashlib import sha256
@@ -13,7 +12,7 @@ from cfl.assembly import methods, resolve
 from cfl.config.overrides import change
 from cfl.config.schema import RunConfig, TextConfig
 from cfl.contract.composed import ComposedMethod, prefix
-from cfl.core import Tree, content, plugins
+from cfl.core import Tree, content, plugins, warn
 from cfl.models.tracing import constants
 from cfl.runtime import checkpoint
 from cfl.streams import Stream
@@ -124,7 +123,7 @@ def code(config: RunConfig) -> dict[str, str]:
 @cache
 def _trained(marks: tuple[tuple[str, int], ...]) -> str:
     """Hash the parameters in the last of a run's checkpoints. marks: these files, and when each was written."""
-    found = checkpoint.load_latest(Path(marks[0][0]).parent, None, warnings.warn)
+    found = checkpoint.load_latest(Path(marks[0][0]).parent, None, warn)
     assert found is not None  # there are checkpoints
     return content.digest(found[0]["server/params"])
 

@@ -4,7 +4,6 @@ import contextlib
 import logging
 import os
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -16,7 +15,7 @@ from filelock import FileLock
 from cfl.assembly.resolve import dump
 from cfl.config.overrides import flat
 from cfl.config.schema import RunConfig
-from cfl.core import packages
+from cfl.core import packages, warn
 from cfl.runtime.scalars import Scalars, ScalarSink
 
 _RUN = "mlflow-run"  # file in the run's folder: id of its run in the store
@@ -82,10 +81,9 @@ class MlflowSink(ScalarSink):
         except self._mlflow.MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            warnings.warn(
+            warn(
                 f"'{self._store}' lacks the run of '{known}', as after a move of the folder; a new MLflow run begins, "
-                "without the rounds before",
-                stacklevel=2,
+                "without the rounds before"
             )
             return False
         self._id, self._written = id, int(metrics.get("round", 0))

@@ -1,7 +1,6 @@
 """The model of a finished or interrupted run, loaded from the run's folder."""
 
 import json
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +17,7 @@ from cfl.config.overrides import flat, read_yaml
 from cfl.config.schema import RunConfig
 from cfl.contract import Server, Strategy
 from cfl.contract.composed import STRATEGY
-from cfl.core import CheckpointError, ConfigError, DataError, Tree, content, tree
+from cfl.core import CheckpointError, ConfigError, DataError, Tree, content, tree, warn
 from cfl.core.metrics import percent
 from cfl.core.typed import typed
 from cfl.models import Model, adapters
@@ -219,7 +218,7 @@ def checkpointed(folder: Path) -> tuple[Server, int]:
             if held
             else f"'{folder}' holds no run; give the --output of one"
         )
-    found = checkpoint.load_latest(folder / "checkpoints", None, warnings.warn)
+    found = checkpoint.load_latest(folder / "checkpoints", None, warn)
     if found is None:
         raise ConfigError(f"the run in '{folder}' has no checkpoint yet; wait for its first round")
     trees, meta = found

@@ -3,11 +3,11 @@
 import contextlib
 import sys
 import time
-import warnings
 from collections.abc import Mapping
 from typing import IO, Any, Protocol, runtime_checkable
 
 from cfl.config.schema import RunConfig
+from cfl.core import warn
 
 
 @runtime_checkable
@@ -53,7 +53,7 @@ class NullSink:
 
     def warn(self, text: str) -> None:
         """Issue a Python warning, so that faults appear on standard error."""
-        warnings.warn(text, stacklevel=2)
+        warn(text)
 
     def finish(self, metrics: dict[str, Any]) -> None:
         """Show nothing."""

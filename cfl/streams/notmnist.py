@@ -1,11 +1,10 @@
 """notMNIST (Bulatov, 2011), the small set: letters A to J of public fonts, 28 x 28, grey, 18,724 readable images."""
 
-import warnings
 from pathlib import Path
 
 import numpy as np
 
-from cfl.core import DataError
+from cfl.core import DataError, warn
 from cfl.streams import pickles
 
 ADDRESSES = (  # the author's, and a mirror of the same file
@@ -70,7 +69,7 @@ def _lettered(folder: Path) -> dict[str, np.ndarray]:
             labels.append(label)
     if broken:
         count = f"{len(broken)} of {len(images) + len(broken)} images of {folder} cannot be read and are skipped"
-        warnings.warn(f"{count}, the first is {broken[0].name} in {broken[0].parent.name}", stacklevel=2)
+        warn(f"{count}, the first is {broken[0].name} in {broken[0].parent.name}")
     if len({image.shape for image in images}) != 1:
         raise DataError(f"the images of {folder} differ in shape, or none can be read; unpack it again")
     x, y, test = np.stack(images), np.array(labels), np.arange(len(images)) % 10 == 0

@@ -1,22 +1,21 @@
 """Arithmetic on the stacked updates of a round, for rules that combine them: trees with leaves (clients, ...)."""
 
 import math
-import warnings
 
 import torch
 from torch import Tensor
 
-from cfl.core import Tree
+from cfl.core import Tree, warn
 
 
 def part(share: float, clients: int) -> int:
     """The number of clients that a share of them makes, rounded down. Warns if a share above 0 is no client."""
     found = math.floor(share * clients + 1e-9)  # 0.2 of 5 clients is one
     if share and not found:
-        warnings.warn(
+        warn(
             f"a share of {share:g} of {clients} clients is no client, so nothing protects against hostile ones; use a "
-            f"share of at least {1 / clients:.3g}, or more clients a round", stacklevel=2,
-        )  # fmt: skip
+            f"share of at least {1 / clients:.3g}, or more clients a round"
+        )
     return found
 
 

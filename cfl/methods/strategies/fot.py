@@ -11,7 +11,6 @@ the first task; "norm_ratio" is the authors' code). Biases are projected with th
 input. Norm weights and biases freeze after the first task. Clients sketch the global model, in a separate round.
 """
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cfl.contract import Client, Phase, RoundInfo, Server, Strategy, TreesByOwner
-from cfl.core import ConfigError, Tree, option, plugins, tree
+from cfl.core import ConfigError, Tree, option, plugins, tree, warn
 from cfl.methods.subspace import basis as bases
 from cfl.methods.subspace.gpse import GPSE
 from cfl.methods.subspace.layer_policy import LayerPolicy
@@ -138,7 +137,7 @@ class FOT(OptionalTaskInference, LayerPolicy, GPSE, Strategy):
         found = {name: self.extended(name, basis, sums, info) for name, basis in known.items()}
         grown = any(found[name][0].shape[1] > basis.shape[1] for name, basis in known.items())
         if info.privacy and not grown:
-            warnings.warn(f"the noise hides all directions ({info.place}): nothing more is protected", stacklevel=3)
+            warn(f"the noise hides all directions ({info.place}): nothing more is protected")
         basis, estimate = ({name: pair[part] for name, pair in found.items()} for part in (0, 1))
         return {"basis": basis, "coverage_estimate": estimate}
 
@@ -157,11 +156,10 @@ class FOT(OptionalTaskInference, LayerPolicy, GPSE, Strategy):
         new = [name for name, share in removed.items() if share > HALF >= before.get(name, 0)]
         if new:
             worst = max(new, key=removed.__getitem__)
-            warnings.warn(
+            warn(
                 f"the projection removed {removed[worst]:.0%} of the energy of this task's steps in layer {worst!r}, "
                 f"and more than half in {len(new)} of {len(removed)} layers: the task's inputs overlap with earlier "
-                f"ones, so it is learned slowly; a lower strategy.threshold (now {self.threshold:g}) protects less",
-                stacklevel=3,
+                f"ones, so it is learned slowly; a lower strategy.threshold (now {self.threshold:g}) protects less"
             )
 
 

@@ -3,11 +3,12 @@
 A basis is O (d, k) in float64 with orthonormal columns. The empty basis is (d, 0).
 """
 
-import warnings
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from cfl.core import warn
 
 TAIL = 3.0  # margin in standard deviations; noise exceeds it with a probability below exp(-9 / 2) = 1.1 %
 BLOCK = 128  # rows of a symmetric product that are computed at a time
@@ -179,7 +180,7 @@ def choose_rank(squared: Tensor, covered: float, threshold: float, criterion: st
         wanted = (covered - (1 - threshold)) / covered if covered > 0 else 0.0
         meets = [f_r > wanted for f_r in f]
     elif criterion == "eq12":
-        warnings.warn("FOT's eq. 12 as printed protects nothing in the first task; see 'energy'", stacklevel=2)
+        warn("FOT's eq. 12 as printed protects nothing in the first task; see 'energy'")
         meets = [f_r**0.5 + covered > threshold for f_r in f]
     else:
         raise ValueError(f"criterion must be energy, norm_ratio or eq12, not {criterion!r}")

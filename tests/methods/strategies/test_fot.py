@@ -184,7 +184,9 @@ def test_a_layer_that_loses_more_than_half_of_its_steps_is_named_once():
         warnings.simplefilter("always")
         metrics = _run(tasks, strategy=FOT(threshold=1.0), model=mlp(12, 10, 3)).metrics
     assert min(metrics["by_task"][1]["removed"].values()) > 0.99 and min(metrics["removed"].values()) > 0.99
-    texts = [str(one.message) for one in said if "projection removed" in str(one.message)]
+    found = [one for one in said if "projection removed" in str(one.message)]
+    texts = [str(one.message) for one in found]
+    assert found[0].filename == __file__  # the line that calls cfl.run
     assert len(texts) == 1  # after task 1, and not again after task 2
     assert "removed 100% of the energy" in texts[0] and "in 2 of 2 layers" in texts[0] and "layer '" in texts[0]
     assert "strategy.threshold (now 1)" in texts[0]
