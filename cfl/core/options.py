@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache, reduce
 from operator import or_
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, Field, PydanticInvalidForJsonSchema, PydanticUserError, TypeAdapter, ValidationError
@@ -55,16 +55,16 @@ def build(cls: type[T], values: dict[str, Any], prefix: str) -> T:
     """
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
     hints = _hints(cls)
-    checked = {}
+    valid = {}
     for name, value in values.items():
         if name not in fields:
             raise unknown("option", f"{prefix}.{name}", [f"{prefix}.{known}" for known in fields])
-        checked[name] = _checked(f"{prefix}.{name}", value, hints[name], fields[name].metadata)
+        valid[name] = checked(f"{prefix}.{name}", value, hints[name], fields[name].metadata)
     for name in required(cls):
-        if name not in checked:
+        if name not in valid:
             raise ConfigError(f"{prefix}.{name} of {cls.__name__} has no default; give it a value")
     try:
-        return cls(**checked)
+        return cls(**valid)
     except CflError:
         raise
     except Exception as error:  # of its own __post_init__
@@ -95,7 +95,7 @@ def check(item: Any, prefix: str) -> None:
     hints = _hints(cls)
     for field in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
         if field.metadata:
-            _checked(f"{prefix}.{field.name}", getattr(item, field.name), hints[field.name], field.metadata)
+            checked(f"{prefix}.{field.name}", getattr(item, field.name), hints[field.name], field.metadata)
 
 
 def describe(cls: type) -> list[dict[str, Any]]:
@@ -137,8 +137,8 @@ def _hints(cls: type) -> dict[str, Any]:
         raise ConfigError(f"the annotations of {cls.__name__} cannot be read: {reason(error)}") from error
 
 
-def _checked(name: str, value: Any, hint: Any, meta: Any) -> Any:
-    """Return a valid value, converted to the type of the hint. Raises ConfigError."""
+def checked(name: str, value: Any, hint: Any, meta: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """Return a valid value of an option, converted to the type of the hint. meta: see `option`. Raises ConfigError."""
     try:
         adapter = _adapter(hint, *(meta.get(bound) for bound in ("above", "at_least", "at_most")))
     except PydanticUserError as error:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from inspect import Parameter, signature
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from torch import nn
 
 from cfl.core import ConfigError, plugins, rng, unknown
-from cfl.core.errors import reason
+from cfl.core.errors import MOST_NAMES, few, reason
+from cfl.core.options import checked
 from cfl.models import pretrained
 from cfl.models.alexnet import alexnet_cl
 from cfl.models.bert import bert_tiny
@@ -41,17 +43,51 @@ _SHAPES = ((3, 32, 32), (2, 8))  # of inputs to try a model with: a colour image
 def filled(name: str, options: Mapping[str, Any], weights: str | None = None) -> dict[str, Any]:
     """Complete the options of a model: by the sizes of the folder `weights`, then with its builder's defaults.
 
-    The folder is read only if an option is missing. Raises ConfigError for an unknown option, and for a folder that
-    holds no weights of this model.
+    The folder is read only if an option is missing. Raises ConfigError for an unknown option, for a value that is not
+    of the type in the builder's annotation, and for a folder that holds no weights of this model.
     """
-    known = dict(list(signature(plugins.models.get(name)).parameters.items())[2:])
+    known = _own(name)
     for option in options:
         if option not in known:
-            raise unknown("option", f"model.{option}", [f"model.{k}" for k in (*_OF_EVERY_MODEL, *known)])
+            raise _unknown(name, option, list(known))
     defaults = {name: known[name].default for name in known if known[name].default is not Parameter.empty}
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
     sizes = pretrained.sizes(weights, name) if weights is not None and {*known} - {*options} else {}
-    return plain | sizes | dict(options)
+    given = {
+        option: value if repr(value) == repr(plain.get(option, ...)) else _checked(option, value, known[option])
+        for option, value in options.items()
+    }
+    return plain | sizes | given
+
+
+def _own(name: str) -> dict[str, Parameter]:
+    """The options of a model: the parameters of its builder that follow input shape and number of outputs."""
+    builder = plugins.models.get(name)
+    try:
+        found = signature(builder, eval_str=True)
+    except (NameError, TypeError, SyntaxError, AttributeError):  # annotations that cannot be read, which stay texts
+        found = signature(builder)
+    return dict(list(found.parameters.items())[2:])
+
+
+def _checked(option: str, value: Any, parameter: Parameter) -> Any:
+    """Return a value of the annotated type as it is, and None for the word none; all values without an annotation."""
+    hint = parameter.annotation
+    if hint is Parameter.empty or isinstance(hint, str):
+        return value
+    return None if checked(f"model.{option}", value, hint) is None else value
+
+
+def _unknown(name: str, option: str, known: Sequence[str]) -> ConfigError:
+    """Make the error for an option that a model lacks; it names the nearest option, or the models that have it."""
+    others = [f"'{other}'" for other in plugins.models.names() if option in _own(other)]
+    every = [*_OF_EVERY_MODEL, *known]
+    if not others and get_close_matches(option.lower(), every, n=1, cutoff=0.7):
+        return unknown("option", f"model.{option}", [f"model.{each}" for each in every])
+    text = f"model '{name}' has no option '{option}'; it has {', '.join(known) or 'none'}"
+    if not others:
+        return ConfigError(text)
+    return ConfigError(f"{text}; {few(others, MOST_NAMES)} {'has' if len(others) == 1 else 'have'} it")
 
 
 def build(name: str, input_shape: Sequence[int], outputs: int, options: Mapping[str, Any]) -> nn.Module:

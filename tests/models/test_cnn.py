@@ -63,8 +63,8 @@ def test_layers_and_heads():
         ((64,), {}, r"needs images \(channels, height, width\)"),
         ((1, 3, 8), {}, "at least 4 x 4 pixels, not 3 x 8"),
         ((1, 8, 8), {"width": 0}, r"model\.width must be a whole number of at least 1, not 0"),
-        ((1, 8, 8), {"hidden": 1.5}, r"model\.hidden must be a whole number of at least 1, not 1\.5"),
-        ((1, 8, 8), {"hidden": True}, r"model\.hidden must be a whole number of at least 1, not True"),
+        ((1, 8, 8), {"hidden": 1.5}, r"model\.hidden must be a whole number, not 1\.5"),
+        ((1, 8, 8), {"hidden": True}, r"model\.hidden must be a whole number, not True"),
         ((1, 8, 8), {"hiden": 4}, r"unknown option 'model\.hiden'; did you mean 'model\.hidden'\?"),
     ],
 )

@@ -1,10 +1,12 @@
 """The built-in models: parameter counts and input sizes of the papers, and error messages."""
 
+from typing import Literal
+
 import pytest
 import torch
 
 from cfl import models
-from cfl.core import ConfigError
+from cfl.core import ConfigError, plugins
 from cfl.models import Model
 
 
@@ -102,3 +104,55 @@ def test_every_model_gives_finite_gradients_to_all_parameters():
 def test_errors(name, shape, options, message):
     with pytest.raises(ConfigError, match=message):
         models.build(name, shape, 2, options)
+
+
+def conv(input_shape, outputs, channels: int, kind: Literal["wide", "deep"] = "wide", drop: int = None, free=None):
+    """A builder with annotations; the default of `drop` does not fit its own."""
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(8 * int(channels), outputs))
+
+
+def unreadable(input_shape, outputs, size: "Missing" = 3):  # noqa: F821
+    return torch.nn.Linear(8, outputs)
+
+
+@pytest.fixture
+def own_models(monkeypatch):
+    plugins.models.names()
+    monkeypatch.setattr(
+        plugins.models, "_items", dict(plugins.models._items) | {"conv": conv, "unreadable": unreadable}
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"channels": "x"}, r"model\.channels must be a whole number, not 'x'"),
+        ({"channels": 1.5}, r"model\.channels must be a whole number, not 1\.5"),
+        ({"channels": 1, "kind": "depe"}, r"unknown value of model\.kind 'depe'; did you mean 'deep'\?"),
+        ({"channels": 1, "drop": "x"}, r"model\.drop must be a whole number, not 'x'"),
+    ],
+)
+def test_options_are_checked_against_the_annotations_of_a_builder(options, message, own_models):
+    with pytest.raises(ConfigError, match=message):
+        models.filled("conv", options)
+
+
+def test_values_that_fit_and_options_without_annotations_are_taken_as_they_are(own_models):
+    options = {"channels": 1, "kind": "deep", "drop": None, "free": "any"}  # as config.yaml has them
+    assert models.filled("conv", options) == options
+    assert models.filled("unreadable", {"size": "any"}) == {"size": "any"}
+    assert models.filled("bert_tiny", {"vocabulary": "none"})["vocabulary"] is None
+    assert models.filled("mlp", {"hidden": (8, 8), "dropout": [0, 0.5]}) == {"hidden": (8, 8), "dropout": [0, 0.5]}
+
+
+def test_an_option_of_another_model_names_that_model(own_models):
+    with pytest.raises(
+        ConfigError, match="model 'mlp' has no option 'channels'; it has hidden, dropout; 'conv' has it"
+    ):
+        models.filled("mlp", {"channels": 3})
+    with pytest.raises(
+        ConfigError, match="'mlp' has no option 'width'; .*; 'alexnet_cl', 'bert_tiny', 'cnn', .* have it"
+    ):
+        models.filled("mlp", {"width": 3})
+    with pytest.raises(ConfigError, match="model 'mlp' has no option 'foo'; it has hidden, dropout$"):
+        models.filled("mlp", {"foo": 3})

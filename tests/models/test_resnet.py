@@ -130,7 +130,7 @@ def test_no_operation_overwrites_the_output_of_a_layer(name):
         ("resnet18_cifar", (32, 32), {}, r"needs images \(channels, height, width\)"),
         ("resnet18_cifar", (3, 8, 8), {"width": 0}, r"model\.width must be a whole number of at least 1, not 0"),
         ("resnet8", (64,), {}, r"needs images \(channels, height, width\)"),
-        ("resnet8", (3, 8, 8), {"width": "64"}, r"model\.width must be a whole number of at least 1, not '64'"),
+        ("resnet8", (3, 8, 8), {"width": "64"}, r"model\.width must be a whole number, not '64'"),
     ],
 )
 def test_errors(name, shape, options, message):

@@ -87,7 +87,7 @@ def test_layers_and_heads():
         ((64,), {}, r"needs images \(channels, height, width\)"),
         ((1, 0, 8), {}, "at least 1 x 1 pixels, not 0 x 8"),
         ((1, 8, 8), {"width": -1}, r"model\.width must be a whole number of at least 1, not -1"),
-        ((1, 8, 8), {"hidden": 512}, r"model\.hidden must be a list of widths, such as \[512, 512\], not 512"),
+        ((1, 8, 8), {"hidden": 512}, r"model\.hidden must be a list \(each a whole number\), not 512"),
         ((1, 8, 8), {"hidden": [8, 0]}, r"model\.hidden\[1\] must be a whole number of at least 1, not 0"),
     ],
 )
