@@ -17,6 +17,16 @@ from pydantic import ConfigDict, Field, PydanticInvalidForJsonSchema, PydanticUs
 from cfl.core.errors import CflError, ConfigError, reason, unknown, wanted
 
 T = TypeVar("T")
+_TYPES = {
+    "integer": "whole number",
+    "number": "number",
+    "boolean": "true, false",
+    "string": "text",
+    "null": "none",
+    "array": "list",
+    "object": "mapping",
+}
+"""Types of a JSON schema in words."""
 _EXACT = (bool, int, float, str)  # types without conversions: `true` is not 1, and 1 is not "1"
 
 
@@ -101,11 +111,17 @@ def check(item: Any, prefix: str) -> None:
 def describe(cls: type) -> list[dict[str, Any]]:
     """List the hyper-parameters of a class in field order: dicts with name, default, help, source and range.
 
-    The default is MISSING if there is none. Of the fields that `option` did not make, those without default are listed.
+    range: choices, bounds, or else the type, in words. The default is MISSING if there is none. Of the fields that
+    `option` did not make, those without default are listed. Raises ConfigError for an annotation that cannot be read.
     """
-    plain = {"help": "", "source": ""}
+    hints, plain = _hints(cls), {"help": "", "source": ""}
     return [
-        {"name": field.name, "default": _default(field), **(field.metadata or plain), "range": _range(field.metadata)}
+        {
+            "name": field.name,
+            "default": _default(field),
+            **(field.metadata or plain),
+            "range": _range(field.metadata) or _kind(hints[field.name]),
+        }
         for field in dataclasses.fields(cls)
         if field.metadata or field.name in required(cls)
     ]
@@ -204,3 +220,23 @@ def _range(meta: Any) -> str:
         return ""
     left = f"({low:g}" if low is not None else f"[{least:g}" if least is not None else "(-inf"
     return f"{left}, {most:g}]" if most is not None else f"{left}, inf)"
+
+
+def _kind(hint: Any) -> str:
+    """The values of a type in words; empty for a type that no option can have."""
+    try:
+        return _words(_schema(_adapter(hint, None, None, None), hint))
+    except PydanticUserError:
+        return ""
+
+
+def _words(schema: Mapping[str, Any]) -> str:
+    """Describe in a few words the values that a JSON schema accepts."""
+    if "anyOf" in schema:
+        return " or ".join(map(_words, schema["anyOf"]))
+    if "enum" in schema or "const" in schema:
+        return ", ".join(map(str, schema.get("enum") or [schema["const"]]))
+    kind, inner = schema.get("type", "value" if "$ref" in schema else "anything"), schema.get("items")
+    if kind == "array" and inner:
+        return f"list of {_words(inner)}" + "s" * (inner.get("type") in ("integer", "number", "string"))
+    return _TYPES.get(kind, kind)

@@ -1,7 +1,7 @@
 """Hyper-parameters: what a dataclass accepts, and what the errors say."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -104,8 +104,34 @@ def test_the_prefix_is_that_of_the_command_line():
 def test_describe_lists_options_in_field_order():
     rows = options.describe(Rule)
     assert [row["name"] for row in rows] == ["rho", "threshold", "size", "temperature", "scope", "decay"]
-    assert [row["range"] for row in rows] == ["[0, inf)", "(0, 1]", "[1, inf)", "(0, inf)", "head, all", ""]
+    assert [row["range"] for row in rows] == ["[0, inf)", "(0, 1]", "[1, inf)", "(0, inf)", "head, all", "true, false"]
     assert (rows[0]["default"], rows[0]["help"], rows[0]["source"]) == (2.0, "strength", "eq. 11")
+
+
+def test_describe_shows_the_type_of_an_option_without_bounds():
+    @dataclass(frozen=True)
+    class Typed:
+        reduce: Literal["mean", "late"] = option("mean", "how")
+        when: Literal["early"] | None = option(None, "when")
+        name: str = option("x", "what")
+        count: int = option(1, "how many")
+        rate: float | None = option(None, "how fast")
+        widths: tuple[int, ...] = option((1,), "sizes")
+        names: list[str] = option(["a"], "parts")
+        rule: Rule | None = option(None, "an object")
+        other: Any = option(None, "an object")
+
+    assert {row["name"]: row["range"] for row in options.describe(Typed)} == {
+        "reduce": "mean, late",
+        "when": "early or none",
+        "name": "text",
+        "count": "whole number",
+        "rate": "number or none",
+        "widths": "list of whole numbers",
+        "names": "list of texts",
+        "rule": "value or none",
+        "other": "anything",
+    }
 
 
 def test_fields_that_are_no_options_are_not_described():
