@@ -13,6 +13,8 @@ from cfl.aggregation import accounting
 from cfl.config.option_names import GROUPS, option_names
 from cfl.config.overrides import read_yaml
 from cfl.core import plugins
+from cfl.methods.regularizers.fedprox import FedProx
+from cfl.methods.strategies.fot import FOT
 from cfl.report import plots, tables
 from cfl.report.described import PROTECTIONS, refused
 from cfl.runtime import runner
@@ -431,6 +433,24 @@ def test_describe_prints_uploads_what_the_server_learns_and_protections(name, it
 
 
 def test_describe_names_sketches_and_counts(capsys):
+@pytest.mark.parametrize(("base", "inherited"), [(FOT, FOT.sends), (FedProx, "nothing besides the update")])
+def test_describe_does_not_state_inherited_uploads_for_a_class_with_its_own(base, inherited, monkeypatch, capsys):
+    class Mine(base):
+        def finish(self, params, ctx, steps):
+            return super().finish(params, ctx, steps)
+
+    class Same(base):
+        pass
+
+    registry = plugins.local if base is FedProx else plugins.strategies
+    monkeypatch.setattr(registry, "_items", registry._items | {"mine": Mine, "same": Same})
+    assert invoke("describe", "mine") == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "not stated: Mine has uploads of its own; give it a class attribute sends" in shown and "Source" not in shown
+    assert invoke("describe", "same") == 0
+    assert inherited[:50] in " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
     for name, parts in {
         "fot": ("a sketch and two energies", "strategy.freeze_first=true", "not supported: 'fot' cannot run"),
         "fednova": ("the number of its local steps", "not supported: 'fednova' cannot run like this"),

@@ -49,9 +49,10 @@ class LocalRegularizer:
     """An addition to federated training that composes with any strategy. This base class changes nothing."""
 
     source: ClassVar[str] = ""
-    """Paper and equation, as `cfl-run list` shows it."""
+    """Paper and equation, as `cfl-run list` shows it. Not inherited: each class names its own."""
     sends: ClassVar[str] = ""
-    """A client's uploads for it, and when it sends them; empty if it adds nothing to the strategy's uploads."""
+    """A client's uploads for it, and when it sends them; empty if it adds nothing to the strategy's uploads. A class
+    with a `finish` or `work` of its own has its own."""
     per_sample: ClassVar[bool] = False
     """True if samples affect uploads and client states only through gradients of the losses of single samples (in
     `work`: only as `Privacy` says). dp.level=example requires it. Not inherited: each class sets it for itself."""

@@ -41,7 +41,6 @@ def with_consolidation(task: int, tasks: int, rounds: int) -> list[Phase]:
 class Strategy(LocalRegularizer):
     """Federated averaging without a continual mechanism: the lower bound (McMahan et al., 2017)."""
 
-    source: ClassVar[str] = "McMahan et al., AISTATS 2017, Algorithm 1"
     sends: ClassVar[str] = "its update w_global - w_local, every round"
     gathers: ClassVar[Gathers] = "sum"
     """Aggregation of its `work` uploads: plain sum, or stack (clients, ...), see `LocalRegularizer.gathers`."""

@@ -67,8 +67,10 @@ class Registry:
         return sorted({*self._items, *(point.name for point in _points(self.group))})
 
     def source(self, name: str) -> str:
-        """Source of the object of that name: paper and section."""
-        return getattr(self.get(name), "source", "") or self._sources.get(name, "")
+        """Source of the object of that name: paper and section. A class does not inherit that of another method."""
+        item = self.get(name)
+        own = vars(item).get("source", "") if isinstance(item, type) else getattr(item, "source", "")
+        return own or self._sources.get(name, "")
 
     def get(self, name: str) -> Any:
         """Return the object of that name.

@@ -70,7 +70,7 @@ def _run_option(dotted: str) -> dict[str, Any]:
 
 def _privacy(name: str, item: Any) -> list[tuple[str, str]]:
     """Rows on the uploads of a client, on what the server learns from them, and on each of the `PROTECTIONS`."""
-    rows = [("a client sends", item.sends or "nothing besides the update")]
+    rows = [("a client sends", _sends(item))]
     if needed := options.required(item):  # without their values nothing can be tried
         return [*rows, ("all else", f"depends on the values of {', '.join(needed)}")]
     sums = "" if privacy_rules.shows_each(item()) else "; only the sum with secure aggregation"
@@ -79,6 +79,16 @@ def _privacy(name: str, item: Any) -> list[tuple[str, str]]:
         reason = refused(name, [option, *further])
         rows.append((option, f"not supported: {reason}" if reason else "supported"))
     return rows
+
+
+def _sends(item: Any) -> str:
+    """What a client sends for a method. A `sends` that is inherited does not cover uploads of a class's own."""
+    for kind in item.__mro__:
+        if "sends" in vars(kind):
+            break
+        if {"finish", "work"} & vars(kind).keys():
+            return f"not stated: {kind.__name__} has uploads of its own; give it a class attribute sends"
+    return item.sends or "nothing besides the update"
 
 
 def _parameters(builder: Callable[..., Any]) -> list[dict[str, Any]]:

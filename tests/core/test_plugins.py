@@ -6,6 +6,7 @@ from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 
+from cfl.contract import Strategy
 from cfl.core import ConfigError, plugins
 from cfl.core.plugins import Registry
 
@@ -51,6 +52,30 @@ def test_a_class_that_is_defined_again_at_the_same_place_takes_the_name(registry
     cell()
     again = cell()  # as a cell of a notebook that runs again
     assert registry.get("one") is again
+
+
+@pytest.mark.parametrize(
+    ("registry", "base", "parent"),
+    [
+        (plugins.strategies, Strategy, "fedavg"),
+        (plugins.strategies, plugins.strategies.get("fot"), "fot"),
+        (plugins.local, plugins.local.get("fedprox"), "fedprox"),
+    ],
+)
+def test_a_subclass_of_a_method_does_not_inherit_its_source(registry, base, parent, monkeypatch):
+    monkeypatch.setattr(registry, "_items", dict(registry._items))
+    monkeypatch.setattr(registry, "_sources", dict(registry._sources))
+
+    class Mine(base):
+        pass
+
+    class Cited(base):
+        source = "ours, 2026"
+
+    registry.register("mine")(Mine)
+    registry.register("cited")(Cited)
+    assert registry.source("mine") == "" and registry.source("cited") == "ours, 2026"
+    assert registry.source(parent)
 
 
 def test_entry_points_are_listed_and_loaded(registry, third_party):

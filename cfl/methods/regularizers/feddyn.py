@@ -26,6 +26,7 @@ class FedDyn(LocalRegularizer):
     """Dynamic regularisation that aligns local optima with the global one (Acar et al., 2021)."""
 
     source: ClassVar[str] = "Acar et al., ICLR 2021, Algorithm 1"
+    sends: ClassVar[str] = ""
     per_sample: ClassVar[bool] = True
     lends: ClassVar[bool] = True
     decides: ClassVar[str] = "the length of the server's step"

@@ -23,6 +23,7 @@ class Moon(LocalRegularizer):
     """Model-contrastive learning of features (Li et al., 2021)."""
 
     source: ClassVar[str] = "Li et al., CVPR 2021, eq. 3"
+    sends: ClassVar[str] = ""
     per_sample: ClassVar[bool] = True
     lends: ClassVar[bool] = True
 

@@ -33,6 +33,7 @@ class EWC(Strategy):
     """Elastic weight consolidation at each client: important weights change little (Kirkpatrick et al., 2017)."""
 
     source: ClassVar[str] = "Kirkpatrick et al., PNAS 2017, eq. 3; FOT, appendix F.2"
+    sends: ClassVar[str] = Strategy.sends
 
     strength: float = option(
         40.0, "lambda; FOT: 40 for MNIST, 20 CIFAR-100, 1 5-Datasets, 0.01 Mini-ImageNet", source="F.2", at_least=0.0,

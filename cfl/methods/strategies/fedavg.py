@@ -3,4 +3,4 @@
 from cfl.contract import Strategy
 from cfl.core import plugins
 
-FedAvg = plugins.strategies.register("fedavg")(Strategy)
+FedAvg = plugins.strategies.register("fedavg", source="McMahan et al., AISTATS 2017, Algorithm 1")(Strategy)

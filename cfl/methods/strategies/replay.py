@@ -21,6 +21,7 @@ from cfl.models import Model
 class Replay(Strategy):
     """Stored samples of earlier tasks join every batch."""
 
+    sends: ClassVar[str] = Strategy.sends
     task_incremental: ClassVar[str] = (
         "stored samples go through the heads of their tasks; these stay, or train with train_old_heads"
     )

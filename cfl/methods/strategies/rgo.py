@@ -35,6 +35,7 @@ class RGO(Strategy):
 
     not_class_incremental: ClassVar[str] = "its paper knows the task of each sample, and its feature encoding arranges the weights by it"
     source: ClassVar[str] = "Liu and Liu, ICLR 2022; FOT, appendix F.2"
+    sends: ClassVar[str] = Strategy.sends
     hard_constraint: ClassVar[bool] = True
 
     alpha: float = option(1.0, "P shrinks more slowly for larger values", source="paper: 1; code: 0.01", above=0.0)
