@@ -49,6 +49,7 @@ def invoke(*args):
         (("describe", "fott"), "'fot'"),
         (("list", "methds"), "unknown kind 'methds'; did you mean 'methods'"),
         (("compare", "permuted-digits", "--methods", "fedavg,fedavg"), "each method once"),
+        (("compare", "permuted-digits", "--methods", "fedavg,"), "--methods has an empty name in 'fedavg,'"),
         (
             ("compare", "permuted-digits", "--methods", "fedavg,fot", "--set", "strategy.thresold=0.9"),
             "'strategy.threshold'",

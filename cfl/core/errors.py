@@ -119,6 +119,11 @@ def wanted(schema: Mapping[str, Any]) -> str:
         return f"a list (each {wanted(schema['items'])})"
     if schema["type"] not in ("integer", "number"):
         return text
-    low = f"[{schema['minimum']:.15g}" if "minimum" in schema else f"({schema.get('exclusiveMinimum', -inf):.15g}"
-    high = f"{schema['maximum']:.15g}]" if "maximum" in schema else f"{schema.get('exclusiveMaximum', inf):.15g})"
+    low = f"[{_exact(schema['minimum'])}" if "minimum" in schema else f"({_exact(schema.get('exclusiveMinimum', -inf))}"
+    high = f"{_exact(schema['maximum'])}]" if "maximum" in schema else f"{_exact(schema.get('exclusiveMaximum', inf))})"
     return text if (low, high) == ("(-inf", "inf)") else f"{text} in {low}, {high}"
+
+
+def _exact(bound: float) -> str:
+    """All digits of a whole number, and 15 of another."""
+    return str(bound) if isinstance(bound, int) else f"{bound:.15g}"

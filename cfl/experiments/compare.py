@@ -210,6 +210,8 @@ def plan(
     Raises ConfigError in one line for every invalid option, so that nothing fails after hours.
     """
     names, numbers = [name.strip() for name in methods.split(",")], seeds_of(seeds)
+    if "" in names:
+        raise ConfigError(f"--methods has an empty name in '{methods}'; leave out a comma, or name a method there")
     if len(set(names)) < len(names):
         raise ConfigError(f"--methods takes each method once, not '{methods}'")
     plugins.benchmarks.get(benchmark)  # `resolve` accepts benchmarks that are not registered

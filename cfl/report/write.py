@@ -38,7 +38,9 @@ def files(folders: Sequence[Path], outputs: Sequence[Path]) -> Sequence[Path]:
     found = runs.read(folders)
     others = [path.name for path in outputs if path.suffix != ".html"]  # the page lists these runs
     if others and (text := unfinished.counted(found)):
-        warn(f"of the runs, {text}; {', '.join(others)} leaves them out")
+        what = "it" if len(found.failed) + len(found.unfinished) == 1 else "them"
+        verb = "leaves" if len(others) == 1 else "leave"
+        warn(f"of the runs, {text}; {', '.join(others)} {verb} {what} out")
     for path in outputs:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

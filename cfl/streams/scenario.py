@@ -34,8 +34,8 @@ def with_scenario(stream: Stream, scenario: str | None) -> Stream:
         stream = replace(stream, tasks=_own_labels(stream.tasks), multi_head=True)
     if scenario == "class":
         return replace(stream, tasks=_numbered(stream), multi_head=True, growing=True)
-    counts = sorted({task.classes for task in stream.tasks})
-    if scenario == "domain" and len(counts) > 1:
+    counts = [task.classes for task in stream.tasks]
+    if scenario == "domain" and len(set(counts)) > 1:
         raise ConfigError(f"scenario=domain needs tasks with equal numbers of classes, and those of '{stream.name}' "
                           f"have {counts}; use scenario=task or class")  # fmt: skip
     return replace(stream, multi_head=scenario == "task")

@@ -80,3 +80,5 @@ def test_runs_that_a_file_leaves_out_are_counted(stored, tmp_path):
     (tmp_path / "cut" / "metrics.json").unlink()  # beside the one that the fixture has
     with pytest.warns(UserWarning, match=r"of the runs, 2 are unfinished; runs\.csv leaves them out"):
         write.files([stored, tmp_path], [tmp_path / "runs.csv"])
+    with pytest.warns(UserWarning, match=r"of the runs, 1 is unfinished; runs\.csv, runs\.md leave it out"):
+        write.files([stored], [tmp_path / "runs.csv", tmp_path / "runs.md"])

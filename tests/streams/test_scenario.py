@@ -52,6 +52,13 @@ def test_tasks_of_different_sizes_have_parts_of_different_sizes():
     assert found.heads == (2, 3) and [task.classes for task in found.tasks] == [2, 5]
 
 
+def test_numbers_of_classes_are_listed_in_the_order_of_the_tasks():
+    x, y = torch.randn(24, 4), torch.arange(24)
+    stream = from_tensors([(x, y % size, x, y % size) for size in (4, 2, 4, 3)], name="mixed", multi_head=True)
+    with pytest.raises(ConfigError, match=r"those of 'mixed' have \[4, 2, 4, 3\]"):
+        with_scenario(stream, "domain")
+
+
 def test_what_cannot_be_is_refused():
     with pytest.raises(ConfigError, match=r"equal numbers of classes, and those of 'unequal' have \[2, 3\]"):
         with_scenario(unequal(), "domain")
