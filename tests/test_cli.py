@@ -433,7 +433,6 @@ def test_describe_prints_uploads_what_the_server_learns_and_protections(name, it
         assert rows[option] == (f"not supported: {reason}" if reason else "supported")
 
 
-def test_describe_names_sketches_and_counts(capsys):
 @pytest.mark.parametrize(("base", "inherited"), [(FOT, FOT.sends), (FedProx, "nothing besides the update")])
 def test_describe_does_not_state_inherited_uploads_for_a_class_with_its_own(base, inherited, monkeypatch, capsys):
     class Mine(base):
@@ -452,6 +451,7 @@ def test_describe_does_not_state_inherited_uploads_for_a_class_with_its_own(base
     assert inherited[:50] in " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
+def test_describe_names_sketches_and_counts(capsys):
     for name, parts in {
         "fot": ("a sketch and two energies", "strategy.freeze_first=true", "not supported: 'fot' cannot run"),
         "fednova": ("the number of its local steps", "not supported: 'fednova' cannot run like this"),
@@ -525,6 +525,7 @@ def test_evaluate_repeats_the_last_evaluation_and_takes_own_samples(tmp_path, mo
         (("evaluate", "run", "--data", "objects.npz"), 1, "it holds objects, or is damaged"),
         (("evaluate", "run"), 2, "has a stream of its own, 'custom'; pass --data"),
         (("train", "permuted-digits", "--from", "nothing"), 2, "'nothing' holds no run"),
+        (("train", "permuted-digits", "--from", ""), 2, "start (--from) is an empty text; name the folder of a run"),
     ],
 )
 def test_evaluate_and_from_name_what_is_wrong(args, status, text, tmp_path, monkeypatch, capsys):

@@ -51,7 +51,7 @@ def train(
 
     BENCHMARK: a name such as permuted-digits; see 'cfl-run list benchmarks'.
     """
-    overrides = [*overrides, *([f"start={json.dumps(start)}"] if start else [])]
+    overrides = [*overrides, *([f"start={json.dumps(start)}"] if start is not None else [])]
     layers = dict(method=method, regularizers=local, overrides=overrides, seed=seed, engine=engine, scale=scale)
     resolved = _resolved(benchmark, file=config, **layers)
     folder = output or Path("runs") / alone(resolved)

@@ -79,7 +79,7 @@ def parse(overrides: str | Sequence[str]) -> dict[str, Any]:
     for text in [overrides] if isinstance(overrides, str) else overrides:
         dotted, equals, value = text.partition("=")
         parts = dotted.strip().split(".")
-        if not equals or not all(parts):
+        if not equals or not all(parts) or not value.strip():
             raise ConfigError(f"an override is key=value, such as local.lr=0.05, not '{text}'")
         item = read_value(dotted, value)
         for part in reversed(parts):
@@ -103,7 +103,7 @@ def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def assignment(name: str, value: Any) -> str:
     """Return an option and its value as an argument of `--set`."""
     plain = f"{name}={value}"
-    same = isinstance(value, str) and parse([plain]) == parse([f"{name}={json.dumps(value)}"])
+    same = isinstance(value, str) and value.strip() and parse([plain]) == parse([f"{name}={json.dumps(value)}"])
     return plain if same else f"{name}={json.dumps(value, separators=(',', ':'))}"
 
 

@@ -254,6 +254,8 @@ class RunConfig(Section):
                 f"attack.clients={self.attack.clients} is more than partition.clients={self.partition.clients}; "
                 "lower it"
             )
+        if self.start is not None and not self.start.strip():
+            raise ConfigError("start (--from) is an empty text; name the folder of a run, or leave it out")
         if self.attack.name == "label_flip" and self.attack.strength is not None:
             raise ConfigError("attack.strength does not apply to attack.name=label_flip; set it to null")
         if len(set(self.regularizers)) < len(self.regularizers):
