@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from cfl.config.overrides import assignment, flat, read_yaml
 from cfl.config.schema import ModelConfig
 from cfl.core import ConfigError, Tree
 from cfl.models import Model, adapters, pretrained
@@ -34,9 +35,19 @@ def started(model: Model, folder: str) -> tuple[Tree, str]:
             there = f"shape {tuple(given[name].shape)}" if name in given else "no such parameter"
             raise ConfigError(
                 f"start: '{name}' has shape {tuple(model.params[name].shape)} here, and '{folder}' has {there}; "
-                "use the model of that run"
+                f"{_remedy(model, Path(folder))}"
             )
     return {**model.params, **taken}, f"starts from the model in '{folder}'{_listed(left)}"
+
+
+def _remedy(model: Model, folder: Path) -> str:
+    """What makes a model fit the run in a folder: its adapters if it has some and the model has none, or its model."""
+    options = flat(read_yaml(folder / "config.yaml"))
+    if options.get("model.adapter", "none") == "none" or adapters.pairs(model.module):
+        return "use the model of that run"
+    default = flat({"model": ModelConfig().model_dump(mode="json")})
+    own = [name for name in default if name.startswith("model.adapter") and options.get(name) != default[name]]
+    return f"that run has adapters: set {', '.join(assignment(name, options[name]) for name in own)} here, too"
 
 
 def pretrained_weights(model: Model, config: ModelConfig) -> tuple[Tree, str]:

@@ -288,6 +288,13 @@ def test_heads_that_do_not_fit_start_anew_and_bodies_must_fit(tmp_path):
         trained(tmp_path / "third", start, "model.hidden=[7,7]", stream=plain)
 
 
+def test_a_run_without_adapters_cannot_start_from_one_with_adapters(tmp_path):
+    trained(tmp_path / "first", "model.adapter=lora", "model.adapter_rank=4")
+    remedy = "that run has adapters: set model.adapter=lora, model.adapter_rank=4 here, too"
+    with pytest.raises(ConfigError, match=f"has no such parameter; {remedy}"):
+        trained(tmp_path / "second", f"start={tmp_path / 'first'}")
+
+
 def test_a_resumed_run_notices_that_its_starting_model_changed(tmp_path):
     trained(tmp_path / "first")
     start = f"start={tmp_path / 'first'}"
