@@ -45,12 +45,12 @@ def _each(
         if len(rounds) != len(tasks):
             raise ConfigError(f"rounds lists {len(rounds)} numbers for {len(tasks)} tasks; give one number per task")
         return rounds
-    for name in tasks:
-        if name not in rounds:
-            raise ConfigError(f"rounds has no number for task '{name}'; add it, or give one number for all tasks")
-    for name in rounds if others else ():
+    lacking = [name for name in tasks if name not in rounds]
+    for name in rounds if others or lacking else ():
         if name not in {*tasks, *others}:
             raise unknown("task in rounds", name, {*tasks, *others})
+    if lacking:
+        raise ConfigError(f"rounds has no number for task '{lacking[0]}'; add it, or give one number for all tasks")
     return [rounds[name] for name in tasks]
 
 

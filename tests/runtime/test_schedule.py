@@ -63,3 +63,6 @@ def test_rounds_may_be_given_by_the_names_of_the_tasks():
         schedule.planned(Plans(), "plans", "abd", named, "abc")
     with pytest.raises(ConfigError, match="unknown task in rounds 'minst'; did you mean 'mnist'"):
         schedule.planned(Plans(), "plans", ["digits"], {"digits": 3, "minst": 4}, ["digits", "mnist"])
+    for others in ((), ("a", "b", "c")):  # a name that no task has comes before a task without a number
+        with pytest.raises(ConfigError, match=r"unknown task in rounds 'foo'; known: a, b"):
+            schedule.planned(Plans(), "plans", "ab", {"foo": 3}, others)
