@@ -11,7 +11,7 @@ from torch import nn
 from cfl import engines, models
 from cfl.aggregation.attacks import Attack
 from cfl.aggregation.protected import UploadProtection
-from cfl.assembly import methods, network, privacy_rules
+from cfl.assembly import methods, network, privacy_rules, without_effect
 from cfl.config.schema import RunConfig
 from cfl.contract import LocalRegularizer, Strategy
 from cfl.contract.composed import STRATEGY, ComposedMethod, prefix
@@ -120,7 +120,8 @@ def build_session(
     names = [task.name for task in stream.tasks]
     called = CallbackSet(callbacks, config, stream)
     recorder = Recorder(folder, sink, state, rounds, budget, names, fingerprint, called)
-    notes += [*model.notes(), *composed.strategy.notes(model), *population.notes(), *budget.notes()]
+    notes += [*without_effect.notes(config, stream.scenario), *model.notes(), *composed.strategy.notes(model),
+              *population.notes(), *budget.notes()]  # fmt: skip
     about = description(stream, own, {name: each for name, each in members.items() if each != built.get(name)}, model)
     return Session(
         config, label, stream, composed, model, population, rounds, budget, state, engine, recorder, notes, about,
