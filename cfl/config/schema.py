@@ -124,7 +124,8 @@ class PrivacyConfig(Section):
     amplify: bool = Field(True, description="whether cohorts are secret, so that sampling amplifies privacy")
     accountant: Literal["prv", "rdp"] = Field("prv", description="accountant: prv is tight, rdp a looser bound")
     noise_seed: Literal["run", "system"] = Field(
-        "run", description="source of noise and Poisson batches: `run`, the run's seed, or `system`, the system's entropy, which never repeats"
+        "run",
+        description="source of noise and Poisson batches: the run's seed, or the system's entropy, which never repeats",
     )
 
     @model_validator(mode="before")
@@ -182,7 +183,8 @@ class RunConfig(Section):
         "seen", description="with scenario=class: classes in the loss of a new sample, all seen or those of its task"
     )
     start: str | None = Field(
-        None, description="folder of another run, with whose model this run starts; null: with random or pretrained weights"
+        None,
+        description="folder of another run, with whose model this run starts; null: with random or pretrained weights",
     )
     engine: Literal["loop", "vmapped", "pool", "pool+vmapped", "flower", "auto"] = Field(
         "loop",

@@ -33,7 +33,9 @@ from cfl.models import Layer, Model
 class RGO(Strategy):
     """Recursive gradient optimisation at some clients: small steps where earlier losses curve (Liu and Liu, 2022)."""
 
-    not_class_incremental: ClassVar[str] = "its paper knows the task of each sample, and its feature encoding arranges the weights by it"
+    not_class_incremental: ClassVar[str] = (
+        "its paper knows the task of each sample, and its feature encoding arranges the weights by it"
+    )
     source: ClassVar[str] = "Liu and Liu, ICLR 2022; FOT, appendix F.2"
     sends: ClassVar[str] = Strategy.sends
     hard_constraint: ClassVar[bool] = True
