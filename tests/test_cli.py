@@ -334,8 +334,8 @@ def test_describe_says_which_options_are_required(monkeypatch, capsys):
     assert invoke("describe", "needs") == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
     shown = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
-    assert ["strategy.strength", "required", "", "how much", ""] in shown
-    assert ["strategy.plain", "required", "", "", ""] in shown
+    assert ["strategy.strength", "required", "number", "how much", ""] in shown
+    assert ["strategy.plain", "required", "whole number", "", ""] in shown
     assert ["all else", "depends on the values of strength, plain"] in shown
 
 
@@ -354,7 +354,7 @@ def test_describe_says_which_options_of_a_model_are_required(monkeypatch, capsys
     ("name", "row"),
     [
         ("agg.weights", ["samples", "one of samples, uniform", "weight of a client in the mean"]),
-        ("seed", ["0", f"a whole number in [0, {2**128 - 1:.15g}]", "seed of every random draw"]),
+        ("seed", ["0", f"a whole number in [0, {2**128 - 1}]", "seed of every random draw"]),
         ("public.name", ["null", "a name or null", "data set; `stream` for the benchmark's own public part"]),
         ("benchmark", ["required", "a name", "name of the benchmark; see `cfl-run list benchmarks`"]),
         ("strategy", ["{}", "a group", "hyper-parameters of the method"]),

@@ -19,7 +19,7 @@ from tests import toy
 from tests.flower.federation import unlike
 from tests.runtime.test_resume import Killed, finished
 
-REFUSED = {"single_task": "it has a model for each task", "rgo": "it arranges its weights for each task"}
+REFUSED = {"single_task": "it has a model for each task", "rgo": "its paper knows the task of each sample"}
 METHODS = [name for name in plugins.strategies.names() if name not in REFUSED]
 CLASS = ("scenario=class",)
 ENGINES = (
