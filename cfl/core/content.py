@@ -149,8 +149,10 @@ class _Describer:
 
 def _held(value: Any) -> list[Any]:
     """What a collection holds that is neither a list, a tuple, a set nor a mapping; empty for anything else."""
-    if isinstance(value, (np.ndarray, memoryview)):
-        return [[*(value.shape or ())], value.tolist()] if value.nbytes else []
+    if isinstance(value, memoryview):  # of some formats it has no items
+        return [value.format, [*(value.shape or ())], value.tobytes().hex()]
+    if isinstance(value, np.ndarray):
+        return [[*value.shape], value.tolist()] if value.nbytes else []
     if isinstance(value, deque):
         return [value.maxlen, *value] if value else []
     return list(value) if isinstance(value, _VIEWS) else []

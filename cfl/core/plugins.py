@@ -18,6 +18,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from cfl.core.errors import ConfigError, reason, unknown
@@ -90,7 +91,7 @@ class Registry:
         """Register the built-in objects, and those of the files in `FILES`."""
         import_module(self.home)
         for path in files():
-            _imported(path)
+            _import(path)
 
     def _enter(self, name: str, item: Any, whence: str) -> None:
         """Store an object. whence: the entry point that offers it, for errors; empty for `register`."""
@@ -110,33 +111,47 @@ class Registry:
 
 
 def files() -> list[Path]:
-    """The files that the environment variable CFL_PLUGINS names."""
-    return [Path(name).absolute() for name in os.environ.get(FILES, "").split(os.pathsep) if name]
+    """The files that the environment variable CFL_PLUGINS names; it has absolute paths afterwards."""
+    found = [Path(name).resolve() for name in os.environ.get(FILES, "").split(os.pathsep) if name]
+    if found:  # a process may change its folder
+        os.environ[FILES] = os.pathsep.join(map(str, found))
+    return found
 
 
 def add_files(paths: Iterable[Path]) -> None:
     """Add files to CFL_PLUGINS, for this process and those that it starts, and import them."""
-    every = dict.fromkeys([*files(), *(path.absolute() for path in paths)])
+    every = dict.fromkeys([*files(), *(path.resolve() for path in paths)])
+    for path in every:
+        if os.pathsep in str(path):
+            raise ConfigError(f"the path '{path}' has a '{os.pathsep}', which separates files in {FILES}; rename it")
     os.environ[FILES] = os.pathsep.join(map(str, every))
     for path in every:
-        _imported(path)
+        _import(path)
 
 
-@cache
-def _imported(path: Path) -> None:
+def _import(path: Path) -> None:
     """Import a file, as a module of its name, once in a process. Raises ConfigError if that fails."""
+    if any(_is(sys.modules.get(name), path) for name in (path.stem, "__main__")):
+        return  # imported, or being imported, perhaps by another file or as the script that runs
     if path.suffix != ".py" or not path.is_file():
         raise ConfigError(f"there is no Python file '{path}' to take plug-ins from; see --plugin and {FILES}")
     spec = spec_from_file_location(path.stem, path)
     if path.stem in sys.modules or spec is None or spec.loader is None:
         raise ConfigError(f"'{path}' cannot be imported, since a module '{path.stem}' is there; rename the file")
-    sys.path.append(str(path.parent))  # for modules beside it
+    if str(path.parent) not in sys.path:  # for modules beside it
+        sys.path.append(str(path.parent))
     module = sys.modules[path.stem] = module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever the file raises
+    except (Exception, SystemExit) as error:  # whatever the file raises
         del sys.modules[path.stem]
         raise ConfigError(f"'{path}' cannot be imported: {reason(error)}") from error
+
+
+def _is(module: ModuleType | None, path: Path) -> bool:
+    """Whether a module is that of a file."""
+    file = getattr(module, "__file__", None)
+    return file is not None and Path(file).resolve() == path
 
 
 @cache

@@ -70,6 +70,13 @@ def _own(name: str) -> dict[str, Parameter]:
     return dict(list(found.parameters.items())[2:])
 
 
+def _has(name: str, option: str) -> bool:
+    """Whether a model has an option; False for one that cannot be loaded, or has no signature."""
+    with suppress(ConfigError, ValueError):
+        return option in _own(name)
+    return False
+
+
 def _checked(option: str, value: Any, parameter: Parameter) -> Any:
     """Return a value of the annotated type as it is, and None for the word none; all values without an annotation."""
     hint = parameter.annotation
@@ -80,7 +87,7 @@ def _checked(option: str, value: Any, parameter: Parameter) -> Any:
 
 def _unknown(name: str, option: str, known: Sequence[str]) -> ConfigError:
     """Make the error for an option that a model lacks; it names the nearest option, or the models that have it."""
-    others = [f"'{other}'" for other in plugins.models.names() if option in _own(other)]
+    others = [f"'{other}'" for other in plugins.models.names() if _has(other, option)]
     every = [*_OF_EVERY_MODEL, *known]
     if not others and get_close_matches(option.lower(), every, n=1, cutoff=0.7):
         return unknown("option", f"model.{option}", [f"model.{each}" for each in every])

@@ -1,5 +1,6 @@
 """Registries: built-ins, entry points of other packages, and names that are taken or unknown."""
 
+import os
 import subprocess
 import sys
 from importlib.metadata import EntryPoint, EntryPoints
@@ -168,6 +169,8 @@ def test_files_register_objects_in_this_process_and_those_that_it_starts(folder)
         ("absent.py", None, r"there is no Python file '.*absent.py'"),
         ("text.txt", "", r"there is no Python file '.*text.txt'"),
         ("json.py", "", r"'.*json.py' cannot be imported, since a module 'json' is there; rename the file"),
+        ("ending.py", "import sys; sys.exit('usage')", r"'.*ending.py' cannot be imported: SystemExit: usage"),
+        ("colon:.py", "", r"the path '.*colon:.py' has a ':', which separates files in CFL_PLUGINS; rename it"),
         ("failing.py", "1 / 0", r"'.*failing.py' cannot be imported: ZeroDivisionError: division by zero"),
     ],
 )
@@ -177,3 +180,25 @@ def test_files_that_cannot_be_imported_are_named(folder, name, text, message):
     for _ in range(2):  # a second try gives the same answer
         with pytest.raises(ConfigError, match=message):
             plugins.add_files([folder / name])
+
+
+@pytest.mark.parametrize("order", [("its_child.py", "its_base.py"), ("its_base.py", "its_child.py")])
+def test_files_may_import_each_other_and_use_the_registries(folder, monkeypatch, order):
+    (folder / "its_base.py").write_text("from cfl.core import plugins\n\nKNOWN = plugins.models.names()\n" + OWN)
+    (folder / "its_child.py").write_text("import its_base\n")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv(plugins.FILES, order[0])  # by a path that does not hold in another folder
+    monkeypatch.syspath_prepend(folder)
+    plugins.add_files([folder / ".." / folder.name / order[1], folder / order[1]])
+    monkeypatch.chdir("/")
+    assert plugins.models.get("of-a-file")((), 1) == 7
+
+
+def test_a_script_that_is_a_plugin_itself_registers_once(folder):
+    script = folder / "its_own_script.py"
+    script.write_text(OWN + "print(plugins.models.get('of-a-file')((), 1))")
+    words = [sys.executable, script.name]
+    found = subprocess.run(
+        words, capture_output=True, text=True, cwd=folder, env={**os.environ, plugins.FILES: script.name}
+    )
+    assert found.stdout == "7\n", found.stderr

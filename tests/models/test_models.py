@@ -156,3 +156,16 @@ def test_an_option_of_another_model_names_that_model(own_models):
         models.filled("mlp", {"width": 3})
     with pytest.raises(ConfigError, match="model 'mlp' has no option 'foo'; it has hidden, dropout$"):
         models.filled("mlp", {"foo": 3})
+
+
+def test_an_unknown_option_is_named_beside_models_that_cannot_be_read(monkeypatch):
+    def options_of(name):
+        if name == "broken":
+            raise ConfigError("model 'broken' cannot be loaded")
+        return max if name == "without-signature" else original(name)
+
+    original, names = plugins.models.get, [*plugins.models.names(), "broken", "without-signature"]
+    monkeypatch.setattr(plugins.models, "get", options_of)
+    monkeypatch.setattr(plugins.models, "names", lambda: names)
+    with pytest.raises(ConfigError, match=r"unknown option 'model.dorpout'; did you mean 'model.dropout'\?"):
+        models.filled("mlp", {"dorpout": 1})
