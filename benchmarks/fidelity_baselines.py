@@ -15,7 +15,7 @@ from torch import Tensor
 import cfl
 from cfl.contract import Batch, Client, RoundInfo, TreesByOwner
 from cfl.core import tree
-from cfl.methods.strategies.gpm import GPM, known
+from cfl.methods.strategies.gpm import GPM
 from cfl.methods.subspace import basis as bases
 from cfl.methods.subspace.layer_inputs import stream
 from cfl.methods.subspace.projection import input_vectors
@@ -66,7 +66,7 @@ def covered_energy(config: cfl.RunConfig, clients: int, tasks: cfl.Stream | None
         self: GPM, params: tree.Tree, client: Client, shared: TreesByOwner, state: tree.Tree, info: RoundInfo
     ) -> Any:
         sent, after = original(self, params, client, shared, state, info)
-        noted.append((client, known(after), info, params))
+        noted.append((client, tree.part(after, "basis"), info, params))
         return sent, after
 
     with patch.object(GPM, "work", work):
