@@ -15,19 +15,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from cfl.contract import Client, Phase, RoundInfo, Server, Strategy, TreesByOwner
 from cfl.core import ConfigError, Tree, option, plugins, tree, warn
 from cfl.methods.subspace import basis as bases
+from cfl.methods.subspace import removed_energy
 from cfl.methods.subspace.gpse import GPSE
 from cfl.methods.subspace.layer_policy import LayerPolicy
-from cfl.methods.subspace.projection import project_step, step_energies
+from cfl.methods.subspace.projection import project_step
 from cfl.methods.subspace.task_inference import PHASE, OptionalTaskInference
 from cfl.models import Model
-
-HALF = 0.5  # share of the energy of a task's steps; a layer that loses more learns the task slowly
 
 
 @plugins.strategies.register("fot")
@@ -84,13 +80,7 @@ class FOT(OptionalTaskInference, LayerPolicy, GPSE, Strategy):
         return self.begin_task({"basis": basis, "removed": {}}, 0, model)
 
     def begin_task(self, server: Server, task: int, model: Model) -> Server:
-        # "steps": energy of each layer's steps in this task, before and after the projection; "removed": the largest
-        # share that it removed in earlier tasks
-        shares = {name: _removed(pair) for name, pair in server.get("steps", {}).items()}
-        before = server.get("removed", {})  # checkpoints of version 0.1 have none
-        removed = {name: torch.maximum(share, before.get(name, share)) for name, share in shares.items()}
-        steps = {name: basis.new_zeros(2) for name, basis in server["basis"].items()}
-        return {**server, "steps": steps, "removed": removed}
+        return {**server, **removed_energy.for_new_task(server)}
 
     def broadcast(self, server: Server, info: RoundInfo) -> TreesByOwner:
         down = super().broadcast(server, info)
@@ -128,8 +118,7 @@ class FOT(OptionalTaskInference, LayerPolicy, GPSE, Strategy):
         """FedProject: project the server's step to the parameters `whole`, from any aggregation rule (eq. 5-7)."""
         old, layers = server["params"], self.projected(model)
         params = project_step(old, whole, server["basis"], layers, self.with_bias)
-        before, after = (step_energies(old, to, layers, self.with_bias) for to in (whole, params))
-        steps = {name: sums + torch.stack([before[name], after[name]]) for name, sums in server["steps"].items()}
+        steps = removed_energy.added(server["steps"], old, whole, params, layers, self.with_bias)
         return {"params": params, "steps": steps}
 
     def _extend_bases(self, known: Tree, sums: Tree, info: RoundInfo) -> Server:
@@ -147,23 +136,6 @@ class FOT(OptionalTaskInference, LayerPolicy, GPSE, Strategy):
             {name: float(share) for name, share in server.get(kind, {}).items()}
             for kind in ("coverage", "coverage_estimate")
         )
-        removed = {name: float(_removed(pair)) for name, pair in server["steps"].items() if pair[0] > 0}
-        self._warn_of(removed, server.get("removed", {}))
+        removed = removed_energy.shares(server["steps"])
+        removed_energy.warn_of_slow_layers(removed, server.get("removed", {}), self.threshold)
         return {"subspace_use": use, "coverage": coverage, "coverage_estimate": estimate, "removed": removed}
-
-    def _warn_of(self, removed: Mapping[str, float], before: Tree) -> None:
-        """Warn, once a layer, if more than half of the energy of a task's steps was projected away."""
-        new = [name for name, share in removed.items() if share > HALF >= before.get(name, 0)]
-        if new:
-            worst = max(new, key=removed.__getitem__)
-            warn(
-                f"the projection removed {removed[worst]:.0%} of the energy of this task's steps in layer {worst!r}, "
-                f"and more than half in {len(new)} of {len(removed)} layers: the task's inputs overlap with earlier "
-                f"ones, so it is learned slowly; a lower strategy.threshold (now {self.threshold:g}) protects less"
-            )
-
-
-def _removed(steps: Tensor) -> Tensor:
-    """Share () of the energy of a layer's steps that the projection removed; 0 without steps. steps: before, after."""
-    before, after = steps
-    return torch.where(before > 0, 1 - after / before, 0.0)

@@ -55,15 +55,6 @@ def project_step(old: Tree, new: Tree, bases: Mapping[str, Tensor], layers: Iter
     return result
 
 
-def step_energies(old: Tree, new: Tree, layers: Iterable[Layer], augment: bool) -> Tree:
-    """|W' - W|^2 by layer name, () in float64."""
-    energies = {}
-    for layer in layers:
-        moved = (new[name][layer.rows] - old[name][layer.rows] for name in names(layer, augment))
-        energies[layer.name] = torch.stack([part.square().sum() for part in moved]).sum().double()
-    return energies
-
-
 def covered(model: Model, layers: Sequence[Layer], frozen: Collection[str], augment: bool) -> list[str]:
     """Lines for the user: parameters of a model that are projected, frozen, and neither."""
     projected = {name for layer in layers for name in names(layer, augment)}
