@@ -86,8 +86,8 @@ class _Describer:
     def _compound(self, value: Any) -> Any:
         if isinstance(value, nn.Parameter):
             return [str(value.dtype), list(value.shape), value.requires_grad]
-        if isinstance(value, np.ndarray) and value.dtype != object:
-            value = torch.from_numpy(np.array(value))
+        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            return self._array(value)
         if isinstance(value, Tensor):
             return [str(value.dtype), list(value.shape), blake2b(_raw(value), digest_size=16).hexdigest()]
         if isinstance(value, Mapping):
@@ -103,6 +103,14 @@ class _Describer:
         if isinstance(value, (FunctionType, type)):
             return self._code(value)
         return self._object(value)
+
+    def _array(self, value: np.ndarray) -> Any:
+        if isinstance(value, np.ma.MaskedArray):
+            return [self(value.filled()), self(np.ma.getmaskarray(value))]
+        try:
+            return self(torch.from_numpy(np.array(value)))
+        except (TypeError, ValueError):  # torch has no texts, dates, records, or other orders of bytes
+            return [str(value.dtype), list(value.shape), blake2b(value.tobytes(), digest_size=16).hexdigest()]
 
     def _object(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
