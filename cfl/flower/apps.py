@@ -10,6 +10,7 @@ from pathlib import Path
 from flwr.app import Context, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
+from cfl.aggregation import scope
 from cfl.assembly import methods, resolve
 from cfl.config.overrides import read_yaml
 from cfl.config.schema import RunConfig
@@ -98,10 +99,28 @@ def check(settings: RunConfig, wait_for: int = 0) -> None:
         raise ConfigError("local models stay on their nodes; set eval_local=0")
     if settings.dp.level != "none" and settings.dp.noise_seed != "system":
         raise ConfigError("the server knows the run's seed, and so the nodes' noise; set dp.noise_seed=system")
+    _check_plan(settings)
     if wait_for > settings.partition.clients:
         raise ConfigError(f"the run has {settings.partition.clients} clients, so {wait_for} cannot be waited for")
     if wait_for and settings.dp.level == "client" and settings.dp.amplify:
         raise ConfigError("dp.amplify counts on a population that is known; wait for all clients, or set it to false")
+
+
+def _check_plan(settings: RunConfig) -> None:
+    """Raise ConfigError if nodes would undo the protection of uploads in a phase of the strategy."""
+    strategy = methods.build(settings)["strategy"]
+    plan = [phase for task in range(2) for phase in strategy.plan(task, 2, 2)]
+    measured = [phase.name for phase in plan if phase.diagnostic]
+    if measured and (settings.secagg, settings.dp.level) != ("none", "none"):
+        raise ConfigError(
+            f"nothing protects phase '{measured[0]}', a measurement, so the server would see what each node sends; "
+            "leave it out of the strategy's plan (for FOT: strategy.measure_coverage=false)"
+        )
+    part = settings.cohort < settings.partition.clients
+    drawn = part and any(phase.cohort == "sampled" for phase in scope.releases(plan, settings))
+    if drawn and settings.dp.level == "client" and settings.dp.amplify:
+        raise ConfigError("nodes know the run's seed, and so all cohorts, which dp.amplify takes for secret; set "
+                          "dp.amplify=false")  # fmt: skip
 
 
 def place_of(members: Members, run: str) -> Place:

@@ -22,6 +22,8 @@ from tests import toy
 from tests.flower.federation import signing_keys
 
 OPTIONS = ("tasks=2", "rounds=2", "partition.clients=3", "cohort=3", "seed=1")
+PRIVATE = ("dp.noise_multiplier=1", "agg.weights=uniform", "dp.noise_seed=system")
+UNMEASURED = "strategy.measure_coverage=false"
 
 
 def written(folder, *options, method="fot"):
@@ -69,7 +71,7 @@ def test_nodes_with_a_part_of_the_benchmark_have_the_figures_of_one_machine(tmp_
 
 
 def test_clients_of_nodes_sign_with_the_keys_in_a_folder(tmp_path):
-    config, path = written(tmp_path, "secagg=full", "secure.consistency=true", "secure.quorum=0.9")
+    config, path = written(tmp_path, "secagg=full", UNMEASURED, "secure.consistency=true", "secure.quorum=0.9")
     keys = signing_keys(tmp_path / "keys", 3)
     nodes = [{"clients": ids, "folder": str(tmp_path / ids), "signing-keys": str(keys)} for ids in ("0,2", "1")]
     found, expected = served(path, tmp_path, nodes), cfl.run(config).metrics
@@ -84,7 +86,7 @@ def test_clients_of_nodes_sign_with_the_keys_in_a_folder(tmp_path):
     )
 
 
-@pytest.mark.parametrize("options", [("secagg=full",), ("secagg=none",)])
+@pytest.mark.parametrize("options", [("secagg=full", UNMEASURED), ("secagg=none",)])
 def test_a_node_with_signing_keys_joins_no_run_without_the_check(options, tmp_path):
     _, path = written(tmp_path, *options)
     nodes = [{"clients": "0-2", "folder": str(tmp_path / "n"), "signing-keys": str(signing_keys(tmp_path / "keys", 3))}]
@@ -98,7 +100,7 @@ LOCAL = [(f"engine={name}", secagg) for name in ("pool", "vmapped", "pool+vmappe
 
 @pytest.mark.parametrize(("engine", "secagg"), toy.quick(("engine=pool+vmapped", "full"), of=LOCAL))
 def test_nodes_compute_by_the_local_engines(engine, secagg, tmp_path):
-    config, path = written(tmp_path, f"secagg={secagg}", engine, "block=2", "workers=2")
+    config, path = written(tmp_path, f"secagg={secagg}", UNMEASURED, engine, "block=2", "workers=2")
     found = served(path, tmp_path, [{"clients": "0-2", "folder": str(tmp_path / "n")}])["accuracy_matrix"]
     alone = cfl.run(config).metrics["accuracy_matrix"]
     assert np.allclose(np.array(found, dtype=float), np.array(alone, dtype=float), equal_nan=True)
@@ -337,11 +339,25 @@ def test_data_that_are_nowhere_are_refused(tmp_path):
         (["eval_local=1"], "local models stay"),
         (["attack.name=label_flip"], "simulates hostile clients, and nodes are real"),
         (["dp.noise_multiplier=1", "agg.weights=uniform", "dp.amplify=false"], "dp.noise_seed=system"),
+        ([*PRIVATE, "sampling=poisson", "cohort=2"], "nodes know the run's seed.*set dp.amplify=false"),
     ],
 )
 def test_what_cannot_run_on_nodes_is_refused(tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         written(tmp_path, *options, method="fedavg")
+
+
+def test_secret_cohorts_are_no_matter_where_all_clients_take_part(tmp_path):
+    assert written(tmp_path, *PRIVATE, method="fedavg")[0].dp.amplify
+
+
+@pytest.mark.parametrize("protection", [("secagg=full",), (*PRIVATE, "strategy.sketch=gram")])
+def test_a_measurement_that_nothing_protects_is_refused_on_nodes(protection, tmp_path):
+    """FOT measures coverage by the energies of each client's inputs, without masks and noise."""
+    with pytest.raises(ConfigError, match=r"nothing protects phase 'coverage'.*strategy\.measure_coverage=false"):
+        written(tmp_path, *protection)
+    written(tmp_path, *protection, UNMEASURED)
+    written(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "a", "1-", "3:4", "5-2", "0-1-2"])
