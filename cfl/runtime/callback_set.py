@@ -15,15 +15,19 @@ from cfl.runtime.run_folder import plain
 from cfl.runtime.serving import Predictor
 from cfl.streams import Stream
 
-UNPROTECTED = ("loss", "local", "clipped", "shortened", "excluded", "aborted")
+UNPROTECTED = ("loss", "local", "clipped", "shortened", "excluded", "missing", "aborted")
 """Figures in a row that come from clients' data or models, and that differential privacy does not protect."""
+COHORT = ("clients", "dropped", "bytes_up", "bytes_down", "wire_bytes_up", "wire_bytes_down", "seconds")
+"""Figures in a row that tell the size of a cohort, which has to be secret where sampling amplifies privacy."""
 
 
 class CallbackSet:
     """The callbacks of a run, by name. Raises ConfigError if two have one name, or if one refuses the configuration."""
 
     def __init__(self, callbacks: Sequence[Callback], config: RunConfig, stream: Stream) -> None:
-        self._stream, self._private = stream, config.dp.level != "none"
+        dp, self._stream = config.dp, stream
+        secret = dp.level == "client" and dp.amplify and config.sampling == "poisson"
+        self._hidden = {*(UNPROTECTED if dp.level != "none" else ()), *(COHORT if secret else ())}
         self._members: dict[str, Callback] = {}
         self._rows: list[Row] = []  # of the current task
         for callback in callbacks:
@@ -86,9 +90,9 @@ class CallbackSet:
 
     def _public(self, rows: Sequence[Row]) -> Sequence[Row]:
         """The rows without figures that nothing protects, if the run is private and a callback may stop it."""
-        if not self._private or not any(map(_decides, self._members.values())):
+        if not self._hidden or not any(map(_decides, self._members.values())):
             return rows
-        return [_read_only({key: own for key, own in row.items() if key not in UNPROTECTED}) for row in rows]
+        return [_read_only({key: own for key, own in row.items() if key not in self._hidden}) for row in rows]
 
     def keep(self, row: Mapping[str, Any]) -> None:
         """Add the row of a round, as it is recorded."""

@@ -9,6 +9,7 @@ from cfl.callbacks import EarlyStopping
 
 import cfl
 from cfl.core import CallbackError, CheckpointError, ConfigError
+from cfl.runtime.callback_set import CallbackSet
 from tests import toy
 from tests.runtime.test_resume import OPTIONS, Stop, finished, killed
 
@@ -363,16 +364,33 @@ def test_a_task_whose_clients_all_drop_out_has_nothing_to_watch():
     assert len(result.metrics["by_task"]) == 2
 
 
-def test_with_privacy_no_callback_beside_a_deciding_one_sees_the_loss():
-    seen = []
+class Watching(cfl.Callback):
+    """Keeps the names of the figures that it sees, and decides nothing, though it could."""
 
-    class Watching(cfl.Callback):
-        def on_round(self, view):
-            seen.append(set(view.row))
+    def __init__(self):
+        self.seen = []
 
-        def stop(self, rows):
-            seen.append(set(rows[-1]))
+    def on_round(self, view):
+        self.seen.append(set(view.row))
 
-    private = ["dp.level=client", "dp.noise_multiplier=1", "agg.weights=uniform", "dp.amplify=false"]
-    cfl.run(toy.config("tasks=1", "rounds=2", *private), stream=toy.stream(1), callbacks=[Watching()])
-    assert len(seen) >= 4 and not any(names & {"loss", "local", "clipped", "excluded", "aborted"} for names in seen)
+    def stop(self, rows):
+        self.seen.append(set(rows[-1]))
+
+
+PRIVATE = ("dp.level=client", "dp.noise_multiplier=1", "dp.accountant=rdp", "agg.weights=uniform")
+OF_DATA = {"loss", "local", "clipped", "shortened", "excluded", "missing", "aborted"}
+OF_COHORTS = {"clients", "dropped", "bytes_up", "bytes_down", "wire_bytes_up", "wire_bytes_down", "seconds"}
+
+
+@pytest.mark.parametrize(
+    ("options", "hidden"),
+    [(("dp.amplify=false",), OF_DATA), (("sampling=poisson",), OF_DATA | OF_COHORTS)],
+)
+def test_with_privacy_a_deciding_callback_sees_no_figure_that_is_not_protected(options, hidden):
+    """Its decision shows in the model. A cohort of Poisson sampling that is secret has a size that is, too."""
+    config, watching = toy.config("tasks=1", "rounds=2", *PRIVATE, *options), Watching()
+    cfl.run(config, stream=toy.stream(1), callbacks=[watching])
+    assert len(watching.seen) >= 4 and not any(names & hidden for names in watching.seen)
+    made = CallbackSet([watching], config, toy.stream(1))
+    made.stop(dict.fromkeys(OF_DATA | OF_COHORTS, 0) | {"task": 0, "phase": "train", "round": 0})
+    assert watching.seen[-1] == (OF_DATA | OF_COHORTS) - hidden | {"task", "phase", "round"}
