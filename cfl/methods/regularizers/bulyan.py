@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from cfl.contract import LocalRegularizer, RoundInfo
-from cfl.core import Tree, option, plugins, tree
+from cfl.core import Tree, option, plugins, tree, warn
 from cfl.methods.regularizers.stacks import distances, krum_scores, median, part, rows
 
 
@@ -32,14 +32,12 @@ class Bulyan(LocalRegularizer):
 
     def refuses(self, run: Mapping[str, Any]) -> str | None:
         clients = min(run["cohort"], run["partition"]["clients"])
-        f = part(self.hostile, clients)
-        if f and 4 * f + 3 > clients:  # the theorem's condition
-            share = f"regularizer.bulyan.hostile={self.hostile:g}"
-            return f"{share} is {f} of {clients} clients, and n >= 4 f + 3; lower it"
-        return None
+        return self._fault(part(self.hostile, clients), clients)
 
     def aggregate(self, updates: Tree, weights: Tensor, info: RoundInfo) -> Tree:
         clients, f = len(weights), part(self.hostile, len(weights))
+        if fault := self._fault(f, clients):  # fewer clients than the cohort has, after drop-outs or by sampling
+            warn(f"in a round of so few clients hostile ones may decide: {fault}")
         squared, left, selected = distances(rows(updates)), [*range(clients)], list[int]()
         for _ in range(max(1, clients - 2 * f)):  # theta
             best = int(krum_scores(squared[left][:, left], f).argmin())
@@ -47,6 +45,13 @@ class Bulyan(LocalRegularizer):
         kept = max(1, len(selected) - 2 * f)  # beta
         middle = tree.map(lambda leaf: _near_median(leaf[sorted(selected)], kept), updates)
         return tree.weighted_mean(middle, [1.0] * kept)
+
+    def _fault(self, f: int, clients: int) -> str | None:
+        """Why the rule may fail with `f` hostile clients, or None."""
+        if f and 4 * f + 3 > clients:  # the theorem's condition
+            share = f"regularizer.bulyan.hostile={self.hostile:g}"
+            return f"{share} is {f} of {clients} clients, and n >= 4 f + 3; lower it"
+        return None
 
 
 def _near_median(leaf: Tensor, kept: int) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from cfl.contract import LocalRegularizer, RoundInfo
-from cfl.core import Tree, option, plugins, tree
+from cfl.core import Tree, option, plugins, tree, warn
 from cfl.methods.regularizers.stacks import distances, krum_scores, part, rows
 
 
@@ -31,13 +31,18 @@ class Krum(LocalRegularizer):
 
     def refuses(self, run: Mapping[str, Any]) -> str | None:
         clients = min(run["cohort"], run["partition"]["clients"])
-        f = part(self.hostile, clients)
-        if f and 2 * f + 2 >= clients:  # Proposition 1
-            return f"regularizer.krum.hostile={self.hostile:g} is {f} of {clients} clients, and 2 f + 2 < n; lower it"
-        return None
+        return self._fault(part(self.hostile, clients), clients)
 
     def aggregate(self, updates: Tree, weights: Tensor, info: RoundInfo) -> Tree:
         clients, f = len(weights), part(self.hostile, len(weights))
+        if fault := self._fault(f, clients):  # fewer clients than the cohort has, after drop-outs or by sampling
+            warn(f"in a round of so few clients hostile ones may decide: {fault}")
         scores = krum_scores(distances(rows(updates)), f)
         best = scores.argsort(stable=True)[: self.chosen or clients - f].sort().values
         return tree.weighted_mean(tree.map(lambda leaf: leaf[best], updates), [1.0] * len(best))
+
+    def _fault(self, f: int, clients: int) -> str | None:
+        """Why the rule may fail with `f` hostile clients, or None."""
+        if f and 2 * f + 2 >= clients:  # Proposition 1
+            return f"regularizer.krum.hostile={self.hostile:g} is {f} of {clients} clients, and 2 f + 2 < n; lower it"
+        return None

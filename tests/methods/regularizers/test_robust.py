@@ -146,6 +146,15 @@ def test_a_share_that_is_no_client_is_warned_of():
         TrimmedMean().aggregate(of(1, 2, 3, 4), ALIKE[:4], None)
 
 
+def test_a_round_of_fewer_clients_than_the_proof_needs_is_warned_of():
+    """Two of five: by one neighbour the scores are 1, 1, 2.25, 0, 0, so Krum takes a hostile update. Bulyan has one of
+    four, its usual share of a cohort of eight, and is left with the median of the first two selected, 1 and 2."""
+    with pytest.warns(UserWarning, match=r"hostile ones may decide: .*krum.* 2 of 5 clients, and 2 f"):
+        assert Krum(hostile=0.4, chosen=1).aggregate(of(1, 2, 3.5, 100, 100), ALIKE, None)["w"].item() == 100
+    with pytest.warns(UserWarning, match=r"hostile ones may decide: .*bulyan.* 1 of 4 clients, and n >= 4"):
+        assert Bulyan(hostile=0.25).aggregate(of(1, 2, 4, 100), ALIKE[:4], None)["w"].item() == 1
+
+
 def test_norm_bound_by_hand():
     stacked = {"a": torch.tensor([[3.0], [0.0], [6.0]]), "b": torch.tensor([[4.0], [1.0], [8.0]])}  # norms 5, 1, 10
     weights = torch.tensor([1.0, 1.0, 2.0], dtype=torch.float64)
