@@ -203,6 +203,10 @@ class ProtectedSum(UploadSum):
         divisor = float(total[0]) if self._weighted else self.info.expected if hidden else self._count
         return self._from_vector(total[int(self._weighted) :], divisor or 1.0)
 
+    def _match(self, client: int, uploads: TreesByOwner) -> None:
+        """Keep outlines as `UploadSum` does, with 0 for counters: nodes send outlines without a mask."""
+        super()._match(client, {owner: tree.map(_uncounted, leaves) for owner, leaves in uploads.items()})
+
     def _protect(self, client: int, vector: Tensor) -> None:
         """Clip a client's vector and add its share of the noise, in place, as dp.level asks for."""
         if self._dp.level == "client":
@@ -290,3 +294,7 @@ class ProtectedSum(UploadSum):
             divided = values / divisor if self.gathers[owner] == "mean" else values
             trees[owner][name] = divided.reshape(leaf.shape).to(leaf)
         return trees
+
+
+def _uncounted(leaf: Tensor) -> Tensor:
+    return leaf if leaf.is_floating_point() else torch.zeros_like(leaf)

@@ -528,6 +528,13 @@ def test_counters_of_normalisation_layers_stay_on_the_clients(options):
     assert torch.equal(parts["strategy"]["w"], torch.full((2,), 4.0))
 
 
+def test_the_part_that_a_node_sends_has_no_counters():
+    """A counter tells how many batches a client has, though all else is masked."""
+    total = protection("secagg=full").sum(info_of((0, 1)), GATHERS)
+    assert total.add(0, with_counter(3), 1.0)
+    assert total.part()["_outlines"]["strategy"][COUNTER].item() == 0
+
+
 @pytest.mark.parametrize("options", [("secagg=sum",), ("secagg=full",), CLIENT, EXAMPLE], ids="+".join)
 @pytest.mark.parametrize("leaf", [torch.arange(3), torch.tensor(True), torch.ones(2, dtype=torch.int8)])
 def test_other_integers_are_refused_by_name(options, leaf):
