@@ -162,6 +162,14 @@ class Budget:
             notes.append(
                 "epsilon assumes that the cohorts stay secret; if an adversary knows them, set dp.amplify=false"
             )
+        if self.config.start is not None:
+            notes.append(
+                "epsilon does not count the training of the model in `start`; if on the same data, add its own"
+            )
+        if self.population.stream.vocabulary is not None and self.config.text.tokenizer is None:
+            notes.append(
+                "epsilon does not count a tokenizer that is trained on the clients' texts; set text.tokenizer to a file"
+            )
         return notes
 
 

@@ -13,6 +13,7 @@ from cfl.assembly import methods as members
 from cfl.core import plugins
 from cfl.runtime.builder import build_session
 from cfl.runtime.privacy_budget import Budget
+from cfl.runtime.runner import stream_of
 from cfl.runtime.sinks import NullSink
 from tests import toy
 
@@ -362,6 +363,22 @@ def test_notes_name_what_is_protected_and_the_span_over_clients():
     assert first.startswith(f"differential privacy of a sample in each task of a client: {span}")
     assert first.endswith("for all uploads")
     assert "the noise follows from the seed" in seed and min(spent) < 0.99 * max(spent)
+
+
+def test_a_model_that_the_run_starts_from_is_named(tmp_path):
+    cfl.run(toy.config("tasks=1", "rounds=1"), stream=toy.stream(), output=tmp_path)
+    private = (*CLIENT, NOISE, "dp.amplify=false")
+    own, further = (session(*private, *start).budget.notes() for start in ((), (f"start={tmp_path}",)))
+    assert further[:-1] == own and "does not count the training of the model in `start`" in further[-1]
+
+
+def test_a_tokenizer_that_is_trained_on_the_clients_texts_is_named():
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    private = ["tasks=1", "rounds=1", NOISE, UNIFORM, "dp.amplify=false"]
+    trained, given = (cfl.resolve("split-topics", overrides=[*private, *more]) for more in ((), ("text.tokenizer=a",)))
+    stream = stream_of(trained, None, download=False, public=False)
+    own, other = (build_session(each, stream, members.build(each)).budget.notes() for each in (trained, given))
+    assert own[:-1] == other and "does not count a tokenizer that is trained on the clients' texts" in own[-1]
 
 
 def test_without_a_level_there_is_nothing_to_say():
