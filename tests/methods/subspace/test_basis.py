@@ -95,10 +95,12 @@ def test_spectrum_of_a_gram_matrix_is_that_of_its_factor():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("gram", [False, True])
-def test_spectrum_counts_no_rounding_noise(dtype, gram):
-    a = _random(30, 4) @ _random(4, 100, seed=1)  # rank 4
+def test_spectrum_counts_small_directions_but_no_rounding_noise(dtype, gram):
+    left, values, right = torch.linalg.svd(_random(30, 4) @ _random(4, 100, seed=1), full_matrices=False)
+    values[4] = 1e-3 * values[0]  # 1e-6 of the energy; float32 rounds a Gram matrix by 1e-7, and a sketch by far less
+    a = left * values @ right
     a = (a @ a.T if gram else a).to(dtype)
-    assert int((bases.spectrum(a, gram=gram)[1] > 0).sum()) == 4
+    assert int((bases.spectrum(a, gram=gram)[1] > 0).sum()) == 5
 
 
 @pytest.mark.parametrize(
@@ -268,10 +270,10 @@ def test_a_strong_signal_is_found_through_the_noise(gram):
 @pytest.mark.parametrize("gram", [False, True])
 def test_the_share_that_remains_is_right_on_average(gram):
     """The basis covers 70 % of the energy, so 30 % remain; with the energy of the noise it would be 63 %."""
-    d, s, std = 20, 100, 1.0
+    d, s, std = 20, 100, 2.0
     basis = torch.eye(d, dtype=torch.float64)[:, :1]
     x = torch.zeros(d, s, dtype=torch.float64)
-    x[0, 0], x[1, 0] = math.sqrt(1400), math.sqrt(600)  # energy 2000; the noise on a sketch has energy d s std^2 = 2000
+    x[0, 0], x[1, 0] = math.sqrt(5600), math.sqrt(2400)  # energy 8000; a sketch's noise has d s std^2 = 8000
     whole = x @ x.T if gram else x
     shares = [
         bases.residual_spectrum(_noisy(whole, std, seed, gram), basis, gram=gram, noise=std).share
@@ -282,7 +284,7 @@ def test_the_share_that_remains_is_right_on_average(gram):
     assert spread < 0.005
     if not gram:
         naive = bases.residual_spectrum(_noisy(whole, std, 0, gram), basis).share
-        assert naive == pytest.approx((600 + 19 * 100) / 4000, abs=0.05)
+        assert naive == pytest.approx((2400 + 19 * 100 * std**2) / 16000, abs=0.05)
 
 
 @pytest.mark.parametrize("gram", [False, True])
