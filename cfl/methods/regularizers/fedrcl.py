@@ -49,10 +49,11 @@ class FedRCL(LocalRegularizer):
         alike = ctx.batch.y[:, None] == ctx.batch.y
         if ctx.batch.task is not None and ctx.model.multi_head:  # label 0 is another class in each head
             alike = alike & (ctx.batch.task[:, None] == ctx.batch.task)
-        farthest = similar.masked_fill(~(alike & pairs | itself), _NONE).amin(dim=1)
+        same = alike & pairs
+        farthest = similar.masked_fill(~same, _NONE).amin(dim=1)
         nearest = similar.masked_fill(alike | ~pairs, -_NONE).topk(min(2, len(z)), dim=1).values
         contrast = torch.cat([farthest[:, None], nearest], dim=1) / self.tau
-        other = similar.masked_fill(~(alike & pairs) | itself, _NONE).amin(dim=1)
+        other = similar.masked_fill(~same | itself, _NONE).amin(dim=1)
         other = torch.where((other > self.threshold) & (other < _NONE), other, -1.0)
         losses = contrast.logsumexp(dim=1) - contrast[:, 0] + F.softplus((other - 1) / self.tau)
         return self.weight * masked_mean(losses, mask)

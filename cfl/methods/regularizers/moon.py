@@ -42,8 +42,7 @@ class Moon(LocalRegularizer):
         assert ctx.features is not None
         with ctx.model.evaluation():
             references = [
-                ctx.forward(at, ctx.batch, features=True).detach()
-                for at in (ctx.shared["params"], {**ctx.shared["params"], **ctx.state})
+                ctx.forward(at, ctx.batch, features=True).detach() for at in (ctx.shared["params"], ctx.state)
             ]
         near, far = (F.cosine_similarity(ctx.features, z, dim=1) / self.tau for z in references)
         losses = torch.logaddexp(near, far) - near  # eq. 3

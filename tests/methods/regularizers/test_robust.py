@@ -17,6 +17,7 @@ from cfl.contract.composed import ComposedMethod
 from cfl.core import ConfigError, tree
 from cfl.core.options import build
 from cfl.methods.regularizers import RFA, Bulyan, Krum, Median, NormBound, TrimmedMean
+from cfl.methods.regularizers.stacks import distances, krum_scores, part, rows
 from cfl.methods.strategies.fot import FOT
 from cfl.methods.subspace.sketch import pack, unpack
 from tests import toy
@@ -60,8 +61,9 @@ def test_krum_against_a_double_loop(chosen):
     vectors = [toy.flat(own) for own in toy.unstacked(stacked)]
     scores = []
     for i in range(clients):
-        distances = sorted(float(((vectors[i] - vectors[j]) ** 2).sum()) for j in range(clients) if j != i)
-        scores.append(sum(distances[: clients - f - 2]))
+        others = sorted(float(((vectors[i] - vectors[j]) ** 2).sum()) for j in range(clients) if j != i)
+        scores.append(sum(others[: clients - f - 2]))
+    assert krum_scores(distances(rows(stacked)), f).tolist() == pytest.approx(scores)
     best = sorted(range(clients), key=scores.__getitem__)[: chosen or clients - f]
     expected = sum(vectors[i] for i in best) / len(best)
     found = Krum(hostile=0.25, chosen=chosen).aggregate(stacked, torch.ones(9), None)
@@ -155,6 +157,11 @@ def test_a_round_of_fewer_clients_than_the_proof_needs_is_warned_of():
         assert Bulyan(hostile=0.25).aggregate(of(1, 2, 4, 100), ALIKE[:4], None)["w"].item() == 1
 
 
+def test_a_share_is_rounded_down_but_not_for_an_error_of_floating_point():
+    assert (part(0.29, 100), 0.29 * 100) == (29, 28.999999999999996)
+    assert part(0.299, 100) == 29
+
+
 def test_norm_bound_by_hand():
     stacked = {"a": torch.tensor([[3.0], [0.0], [6.0]]), "b": torch.tensor([[4.0], [1.0], [8.0]])}  # norms 5, 1, 10
     weights = torch.tensor([1.0, 1.0, 2.0], dtype=torch.float64)
@@ -164,6 +171,10 @@ def test_norm_bound_by_hand():
     # the median norm is 5: factors 1, 1 and 1/2; a = (3 + 0 + 2 * 3) / 4, b = (4 + 1 + 2 * 4) / 4
     found = NormBound().aggregate(stacked, weights, None)
     assert [found[name].item() for name in "ab"] == pytest.approx([2.25, 3.25])
+    # a client's own update, of norm 5, to the bound 2; a counter is no part of the norm and stays
+    update = {"w": torch.tensor([3.0, 4.0]), "n": torch.tensor(7)}
+    sent = NormBound(bound=2.0, at="client").send(update, None, 1)
+    assert (sent["w"].tolist(), sent["n"].item()) == (pytest.approx([1.2, 1.6]), 7)
 
 
 def test_sketches_count_at_most_their_median_size():
