@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from cfl.contract import Batch, Phase, Strategy
+from cfl.contract import MEMORY, Batch, Phase, Strategy
 from cfl.contract.combining import capped
 from cfl.contract.composed import ComposedMethod, own_state
 from cfl.core import optim
@@ -358,12 +358,25 @@ def test_a_client_starts_a_task_with_the_strategys_stored_state_and_initial_ones
     assert set(cleared) == {"b/count", "b/deep/er"}
 
 
+def test_steps_see_neither_the_memory_nor_a_state_that_its_member_hides():
+    class Hides(LocalRegularizer):
+        steps_see_state = False
+
+    composed = ComposedMethod({"strategy": Strategy(), "a": Hides(), "b": FedProx()})
+    names = ("strategy/w", f"strategy/{MEMORY}", "a/w", f"b/{MEMORY}", "b/w")
+    seen = composed.step_state(dict.fromkeys(names, torch.tensor(1.0)))
+    assert list(seen) == ["strategy/w", f"b/{MEMORY}", "b/w"]
+
+
 # --- borrowed terms --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Lender(Half):
-    """Changes `penalty`, `around` and `adjust`, the hooks that borrowing removes from the update."""
+    """Changes `penalty`, `around` and `adjust`, the hooks that borrowing removes from the update, and `augment`."""
+
+    def augment(self, batch, ctx):
+        return batch._replace(x=batch.x + self.factor)
 
     def penalty(self, params, logits, ctx):
         self.log.append((self.name, "penalty"))
@@ -396,9 +409,10 @@ class Borrower(LocalRegularizer):
 
 def test_borrowed_terms_stay_out_of_penalty_around_and_adjust():
     # the outputs do not matter: the lender's penalty depends on w alone
-    log, seen = [], []
+    log, seen, inner = [], [], []
     lender = Lender("b", 2.0, 1.0, log)
-    composed = ComposedMethod({"strategy": Strategy(), "b": lender, "takes": Borrower("b", seen)})
+    rest = {"inner": Borrower("", inner), "takes": Borrower("b", seen)}
+    composed = ComposedMethod({"strategy": Strategy(), "b": lender, **rest})
     state = composed.client_state(None, SHARED["params"], MODEL)
     ctx = context({**SHARED, "local/b": {"down": torch.tensor(0.5)}}, state, Batch(*BATCH[:4]), MODEL)
     ctx = ctx._replace(forward=lambda params, batch, **more: torch.zeros(2, 2))
@@ -408,6 +422,8 @@ def test_borrowed_terms_stay_out_of_penalty_around_and_adjust():
     seen.clear()
     assert composed.around(lambda params, ctx: {"w": torch.tensor(1.0)})(at, ctx)["w"].item() == 1
     assert seen == [2 * 2 * 3 + 2 + 0.5]  # gradient of 2 w^2; `adjust` adds the state and the broadcast
+    assert inner == [None]  # the correction is the borrower's alone
+    assert composed.augment(BATCH, ctx).x.tolist() == [[3.0], [3.0]]  # a batch is the same for all members
     assert log == [("b", "penalty"), ("b", "adjust")]
     uploads, state = composed.finish(at, ctx, 1)  # the lender's other hooks still run
     assert uploads["strategy"]["w"].item() == (1 - 3) * 2 + 1 and state["b/mine"].item() == 3

@@ -191,6 +191,16 @@ def test_each_sample_is_predicted_by_the_model_of_its_inferred_task():
     assert inference.figures == {"task_accuracy": pytest.approx(3 / 5)}
 
 
+def test_a_growing_head_predicts_among_the_classes_of_the_inferred_task():
+    model = Model(toy.mlp(3, 4, 2), (3,), [2, 2, 2], multi_head=True, growing=True)
+    x, none = toy.random(3, 3), -torch.inf
+    served = dict.fromkeys(range(3), model.params)
+    found = Inference(served, lambda x: torch.tensor([1, 0, 2]))(model, x, {0: 1, 1: 2})
+    (_, _, c, d, *_), (e, f, *_), (*_, g, h) = model.logits(model.params, x, 2).tolist()
+    expected = torch.tensor([[none, none, c, d, none, none], [e, f, *[none] * 4], [*[none] * 4, g, h]])
+    torch.testing.assert_close(found, expected.to(found))
+
+
 def test_batch_statistics_are_those_of_the_batch_and_not_of_the_samples_of_one_inferred_task():
     """One sample alone has no statistics."""
     module = toy.net(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))

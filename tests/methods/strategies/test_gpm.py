@@ -326,8 +326,10 @@ def test_the_bug_of_the_code_takes_one_direction_fewer_in_the_first_task_alone()
         second, info = _client(data[1], 1), toy.consolidation(model, 1)
         after = [rule.work(model.params, second, {}, state, info)[1] for rule in (bug, GPM(threshold=0.8))]
         assert all(torch.equal(after[0][name], leaf) for name, leaf in after[1].items())
-    # With the bug, one direction with all energy leaves zero directions, not fewer.
+    # With the bug, one direction with all energy leaves zero directions, and so do inputs without energy.
     assert set(_ranks(_consolidated(bug, model, data[0][:1])).values()) == {0}
+    free = GPM(threshold=0.8, first_rank_bug=True, bias="free")
+    assert set(_ranks(_consolidated(free, model, torch.zeros(40, 12, dtype=torch.float64))).values()) == {0}
 
 
 def test_a_client_looks_at_no_more_samples_than_asked_for():

@@ -180,9 +180,10 @@ def test_a_wide_sketch_gives_the_ranks_of_the_gram_matrix():
         assert abs(ranks_of(sketched)[name] - rank) <= max(1, 0.02 * rank)  # 2 %, or one where 2 % is less than one
 
 
-def test_coverage_is_measured_on_the_new_basis():
+@pytest.mark.parametrize("project_at", ["client", "server"])
+def test_coverage_is_measured_on_the_new_basis(project_at):
     model, x = handle(mlp(12, 10, 3), (12,)), draws(40, 12)
-    strategy = FOT(threshold=0.7)
+    strategy = FOT(threshold=0.7, project_at=project_at)  # either way clients get the basis to measure it
     server, _ = one_gpse(strategy, model, x)
     phase = replace(GPSE_PHASE, name="coverage", diagnostic=True)
     after, sums = gpse(strategy, model, server, clients_of(x, [torch.arange(40)]), info_of(model, phase=phase))
