@@ -10,6 +10,7 @@ from cfl.contract import Phase
 from cfl.core import ConfigError, rng
 from cfl.runtime.builder import build_session
 from cfl.runtime.population import Population
+from cfl.streams import with_scenario
 from tests import toy
 
 
@@ -31,6 +32,14 @@ def test_a_client_holds_its_rows_of_all_tasks_so_far_and_trains_on_those_of_now(
     assert list(client.shares) == [0, 1] and client.now == (1,)
     assert torch.equal(client.shares[1].rows, people.deals[1].rows[client.id])
     assert len(client) == len(people.deals[1].rows[client.id]) == 48 // 3
+
+
+def test_hostile_clients_reverse_labels_among_the_classes_of_the_task():
+    stream = with_scenario(toy.stream(2, multi_head=True), "class")
+    config = toy.config("tasks=2", "scenario=class", "attack.name=label_flip", "attack.clients=1", method="fedavg")
+    people = Population(stream, config)
+    for task, total in enumerate((0 + 1, 2 + 3)):  # task 0 has the classes 0 and 1, task 1 has 2 and 3
+        assert torch.equal(people.reversed[task].targets, total - people.train[task].targets)
 
 
 @pytest.mark.parametrize("weights", ["samples", "uniform"])
