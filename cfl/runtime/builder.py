@@ -172,7 +172,7 @@ def _start(config: RunConfig, model: models.Model, own: nn.Module | None) -> tup
             "model.weights is for a network by name; load the weights into your own, and set model.weights=null"
         )
     if config.start is not None:
-        params, note = started(model, config.start)
+        params, note = started(model, config.start, config.model)
     elif config.model.weights is not None:
         params, note = pretrained_weights(model, config.model)
     else:

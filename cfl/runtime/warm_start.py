@@ -5,22 +5,26 @@ from pathlib import Path
 from cfl.config.overrides import assignment, flat, read_yaml
 from cfl.config.schema import ModelConfig
 from cfl.core import ConfigError, Tree
+from cfl.core.errors import MOST_NAMES, few
 from cfl.models import Model, adapters, pretrained
 from cfl.runtime.run_folder import MODEL, read_json
 from cfl.runtime.saved_run import check_masks, checkpointed
 
 
-def started(model: Model, folder: str) -> tuple[Tree, str]:
+def started(model: Model, folder: str, config: ModelConfig) -> tuple[Tree, str]:
     """Return the initial parameters of a model, taken from the run in a folder, and a note for the user.
 
-    Every parameter and buffer of the same name and shape is taken. Heads and buffers of a task that do not fit keep
-    their own initial values. Raises ConfigError if another parameter is missing there, or has another shape.
+    Every parameter and buffer of the same name and shape is taken. Heads and buffers of a task that do not fit, and
+    adapters that the run there lacks, keep their own initial values. Raises ConfigError if another parameter is missing
+    there or has another shape, and for adapters of another rank or alpha than there.
     """
     try:
         given = checkpointed(Path(folder))[0]["params"]
     except ConfigError as error:
         raise ConfigError(f"start={folder}: {error} (relative paths begin at the working directory)") from None
     check_masks(model, read_json(Path(folder) / MODEL).get("masks"), Path(folder))
+    if any(name in given for pair in adapters.pairs(model.module) for name in pair):
+        _check_adapters(config, Path(folder))
     plain = adapters.plain_names(model.module)  # of a run without adapters
     given = {**given, **{name: given[own] for name, own in plain.items() if own in given and name not in given}}
     taken = {
@@ -38,6 +42,19 @@ def started(model: Model, folder: str) -> tuple[Tree, str]:
                 f"{_remedy(model, Path(folder))}"
             )
     return {**model.params, **taken}, f"starts from the model in '{folder}'{_listed(left)}"
+
+
+def _check_adapters(config: ModelConfig, folder: Path) -> None:
+    """Raise ConfigError if adapters of the run in a folder compute something else here: their rank or alpha differs."""
+    options = flat(read_yaml(folder / "config.yaml"))
+    rank, alpha = options.get("model.adapter_rank", ModelConfig().adapter_rank), options.get("model.adapter_alpha")
+    there, here = (rank, alpha or rank), (config.adapter_rank, config.adapter_alpha or config.adapter_rank)
+    if there != here:
+        own = {"model.adapter_rank": rank, "model.adapter_alpha": alpha}
+        raise ConfigError(
+            f"start: adapters have rank {here[0]} and alpha {here[1]:g} here, and rank {rank} and alpha {there[1]:g} "
+            f"in '{folder}'; set {', '.join(assignment(name, value) for name, value in own.items())} here, too"
+        )
 
 
 def _remedy(model: Model, folder: Path) -> str:
@@ -72,4 +89,4 @@ def _new(model: Model) -> set[str]:
 
 
 def _listed(names: list[str]) -> str:
-    return f"; new: {', '.join(names)}" if names else ""
+    return f"; new: {few(names, MOST_NAMES)}" if names else ""

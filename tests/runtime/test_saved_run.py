@@ -40,6 +40,11 @@ def trained(folder, *options, method="fedavg", stream=STREAM, **more):
     return cfl.run(config, stream=stream, output=folder, **more)
 
 
+def normalised():
+    """A network with running statistics; each task has its own by default."""
+    return nn.Sequential(nn.Linear(toy.DIMENSIONS, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+
+
 def samples(stream, task):
     test = stream.tasks[task].test
     return test.gather(torch.arange(len(test)))
@@ -293,6 +298,33 @@ def test_a_run_without_adapters_cannot_start_from_one_with_adapters(tmp_path):
     remedy = "that run has adapters: set model.adapter=lora, model.adapter_rank=4 here, too"
     with pytest.raises(ConfigError, match=f"has no such parameter; {remedy}"):
         trained(tmp_path / "second", f"start={tmp_path / 'first'}")
+
+
+def test_adapters_of_another_rank_or_alpha_are_no_start(tmp_path):
+    """Else the run would lose what the adapters there learned, or count it another number of times."""
+    lora = ["model.adapter=lora", "model.adapter_rank=4"]
+    trained(tmp_path / "first", *lora)
+    start = f"start={tmp_path / 'first'}"
+    trained(tmp_path / "same", start, *lora, "model.adapter_alpha=4")  # alpha is the rank by default
+    remedy = "set model.adapter_rank=4, model.adapter_alpha=null here, too"
+    others = {"model.adapter_rank=2": "rank 2 and alpha 2", "model.adapter_alpha=8": "rank 4 and alpha 8"}
+    for option, here in others.items():
+        with pytest.raises(ConfigError, match=f"{here} here, and rank 4 and alpha 4 in .*; {remedy}"):
+            trained(tmp_path / "other", start, *lora, option)
+
+
+def test_the_note_on_new_parameters_is_short(tmp_path):
+    """Three tasks more than there: three weights and biases of heads, and three times three statistics; 15 in all."""
+    notes = []
+
+    class Notes(cfl.sinks.NullSink):
+        def start(self, config, texts, total_rounds):
+            notes.extend(texts)
+
+    trained(tmp_path / "first", stream=toy.stream(1, multi_head=True), model=normalised())
+    more = {"stream": toy.stream(4, multi_head=True), "model": normalised(), "sink": Notes()}
+    trained(tmp_path / "second", f"start={tmp_path / 'first'}", **more)
+    assert notes[0].endswith(" and 7 more") and notes[0].count(",") == 7  # 8 names of 15
 
 
 def test_a_resumed_run_notices_that_its_starting_model_changed(tmp_path):
