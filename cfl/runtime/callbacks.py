@@ -79,8 +79,6 @@ class View:
         """
         if task is not None:
             self._check(task)
-        elif self._predictor.scenario == "task":
-            raise ConfigError(f"the model has a head for each task; pass task=0 to {self.task}")
         return self._predictor.logits(x, task, self.task)
 
     def _check(self, task: int) -> None:

@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -82,12 +81,11 @@ class SavedRun:
         x: (n, *input_shape), tensor, array or lists; uint8 images are scaled and normalised as in training, and other
         numbers are taken as they are. Permute the pixels for a task of permuted images.
         task: of all samples; needed if each task has its own head. Without it, the method infers the task of each
-        sample if it can; with scenario=class, all classes seen compete otherwise. With it, those of the task do.
+        sample if it can; it is needed otherwise if tasks have other parts of their own, such as running statistics.
+        With scenario=class, the classes of the given or inferred task compete, or else all classes seen.
         Raises ConfigError for a task that is unknown or missing, DataError for samples of another shape.
         """
         self._check_task(task)
-        if task is None and self.about["scenario"] == "task":
-            raise ConfigError(f"the model in '{self.folder}' has a head for each task; pass task=0 to {self.latest}")
         return self._predictor.logits(self._inputs(x), task, self.latest)
 
     @typed
@@ -127,9 +125,9 @@ class SavedRun:
         Raises ConfigError for another suffix, an unknown or missing task, or a folder that cannot be written.
         """
         self._check_task(task)
-        if task is None and not self.model.growing and self._differs_by_task():
-            raise ConfigError(f"the model in '{self.folder}' has parts for each task; pass task=0 to {self.latest}")
-        task = self.latest if task is None else task
+        if task is None:
+            self._predictor.check_shared(self.latest)
+            task = self.latest
         leaves = self.model.bind(self.strategy.serve(self.server, task), task)
         about = {name: self.about[name] for name in ("input_shape", "classes", "scenario")}
         about |= {"norm_stats": self.config.model.norm_stats}
@@ -139,11 +137,6 @@ class SavedRun:
     def _check_task(self, task: int | None) -> None:
         if task is not None and not 0 <= task <= self.latest:
             raise ConfigError(f"task is {task}; the run in '{self.folder}' has trained tasks 0 to {self.latest}")
-
-    def _differs_by_task(self) -> bool:
-        """Whether a task has a head, statistics or weights of its own."""
-        served = (self.strategy.serve(self.server, task) for task in range(self.latest + 1))
-        return any("@" in name for name in self.params) or any(not tree.equal(a, b) for a, b in pairwise(served))
 
     @cached_property
     def _predictor(self) -> Predictor:

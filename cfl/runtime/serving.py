@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from cfl.contract import Samples, Server, Strategy
-from cfl.core import Tree
+from cfl.core import ConfigError, Tree, tree
 from cfl.engines.evaluate import Inference, accuracies
 from cfl.models import Model
 
@@ -38,11 +39,28 @@ class Predictor:
     def logits(self, x: Tensor, task: int | None, last: int) -> Tensor:
         """Outputs (n, classes) for inputs (n, *input_shape). task: of all samples, None to infer it; last: last task.
 
-        With a growing head, the outputs of classes that are ruled out are hugely negative.
+        With a growing head, the outputs of classes that are ruled out are hugely negative. Raises ConfigError for a
+        task that is missing, see `check_shared`.
         """
+        if task is None and self.scenario == "task":
+            self.check_shared(last)
+            task = last
         self.model.module.eval()
         with torch.no_grad():
             return torch.cat([self._batch(part, task, last) for part in x.split(self.batch_size)])
+
+    def check_shared(self, last: int) -> None:
+        """Raise ConfigError if tasks 0 to `last` of a stream of several tasks have heads or other parts of their own.
+
+        Parts of a growing head are not meant: the head of the last task has them all.
+        """
+        if self.model.growing or self.model.tasks == 1:
+            return
+        served = (self.strategy.serve(self.server, task) for task in range(last + 1))
+        own = any("@" in name for name in self.server["params"])
+        if own or any(a is not b and not tree.equal(a, b) for a, b in pairwise(served)):
+            what = "a head" if self.scenario == "task" else "parts"
+            raise ConfigError(f"the model has {what} for each task; pass task=0 to {last}")
 
     def _batch(self, x: Tensor, task: int | None, last: int) -> Tensor:
         if task is not None:
@@ -50,6 +68,7 @@ class Predictor:
             return self.model.among(found, task) if self.model.growing else found
         tasks = self._infer(last)(x)
         if tasks is None:
+            self.check_shared(last)
             return self.model.predict(self.strategy.serve(self.server, last), x, last)
         return Inference(self._served(range(last + 1)), self._infer(last)).outputs(self.model, x, tasks)
 

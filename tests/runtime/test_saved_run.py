@@ -204,10 +204,31 @@ def test_a_damaged_description_of_the_model_is_refused(old, new, place, tmp_path
 def test_an_export_that_is_not_clear_is_refused(tmp_path):
     trained(tmp_path)
     run = cfl.load(tmp_path)
-    with pytest.raises(ConfigError, match=r"has parts for each task; pass task=0 to 2"):
+    with pytest.raises(ConfigError, match=r"has a head for each task; pass task=0 to 2"):
         run.export(tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"unknown suffix of an exported file '\.safetensor'.*\.safetensors"):
         run.export(tmp_path / "model.safetensor", task=0)
+
+
+def test_predictions_of_tasks_with_statistics_of_their_own_need_the_task(tmp_path):
+    stream = toy.stream(2)
+    found = trained(tmp_path, stream=stream, model=normalised())
+    run = cfl.load(tmp_path, model=normalised())
+    with pytest.raises(ConfigError, match=r"the model has parts for each task; pass task=0 to 1"):
+        run.predict(samples(stream, 0)[0])
+    for task, recorded in enumerate(found.accuracy_matrix[-1]):
+        x, y = samples(stream, task)
+        assert float((run.predict(x, task) == y).double().mean()) == recorded
+
+
+@pytest.mark.parametrize("multi_head", [False, True])
+def test_a_run_of_a_single_task_needs_no_task(multi_head, tmp_path):
+    stream = toy.stream(1, multi_head=multi_head)
+    trained(tmp_path, stream=stream, model=normalised())
+    run, x = cfl.load(tmp_path, model=normalised()), samples(stream, 0)[0]
+    assert torch.equal(run.logits(x), run.logits(x, task=0))
+    paths = [run.export(tmp_path / f"{task}.safetensors", task=task) for task in (None, 0)]
+    assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
 @pytest.mark.parametrize("multi_head", [False, True])
