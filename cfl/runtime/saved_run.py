@@ -79,7 +79,7 @@ class SavedRun:
         """Return the outputs (n, classes) for samples.
 
         x: (n, *input_shape), tensor, array or lists; uint8 images are scaled and normalised as in training, and other
-        numbers are taken as they are. Permute the pixels for a task of permuted images.
+        numbers are taken as they are. Permute the pixels for a task of permuted images. Texts (n, 2, l) may be shorter.
         task: of all samples; needed if each task has its own head. Without it, the method infers the task of each
         sample if it can; it is needed otherwise if tasks have other parts of their own, such as running statistics.
         With scenario=class, the classes of the given or inferred task compete, or else all classes seen.
@@ -144,13 +144,18 @@ class SavedRun:
 
     def _inputs(self, x: Any) -> Tensor:
         x = as_inputs(x, "x")
-        if list(x.shape[1:]) != self.about["input_shape"]:
+        shape, found, words = self.about["input_shape"], list(x.shape[1:]), self.about["vocabulary"]
+        if words is not None and len(found) == 2:
+            shape = [shape[0], max(1, min(shape[1], found[1]))]  # texts may be shorter, as batches of them are
+        if found != shape:
             raise DataError(
                 f"x has samples of shape {tuple(x.shape[1:])}, and the run in '{self.folder}' has "
                 f"{tuple(self.about['input_shape'])}"
             )
         if not torch.isfinite(x).all():
             raise DataError("x has NaN or infinity")
+        if words is not None and not ((x[:, 0] >= 0) & (x[:, 0] < words)).all():
+            raise DataError(f"x has token ids outside of 0 to {words - 1}; make it with the tokenizer of the run")
         if x.dtype == torch.uint8:
             mean, std = (self.about["pixels"].get(name) for name in ("mean", "std"))
             x = x.float() / 255

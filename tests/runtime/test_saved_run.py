@@ -231,6 +231,22 @@ def test_a_run_of_a_single_task_needs_no_task(multi_head, tmp_path):
     assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
+def test_texts_are_predicted_as_a_stream_gives_them(tmp_path):
+    """A stream cuts texts to the longest of a batch: 4 tokens, rounded up to 8, of samples that may have 16."""
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    config = cfl.resolve("split-topics", overrides=["tasks=1", "rounds=1", "cohort=1", "text.max_length=16"])
+    cfl.run(config, output=tmp_path)
+    run = cfl.load(tmp_path)
+    words = run.about["vocabulary"]
+    whole = torch.zeros(3, 2, 16)
+    whole[:, :, :4] = 1.0
+    assert torch.allclose(run.logits(whole[:, :, :8], task=0), run.logits(whole, task=0), atol=1e-6)
+    with pytest.raises(DataError, match=r"x has samples of shape \(2, 17\), and the run .* has \(2, 16\)"):
+        run.predict(torch.ones(3, 2, 17), task=0)
+    with pytest.raises(DataError, match=f"x has token ids outside of 0 to {words - 1}; make it with the tokenizer of"):
+        run.predict(torch.full((3, 2, 8), float(words)), task=0)
+
+
 @pytest.mark.parametrize("multi_head", [False, True])
 @pytest.mark.parametrize("task", [-1, 2])
 def test_an_export_for_a_task_that_the_run_lacks_is_refused(multi_head, task, tmp_path):
