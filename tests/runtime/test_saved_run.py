@@ -170,6 +170,16 @@ def test_exported_parameters_load_into_the_plain_network(scenario, tmp_path):
     assert torch.equal(network(x), run.logits(x, task))
 
 
+def test_a_file_of_a_network_with_statistics_of_the_batch_loads_without_buffers(tmp_path):
+    trained(tmp_path, "model.norm_stats=batch", model=normalised(), stream=toy.stream(2))
+    run, plain = cfl.load(tmp_path, model=normalised()), normalised().eval()
+    plain[1].track_running_stats = False
+    plain[1].running_mean = plain[1].running_var = plain[1].num_batches_tracked = None
+    plain.load_state_dict(load_file(run.export(tmp_path / "model.safetensors")))
+    x = samples(toy.stream(2), 0)[0]
+    assert torch.equal(plain(x), run.logits(x))
+
+
 @pytest.mark.slow
 def test_an_onnx_file_computes_the_same_logits(tmp_path):
     pytest.importorskip("onnxscript", reason="onnxscript is not installed")
