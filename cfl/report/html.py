@@ -30,8 +30,8 @@ _WORDS = (
     "MB are 1e6 bytes, summed over all clients and rounds. Seconds are the wall-clock time of all rounds."
 )
 _BOLD = (
-    "Bold: the best score, and every score whose paired difference from it has a 95 % interval that contains 0. If "
-    "that holds for all, or if there are fewer than two seeds, nothing is bold."
+    "Bold: the best score, and every score that prints like it or whose paired difference from it has a 95 % interval "
+    "that contains 0. If that holds for all, or if groups have fewer than two seeds or different ones, nothing is bold."
 )
 
 

@@ -98,6 +98,12 @@ def test_the_summary_has_the_stored_figures(read, stored):
         assert row[titles.index("seeds")] == "2"
 
 
+def test_the_page_says_which_scores_are_bold(page):
+    """The rule of `paired.marked`: scores that print alike are equally good, and different seeds are not compared."""
+    assert "every score that prints like it or whose paired difference from it has a 95 % interval" in page
+    assert "if groups have fewer than two seeds or different ones, nothing is bold." in page
+
+
 def test_bytes_and_seconds_are_means_of_the_stored_values(read, stored):
     tables = {rows[0][1]: rows for rows in read.tables}
     megabytes, seconds = tables["gpse down, MB"], tables["clients: gpse, s"]
