@@ -154,8 +154,8 @@ class BorrowedGrid:
     """A grid that belongs to Flower, which ends it."""
 
     def __init__(self, grid: Grid) -> None:
-        self.get_node_ids, self.push_messages, self.pull_messages = (
-            grid.get_node_ids, grid.push_messages, grid.pull_messages,
+        self.get_nodes, self.push_messages, self.pull_messages = (
+            grid.get_nodes, grid.push_messages, grid.pull_messages,
         )  # fmt: skip
 
     def close(self) -> None:

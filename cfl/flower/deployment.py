@@ -107,7 +107,7 @@ class DeploymentEngine(OuterEngine):
             }
             for node, ids in homes.items()
         }
-        answers = self.members.ask("train", requests, Broadcast(with_fixed(inputs)))
+        answers = self.members.link.ask("train", requests, Broadcast(with_fixed(inputs)))
         names, uniform = total.part().keys(), self.config.agg.weights == "uniform"
         results = {}
         for node, answer in answers.items():

@@ -62,7 +62,7 @@ class SimulationEngine(OuterEngine):
 
     def _join(self) -> list[int]:
         """Return the ids of the nodes. Raises ConfigError if one would compute with other data or code."""
-        self._nodes, own = sorted(self.link.grid.get_node_ids()), self.fingerprint.parts
+        self._nodes, own = sorted(node.node_id for node in self.link.grid.get_nodes()), self.fingerprint.parts
         remedy = "engine=flower rebuilds data, model and methods on its nodes by name, so register those of your own"
         for node, answer in self.link.ask("query.join", dict.fromkeys(self._nodes)).items():
             if answer.fault is not None:

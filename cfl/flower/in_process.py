@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.task_identity import TaskIdentity
 
 
@@ -20,8 +21,8 @@ class InProcessGrid:
         TaskIdentity.task_id = TaskIdentity.run_id = 1  # messages carry them
         TaskIdentity.node_id = 0
 
-    def get_node_ids(self) -> Iterable[int]:
-        return list(self.apps)
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        return [NodeInfo(node_id=node) for node in self.apps]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         found = list[str]()

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common.constant import ErrorCode
+from flwr.proto.node_pb2 import NodeInfo
 
 from cfl.core import CflError
 from cfl.core.errors import reason
@@ -22,7 +23,7 @@ LATE = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)  # F
 class Grid(Protocol):
     """The part of `flwr.serverapp.Grid` that is used, and its end."""
 
-    def get_node_ids(self) -> Iterable[int]: ...
+    def get_nodes(self) -> Iterable[NodeInfo]: ...
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]: ...
 

@@ -1,14 +1,12 @@
 """The nodes of a deployment: who has joined, and which clients each of them computes."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from cfl.core import ConfigError
 from cfl.core.errors import FEW_NAMES, few
 from cfl.core.version import __version__
-from cfl.flower.link import Answer, Link
-from cfl.flower.trees import Broadcast
+from cfl.flower.link import Link
 from cfl.runtime.fingerprint import Fingerprint
 
 RESTARTED = "it has started again under another id"
@@ -41,15 +39,16 @@ class Members:
         self.joined: dict[int, Member] = {}
         self.refused: dict[int, str] = {}
         self.samples: dict[int, tuple[int, ...]] = {}
-        self._doubted = set[int]()
+        self._starts = dict[int, str]()  # by node, when it has started: one with a registered key keeps its id
         self._silent = dict[int, str]()  # nodes that have not answered, and why
 
     def refresh(self) -> None:
-        """Ask new nodes to join, and forget those that have left."""
-        present = set(self.link.grid.get_node_ids())
-        for node in self._doubted & self.joined.keys():  # as when it has started again with other clients
-            del self.joined[node]
-        self._doubted.clear()
+        """Ask new nodes to join, also those that have started again, and forget those that have left."""
+        starts = {node.node_id: node.last_activated_at for node in self.link.grid.get_nodes()}
+        for node in [node for node, start in starts.items() if start != self._starts.get(node)]:
+            self.joined.pop(node, None)  # it may have other clients now
+            self.refused.pop(node, None)
+        self._starts, present = starts, starts.keys()
         if (self.joined.keys() | self.refused.keys()) - present:  # what was in the way of others may be gone
             self.refused = {node: why for node, why in self.refused.items() if why == RESTARTED and node in present}
         for node in sorted(self.joined.keys() - present):
@@ -64,12 +63,6 @@ class Members:
             elif fault := answer.fault or self._fault(node, answer.value):
                 self.refused[node] = fault
                 self.say(f"node {node} may not join: {fault}")
-
-    def ask(self, kind: str, requests: Mapping[int, Any], broadcast: Broadcast | None = None) -> dict[int, Answer]:
-        """Ask nodes that have joined, see `Link.ask`. Nodes that refuse are asked to join anew in the next round."""
-        answers = self.link.ask(kind, requests, broadcast)
-        self._doubted |= {node for node, answer in answers.items() if answer.error == ConfigError.__name__}
-        return answers
 
     def of(self, clients: Iterable[int]) -> tuple[dict[int, list[int]], list[int]]:
         """Return the clients by node, and those whose node is not there."""

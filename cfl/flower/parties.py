@@ -67,7 +67,7 @@ class RemoteParties:
             for node, ids in homes.items()
         }
         found = {}
-        for node, answer in self.members.ask(kind, requests).items():
+        for node, answer in self.members.link.ask(kind, requests).items():
             for id in homes[node]:
                 try:
                     if answer.fault is not None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
@@ -66,8 +67,8 @@ class SimulatedGrid:
         self._done = threading.Event()
         self._thread = threading.Thread()
 
-    def get_node_ids(self) -> Iterable[int]:
-        return self._started().get_node_ids()
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        return self._started().get_nodes()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         return self._started().push_messages(messages)

@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 from flwr.server.superlink.linkstate.utils import create_message_error_unavailable_res_message
 from safetensors.torch import save
@@ -79,7 +80,7 @@ def no_fault(node: int, message: Message, deliver: Deliver) -> Message | None:
 class Network(InProcessGrid):
     """Nodes that come and go. fault: carries out a request, or loses it, or changes its reply; sent: all messages.
 
-    ghosts: nodes that have gone, but are still counted.
+    ghosts: nodes that have gone, but are still counted; starts: node to when it was added.
     """
 
     def __init__(self) -> None:
@@ -87,17 +88,18 @@ class Network(InProcessGrid):
         self.fault: Fault = no_fault
         self.ghosts: list[int] = []
         self.sent: list[Sent] = []
+        self.starts: dict[int, str] = {}
         self._serial = itertools.count()
 
     def add(self, node: int, app: Callable[[Message, Context], Message]) -> None:
-        self.apps[node] = app  # type: ignore[assignment]
+        self.apps[node], self.starts[node] = app, f"start {next(self._serial)}"  # type: ignore[assignment]
         self.contexts[node] = Context(run_id=1, node_id=node, node_config={}, state=RecordDict(), run_config={})
 
     def remove(self, node: int) -> None:
         del self.apps[node]
 
-    def get_node_ids(self) -> Iterable[int]:
-        return [*self.apps, *self.ghosts]
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        return [NodeInfo(node_id=id, last_activated_at=self.starts[id]) for id in [*self.apps, *self.ghosts]]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         found = []

@@ -193,8 +193,20 @@ def test_a_node_that_starts_again_with_other_clients_under_its_id_is_asked_to_jo
     id = federation.nodes[2]
     log = Log({1: lambda: federation.network.add(id, app_of(federation.node(2, clients=(2,))))})
     federation.run(log)
-    assert log.rows[1]["missing"].keys() == {2, 5} and log.rows[2]["missing"].keys() == {5}
+    assert [row.get("missing") for row in log.rows] == [None, {5: REST[5]}, {5: REST[5]}]
     assert federation.said[-1] == "node 'n2' (client 2) has joined"
+
+
+def test_a_refused_node_that_starts_again_under_its_id_is_asked_to_join_again(tmp_path):
+    """Node 2 comes with wrong options first, and is put right within a round: the server never sees it absent."""
+    settings = config()
+    federation = Federation(settings, tmp_path)
+    id = federation.nodes[2]
+    federation.network.add(id, app_of(federation.node(2, options="others")))
+    log = Log({1: lambda: federation.network.add(id, app_of(federation.node(2)))})
+    federation.run(log)
+    assert [row.get("missing") for row in log.rows] == [REST, None, None]
+    assert federation.said[-1] == "node 'n2' (clients 2, 5) has joined"
 
 
 def test_of_two_nodes_with_one_client_the_first_keeps_it(tmp_path):
