@@ -81,7 +81,10 @@ def _superlink(
     command = [programs.program("flower-superlink"), "--host", host, "--port", str(port), *security]
     command += ["--disable-runtime-dependency-installation"]  # cfl is there; Flower would make an environment a run
     with (home / "superlink.log").open("ab") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=log, start_new_session=True,
+            preexec_fn=programs.ends_with_this(),
+        )  # fmt: skip
     try:
         _await_port(host, port, process, home / "superlink.log")
         yield

@@ -21,7 +21,7 @@ from cfl.assembly import resolve
 from cfl.cli import app
 from cfl.core import CflError, ConfigError, DataError, packages
 from cfl.flower import programs, superlink, supernode
-from tests.flower.terminals import write_certificates, write_keys
+from tests.flower.terminals import free_address, write_certificates, write_keys
 
 HERE = "127.0.0.1:9092"
 CONFIG = cfl.resolve("permuted-digits", overrides=["engine=loop"])
@@ -204,22 +204,34 @@ def test_a_node_joins_again_until_it_is_refused_for_good(tmp_path, monkeypatch, 
         assert "--insecure" not in command
 
 
-JOIN = """
+PARENTS = {  # what starts each program; sys.argv: the program, and an address
+    "flower-supernode": """
 import sys
 from pathlib import Path
 from cfl.flower import programs, supernode
 
 programs.program = lambda name: sys.argv[1]
-supernode.join("127.0.0.1:9092", Path("node"), "0")
-"""
+supernode.join(sys.argv[2], Path("node"), "0")
+""",
+    "flower-superlink": """
+import sys
+from pathlib import Path
+import cfl
+from cfl.flower import programs, superlink
+
+programs.program = lambda name: sys.argv[1]
+superlink.serve(cfl.resolve("permuted-digits", overrides=["engine=loop"]), Path("out"), sys.argv[2])
+""",
+}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
-def test_a_supernode_ends_with_its_join_even_if_that_is_killed(tmp_path):
-    program = written(tmp_path / "flower-supernode", "#!/bin/sh\necho $$ > pid.new; mv pid.new pid; exec sleep 300\n")
+@pytest.mark.parametrize("name", PARENTS)
+def test_a_program_ends_with_what_started_it_even_if_that_is_killed(name, tmp_path):
+    program = written(tmp_path / name, "#!/bin/sh\necho $$ > pid.new; mv pid.new pid; exec sleep 300\n")
     program.chmod(0o755)
     place = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(Path(cfl.__file__).parents[1])}}
-    parent = subprocess.Popen([sys.executable, "-c", JOIN, program], **place)
+    parent = subprocess.Popen([sys.executable, "-c", PARENTS[name], program, free_address()], **place)
     end = time.monotonic() + 60
     while not (tmp_path / "pid").exists():
         assert parent.poll() is None and time.monotonic() < end
