@@ -14,6 +14,7 @@ from flwr.app import Context, RecordDict
 
 from cfl.flower import apps
 from cfl.flower.forward import receive, send
+from cfl.flower.link import FAULT
 
 LOOK = 0.2  # seconds between looks whether the SuperNode has ended
 
@@ -30,8 +31,12 @@ def serve(address: str | Path, options: Mapping[str, str], ended: Callable[[], A
             run, node = head["run"], head["node"]
             if (run, node) not in contexts:
                 contexts[run, node] = Context(run, node, dict(options), RecordDict(), {})
-            send(self.wfile, {}, apps.answer(head["action"], Path(head["config"]), records, contexts[run, node]))
-            print(f"answered {head['action']} in {time.monotonic() - start:.2f} s", flush=True)
+            answer = apps.answer(head["action"], Path(head["config"]), records, contexts[run, node])
+            send(self.wfile, {}, answer)
+            if FAULT in answer.config_records:
+                print(f"cannot answer {head['action']}:", answer.config_records[FAULT]["text"], flush=True)
+            else:
+                print(f"answered {head['action']} in {time.monotonic() - start:.2f} s", flush=True)
 
     with socketserver.UnixStreamServer(str(address), Handler) as server:
         os.chmod(address, 0o600)

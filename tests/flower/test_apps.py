@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import torch
 
 import cfl
 from cfl.core import CheckpointError, ConfigError, DataError
-from cfl.flower import apps, own_data, project
+from cfl.flower import answers, apps, own_data, project
 from cfl.flower.deployment import MemberPopulation
 from cfl.flower.forward import client
 from cfl.flower.in_process import InProcessGrid
@@ -391,6 +392,23 @@ def test_a_node_whose_join_has_ended_is_named_in_words(how, tmp_path):
         found = Link(grid, deadline=5.0).ask("query.join", {1: None})[1]
     assert found.fault == "its 'cfl-run join' has ended; start it again with the same --folder"
     assert found.error == ""  # so that the server asks again
+
+
+def test_a_node_prints_why_it_cannot_answer(tmp_path, capsys):
+    _, path = written(tmp_path)
+    address, ended = tmp_path / "node", threading.Event()
+    options = {"clients": "0-1", "folder": str(tmp_path / "n"), "data": "permuted-digits"}
+    node = threading.Thread(target=answers.serve, args=(address, options, lambda: ended.is_set() or None))
+    node.start()
+    while not address.exists() or address.stat().st_mode & 0o777 != 0o600:  # its mode changes once it listens
+        assert node.is_alive()
+        time.sleep(0.01)
+    grid = InProcessGrid([client(path, lambda: apps.answer)], [{"socket": str(address)}])
+    found = Link(grid, deadline=5.0).ask("query.join", {1: None})[1]
+    ended.set()
+    node.join()
+    assert found.fault == "a node with data of its own has one client, not 2; start a node for each"
+    assert capsys.readouterr().out == f"cannot answer join: {found.fault}\n"
 
 
 def test_a_project_does_not_replace_another_folder(tmp_path):
