@@ -74,8 +74,8 @@ class _Steps:
 
     def hidden(self, hooks: Hooks) -> str:
         for batch, memory, state in self.clients:
-            both = (self.step(hooks, batch, memory, state, batch, seen=seen) for seen in (None, state))
-            if far := self._far(*both):
+            part, whole = (self.step(hooks, batch, memory, state, batch, seen=seen) for seen in (None, state))
+            if far := self._far(part, whole):
                 text = f"a hook of a step reads a state that steps do not see, which changes {far}"
                 return f"{text}; see `steps_see_state` and `ctx.memory`"
         return ""
@@ -98,7 +98,7 @@ class _Steps:
         """Compare single clients with the same clients under vmap. members: clients with states of equal shapes."""
         alone = [self.step(hooks, *member, last=member[0]) for member in members]
         redrawn = [self.step(hooks, *member, last=member[0], key=1) for member in members]
-        if any(map(self._far, alone, redrawn)):
+        if any(self._far(a, b, 0.0) for a, b in zip(alone, redrawn, strict=True)):  # however small the effect
             return ""  # engines train clients whose hooks read ctx.key one at a time
         batches, memories, states = zip(*members, strict=True)
         parts = [_stacked(batches), _stacked(memories), tree.stack(states)]
@@ -120,9 +120,12 @@ class _Steps:
                 return f"under vmap with other clients, {far} of a client differs from that of its step alone"
         return ""
 
-    def _far(self, a: Result, b: Result) -> str:
-        """The first leaf that differs between two results, such as "params/1.weight"; empty if all are close."""
-        tolerance = TOLERANCE[self.session.config.precision]
+    def _far(self, a: Result, b: Result, tolerance: float | None = None) -> str:
+        """The first leaf that differs between two results, such as "params/1.weight"; empty if all are close.
+
+        tolerance: absolute and relative; None: that of the run's precision.
+        """
+        tolerance = TOLERANCE[self.session.config.precision] if tolerance is None else tolerance
         for part, leaves in a.items():
             for name, leaf in leaves.items():
                 if not torch.allclose(leaf.float(), b[part][name].float(), atol=tolerance, rtol=tolerance):
