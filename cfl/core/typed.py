@@ -70,7 +70,7 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
     try:
         return _as(value, hint)
     except TypeError:
-        remedy = "; pass an object of it" if isinstance(value, type) else ""
+        remedy = "; pass an object of it" if isinstance(value, type) and not _kinds(hint) <= _WORDS.keys() else ""
         raise ConfigError(f"{name} must be {_words(hint)}, not {described(value)}{remedy}") from None
 
 
@@ -97,10 +97,16 @@ def _as(value: Any, hint: Any) -> Any:
     raise TypeError
 
 
+def _kinds(hint: Any) -> set[Any]:
+    """The types that an annotation takes, those of a list's entries included."""
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    return {kind} if kind in _WORDS or not inner else set().union(*map(_kinds, inner))
+
+
 def _words(hint: Any) -> str:
     kind, inner = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
         return " or ".join(map(_words, inner))
     if kind in (tuple, Sequence):
-        return f"a list (each {_words(inner[0])})"
+        return "a list" if inner[0] is Any else f"a list (each {_words(inner[0])})"
     return _WORDS.get(kind, f"a {kind.__name__}")

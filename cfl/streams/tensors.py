@@ -84,7 +84,7 @@ def as_inputs(value: Any, what: str) -> Tensor:
 
 def as_labels(value: Any, what: str, count: int) -> Tensor:
     """Labels (count,) int64, from whole numbers of any type, (count,) or (count, 1). what: as for `as_inputs`."""
-    y = _tensor(value, what)
+    y = _tensor(value, what, "whole numbers, as numpy.unique(names, return_inverse=True)[1] makes of names")
     if y.shape not in ((count,), (count, 1)):
         raise DataError(
             f"{what} are {y.dtype} of shape {tuple(y.shape)} for {count} samples; give one integer a sample"
@@ -112,8 +112,11 @@ def from_npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
         raise DataError(f"{wanted}: {error}") from error
 
 
-def _tensor(value: Any, what: str) -> Tensor:
-    """A tensor in CPU memory from a tensor, an array, or nested lists; raises DataError if that is not possible."""
+def _tensor(value: Any, what: str, numbers: str = "real numbers") -> Tensor:
+    """A tensor in CPU memory from a tensor, an array, or nested lists; raises DataError if that is not possible.
+
+    what, numbers: the value and its entries, for the error.
+    """
     try:
         if isinstance(value, Tensor):
             found = value.detach().cpu().to_dense()
@@ -125,7 +128,7 @@ def _tensor(value: Any, what: str) -> Tensor:
             raise TypeError(f"{found.dtype} is no type of real numbers")
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"{what} are {described(value)}; give a tensor, an array or equally long lists, of real numbers"
+            f"{what} are {described(value)}; give a tensor, an array or equally long lists, of {numbers}"
         ) from error
     return found
 

@@ -397,7 +397,12 @@ RESOLVE = {
         r"names the strategy after a regularizer; write fot\+fedprox",
     ),
     "resolve: two strategies": (lambda: resolve(method="fot+ewc"), ConfigError, "names two strategies; name one"),
-    "resolve: method a class": (lambda: resolve(method=FOT), ConfigError, "method must be a string .*; pass an object"),
+    "resolve: method a class": (lambda: resolve(method=FOT), ConfigError, "a string or None, not the class FOT$"),
+    "resolve: regularizers a class": (
+        lambda: resolve(regularizers=FedProx),
+        ConfigError,
+        "regularizers must be .*, not the class FedProx$",
+    ),
     "resolve: a strategy as regularizer": (
         lambda: resolve(regularizers=["fot"]),
         ConfigError,

@@ -26,6 +26,7 @@ X, Y = torch.arange(24.0).view(8, 3), torch.arange(8) % 2
 IMAGES = torch.zeros(8, 1, 4, 4, dtype=torch.uint8)
 TASK = (X, Y, X, Y)
 POOL, ROWS = Pool(X), torch.arange(3)
+NAMES = r"give .* of whole numbers, as numpy.unique\(names, return_inverse=True\)\[1\] makes of names"
 NUMBERS = "give a tensor, an array or equally long lists, of real numbers"
 FOUR = r"must be \(x_train, y_train, x_test, y_test\), not "
 
@@ -261,7 +262,7 @@ CASES: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "y one-hot": (lambda: train(y=torch.eye(8)), DataError, r"train labels of task 1 .*\(8, 8\) .*; give one integer"),
     "y fractions": (lambda: train(y=Y + 0.5), DataError, r"train labels of task 1 .*, not 0.5 \(sample 0\); number"),
     "y NaN": (lambda: train(y=Y / 0 * 0), DataError, r"train labels of task 1 .*, not nan \(sample 0\)"),
-    "y texts": (lambda: train(y=["cat", "dog"] * 4), DataError, "train labels of task 1 are a list of 8 str"),
+    "y texts": (lambda: train(y=["cat", "dog"] * 4), DataError, f"labels of task 1 are a list of 8 str; {NAMES}"),
     "y complex": (lambda: train(y=Y * 1j), DataError, "train labels of task 1 are .*complex"),
     "y negative": (lambda: test(y=-Y), DataError, r"test labels of task 1 must be 0, 1, .*, not -1 \(sample 1\)"),
     "y negative, a head a task": (
@@ -294,6 +295,11 @@ CASES: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
         lambda: test(public=X[:0]),
         DataError,
         "public data of stream 'custom' have no samples; give some",
+    ),
+    "clients an array": (
+        lambda: test(clients=np.zeros(8, int)),
+        ConfigError,
+        "clients must be a list or a Tensor or None, not an object of type ndarray",
     ),
     "public a pair": (lambda: test(public=(X, Y)), DataError, f"public inputs are a tuple of 2 Tensor; {NUMBERS}"),
     "public a name": (lambda: test(public="stream"), DataError, f"public inputs are 'stream'; {NUMBERS}"),
