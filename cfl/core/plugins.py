@@ -18,6 +18,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
@@ -145,7 +146,9 @@ def _import(path: Path) -> None:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # whatever the file raises
         del sys.modules[path.stem]
-        raise ConfigError(f"'{path}' cannot be imported: {reason(error)}") from error
+        lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == str(path)]
+        where = f" (line {lines[-1]})" if lines else ""  # a syntax error names its line itself
+        raise ConfigError(f"'{path}' cannot be imported: {reason(error)}{where}") from error
 
 
 def _is(module: ModuleType | None, path: Path) -> bool:

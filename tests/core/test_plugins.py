@@ -171,7 +171,8 @@ def test_files_register_objects_in_this_process_and_those_that_it_starts(folder)
         ("json.py", "", r"'.*json.py' cannot be imported, since a module 'json' is there; rename the file"),
         ("ending.py", "import sys; sys.exit('usage')", r"'.*ending.py' cannot be imported: SystemExit: usage"),
         ("colon:.py", "", r"the path '.*colon:.py' has a ':', which separates files in CFL_PLUGINS; rename it"),
-        ("failing.py", "1 / 0", r"'.*failing.py' cannot be imported: ZeroDivisionError: division by zero"),
+        ("failing.py", "import cfl\n\n1 / 0", r"imported: ZeroDivisionError: division by zero \(line 3\)"),
+        ("broken.py", "import cfl\n1 +", r"imported: SyntaxError: invalid syntax \(broken.py, line 2\)$"),
     ],
 )
 def test_files_that_cannot_be_imported_are_named(folder, name, text, message):
