@@ -25,7 +25,7 @@ from cfl.cli.app import (
     display,
 )
 from cfl.cli.grid import TakesGrid
-from cfl.core import CflError
+from cfl.core import CflError, plugins
 from cfl.experiments import reproduce as papers
 from cfl.experiments.compare import plan, reference, seeds_of
 from cfl.experiments.grid import choices, commands
@@ -74,7 +74,7 @@ def compare(
         raise _failed(failed, runs)
     words = _words({"--methods": [methods], "--seeds": [seeds], "--set": overrides, "--vary": vary, "--grid": grid})
     words += _words({"--scale": [scale], "--against": [against], "--engine": [engine]})
-    found.write(folder / "compare.json", shlex.join(["cfl-run", "compare", benchmark, *words]))
+    found.write(folder / "compare.json", shlex.join([*plugins.program(), "compare", benchmark, *words]))
     display(*found.tables(matrix), f"results in {folder}")
     if plot:
         found.draw(folder / "compare.png")

@@ -119,6 +119,11 @@ def files() -> list[Path]:
     return found
 
 
+def program() -> list[str]:
+    """The first words of a command line that runs with these files."""
+    return ["cfl-run", *(word for path in files() for word in ("--plugin", str(path)))]
+
+
 def add_files(paths: Iterable[Path]) -> None:
     """Add files to CFL_PLUGINS, for this process and those that it starts, and import them."""
     every = dict.fromkeys([*files(), *(path.resolve() for path in paths)])

@@ -122,8 +122,7 @@ def alone(config: RunConfig) -> str:
 
 def continuation(folder: Path) -> list[str]:
     """Return the command that continues the run in a folder."""
-    own = [part for path in plugins.files() for part in ("--plugin", str(path))]
-    return ["cfl-run", *own, "train", "--config", str(folder / "config.yaml"), "--output", str(folder), "--resume"]
+    return [*plugins.program(), "train", "--config", str(folder / "config.yaml"), "--output", str(folder), "--resume"]
 
 
 def finished(*folders: Path) -> dict[str, Path]:

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from cfl.config.overrides import assignment
+from cfl.core import plugins
 from cfl.experiments.compare import Group, for_methods
 
 
@@ -65,5 +66,5 @@ def commands(
         fit = [text for text in kept if any(text in own[name] for name in names)]
         texts = [*fit, *(assignment(name, value) for name, value in setting.items())]
         words = [word for text in texts for word in ("--set", text)]
-        found.append(["cfl-run", "compare", benchmark, "--methods", ",".join(names), *words, *flags])
+        found.append([*plugins.program(), "compare", benchmark, "--methods", ",".join(names), *words, *flags])
     return found

@@ -142,6 +142,15 @@ def test_commands_run_the_chosen_settings_on_all_samples():
     assert config == fot[3].runs[0].config.model_copy(update={"validation": 0.0, "model": config.model})
 
 
+def test_commands_name_the_files_of_plug_ins(tmp_path, monkeypatch):
+    """Without them, a shell would not know the method of such a file."""
+    file = tmp_path / "of_grid.py"
+    file.write_text("")
+    monkeypatch.setenv("CFL_PLUGINS", str(file))
+    (words,) = commands("split-digits", [grid(methods="fot")[0]], ["fot"], [], [])
+    assert words[:5] == ["cfl-run", "--plugin", str(file), "compare", "split-digits"]
+
+
 def test_test_samples_have_no_part_in_the_choice(tmp_path):
     """With noise in place of the test labels, the validation accuracies and the choice are the same."""
     stream = cfl.streams.build("split-digits", tasks=2)
