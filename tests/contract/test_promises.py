@@ -1,6 +1,6 @@
 """The promises of hooks: which calls are checked, and which names metrics.json has of its own."""
 
-from inspect import getmembers, isfunction
+from inspect import getmembers, getsourcelines, isfunction
 
 import pytest
 import torch
@@ -43,6 +43,20 @@ def test_a_hook_of_a_step_is_checked_at_its_first_call_alone():
     with pytest.raises(HookError, match=r"^Fades.adjust returned a tree without 'w'; it has to return a tree with"):
         composed.afresh().adjust(GRADS, GRADS, CTX)
     assert composed.adjust(GRADS, GRADS, CTX) == GRADS  # not checked: the other object is
+
+
+def test_an_error_in_a_hook_is_named_with_its_line():
+    class Divides(Strategy):
+        def heads(self, task, tasks):
+            return self.named(task, tasks)
+
+        def named(self, task, tasks):
+            return tuple(range(task // (tasks - tasks)))
+
+    line = getsourcelines(Divides.named)[1] + 1  # the innermost in this file, below the `def`
+    text = rf"^Divides\.heads raises ZeroDivisionError: .* \(line {line} of test_promises\.py\)$"
+    with pytest.raises(HookError, match=text):
+        ComposedMethod({STRATEGY: Divides()}).strategy.heads(0, 2)
 
 
 def test_members_keep_their_attributes_and_other_methods():
