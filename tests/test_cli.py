@@ -593,7 +593,8 @@ def test_a_file_with_a_method_serves_all_commands(tmp_path):
     assert found.returncode == 0 and "damped-in-a-file" in found.stdout, found.stderr
     (run,) = (tmp_path / "runs").glob("damped-in-a-file-*")
     again = ["train", "--config", str(run / "config.yaml"), "--output", str(run), "--resume"]
-    assert "unknown method 'damped-in-a-file'" in command(*again).stderr
+    refused = command(*again).stderr
+    assert "unknown method 'damped-in-a-file'" in refused and "give that file to cfl-run --plugin" in refused
     assert command("--plugin", file.name, *again).returncode == 0
     file.write_text(DAMPED.replace("0.5", "0.6"))
     assert "the code of" in command("--plugin", file.name, *again).stderr

@@ -48,7 +48,8 @@ def resolve(
     flags = dict(benchmark=benchmark, method=method, seed=seed, engine=engine, scale=scale)
     given = {name: value for name, value in flags.items() if value is not None}
     top = _with_network(normal(parse(overrides), given))
-    base = normal(read_yaml(file)) if file is not None else {}
+    with plugins.read_from(file):
+        base = normal(read_yaml(file)) if file is not None else {}
     name = top.get("benchmark", base.get("benchmark"))
     if base.get("benchmark", name) != name:
         raise ConfigError(f"'{file}' is for benchmark '{base['benchmark']}', not '{name}'; name that benchmark or none")
@@ -61,7 +62,8 @@ def resolve(
         plugins.check_local(more)
         given = top.get("regularizers", base.get("regularizers", ()))
         top["regularizers"] = [*given, *more] if isinstance(given, (list, tuple)) else given  # `load` refuses others
-    return load(layered(base, top))
+    with plugins.read_from(file):
+        return load(layered(base, top))
 
 
 @typed

@@ -10,9 +10,10 @@ A file registers objects by the decorators. The environment variable CFL_PLUGINS
 `cfl-run --plugin`. Processes that a run starts inherit the variable.
 """
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -26,6 +27,10 @@ from cfl.core.errors import ConfigError, reason, unknown
 
 FILES = "CFL_PLUGINS"
 _MARKS = "+,/.="  # they separate names from each other and from options
+
+
+class UnknownName(ConfigError):
+    """A name that is in no registry."""
 
 
 class Registry:
@@ -85,7 +90,7 @@ class Registry:
             if point.name == name:
                 self._enter(name, _loaded(point, self.kind), f" of the entry point {point.value}")
         if name not in self._items:
-            raise unknown(self.kind, name, self.names())
+            raise UnknownName(str(unknown(self.kind, name, self.names())))
         return self._items[name]
 
     def _load(self) -> None:
@@ -117,6 +122,19 @@ def files() -> list[Path]:
     if found:  # a process may change its folder
         os.environ[FILES] = os.pathsep.join(map(str, found))
     return found
+
+
+@contextlib.contextmanager
+def read_from(file: Path | str | None) -> Iterator[None]:
+    """Add to the error for an unknown name how to make it known, if the configuration is read from a file."""
+    try:
+        yield
+    except UnknownName as error:
+        if file is None:
+            raise
+        raise ConfigError(
+            f"{error} (if a Python file of yours registers it, give that file to cfl-run --plugin, or import it)"
+        ) from None
 
 
 def program() -> list[str]:
@@ -214,7 +232,7 @@ def roles(label: str) -> tuple[str, tuple[str, ...]]:
     if first not in strategies.names() and first in local.names():
         first, rest = DEFAULT_METHOD, [first, *rest]
     if first not in strategies.names():
-        raise unknown("method", first, [*strategies.names(), *local.names()])
+        raise UnknownName(str(unknown("method", first, [*strategies.names(), *local.names()])))
     check_local(rest)
     return first, tuple(rest)
 

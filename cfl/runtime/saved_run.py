@@ -16,7 +16,7 @@ from cfl.config.overrides import flat, read_yaml
 from cfl.config.schema import RunConfig
 from cfl.contract import Server, Strategy
 from cfl.contract.composed import STRATEGY
-from cfl.core import CheckpointError, ConfigError, DataError, Tree, content, tree, warn
+from cfl.core import CheckpointError, ConfigError, DataError, Tree, content, plugins, tree, warn
 from cfl.core.metrics import percent
 from cfl.core.typed import typed
 from cfl.models import Model, adapters
@@ -178,7 +178,9 @@ def load(
     """
     folder = Path(folder)
     trees, latest = checkpointed(folder)
-    about, config = _about(folder / MODEL), resolve.load(read_yaml(folder / "config.yaml"))
+    about, file = _about(folder / MODEL), folder / "config.yaml"
+    with plugins.read_from(file):
+        config = resolve.load(read_yaml(file))
     for name, given in (("model", model), ("strategy", strategy)):
         if given is None and about[name] is not None:
             raise ConfigError(f"the run in '{folder}' has a {name} of its own, {about[name]}; pass it as {name}=...")

@@ -211,6 +211,19 @@ def test_a_damaged_description_of_the_model_is_refused(old, new, place, tmp_path
     assert cfl.load(tmp_path).about["model"] is None
 
 
+def test_the_error_for_an_unknown_method_of_a_run_names_plug_ins(tmp_path):
+    """Its file may be missing; a name that a user types gets no such hint."""
+    trained(tmp_path)
+    file = tmp_path / "config.yaml"
+    file.write_text(file.read_text().replace("method: fedavg", "method: mine"))
+    hint = r"unknown method 'mine'; .* \(if a Python file of yours registers it, give that file to cfl-run --plugin"
+    for read in (lambda: cfl.load(tmp_path), lambda: cfl.resolve(file=file)):
+        with pytest.raises(ConfigError, match=hint):
+            read()
+    with pytest.raises(ConfigError, match="unknown method 'mine'; [^(]*$"):
+        cfl.resolve("split-digits", method="mine")
+
+
 def test_an_export_that_is_not_clear_is_refused(tmp_path):
     trained(tmp_path)
     run = cfl.load(tmp_path)
