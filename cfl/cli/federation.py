@@ -1,5 +1,6 @@
 """The commands of a federation on real nodes: `cfl-run serve` and `cfl-run join`."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -38,10 +39,15 @@ def serve(
 
     settings = resolve(file=config)
     folder = output or Path("runs") / alone(settings)
-    superlink.serve(
-        settings, folder, address, certificates=certificates, node_keys=node_keys, running=running, wait_for=wait_for,
-        data_root=data_root, resume=resume,
-    )  # fmt: skip
+    try:
+        superlink.serve(
+            settings, folder, address, certificates=certificates, node_keys=node_keys, running=running,
+            wait_for=wait_for, data_root=data_root, resume=resume,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        again = " and --resume" if (folder / "rounds.jsonl").exists() else ""
+        print(f"interrupted; continue with the same command{again}", file=sys.stderr)
+        raise
     display(*tables.run(read_json(folder / "metrics.json"), settings.title, folder))
 
 

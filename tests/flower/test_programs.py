@@ -291,6 +291,19 @@ def test_a_served_run_ends_with_its_results(tmp_path, monkeypatch):
     assert found.output.splitlines()[-1] == f"ACC {acc}, FGT {fgt}; results in {folder}"
 
 
+@pytest.mark.parametrize(("rounds", "more"), [(0, ""), (1, " and --resume")])
+def test_an_interrupted_server_says_how_to_go_on(rounds, more, tmp_path, monkeypatch):
+    def is_interrupted(command, **options):
+        if rounds:
+            (tmp_path / "rounds.jsonl").touch()
+        raise KeyboardInterrupt
+
+    starts(monkeypatch, is_interrupted)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(resolve.dump(CONFIG)))
+    words = ["serve", str(tmp_path / "config.yaml"), "--output", str(tmp_path), "--running"]
+    assert f"interrupted; continue with the same command{more}\n" in CliRunner().invoke(app, words).output
+
+
 def test_flower_keeps_its_files_in_the_run_and_says_nothing_to_its_makers(tmp_path, monkeypatch):
     monkeypatch.delenv("FLWR_TELEMETRY_ENABLED", raising=False)
     found = programs.environment(tmp_path)
