@@ -70,10 +70,7 @@ def test_wrong_usage_exits_2_with_one_line_and_a_suggestion(args, hint, capsys):
         ("compare", "BENCHMARK: a name such as permuted-digits; see 'cfl-run list benchmarks'."),
         ("reproduce", "TABLE: a name such as fot-table1; the default lists the tables."),
         ("list", "WHAT: benchmarks, methods, models or regularizers; the default lists all."),
-        (
-            "describe",
-            "NAME: a benchmark, method, model or regularizer, or an option of a run such as agg.weights, or a group",
-        ),
+        ("describe", "NAME: a benchmark, method, model, regularizer, option such as agg.weights or strategy.threshold"),
         ("report", "RUNS: folders of runs, or folders that contain runs."),
     ],
 )
@@ -364,6 +361,18 @@ def test_describe_shows_an_option_of_a_run(name, row, capsys):
     assert invoke("describe", name) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     assert [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines] == [[name, *row, ""]]
+
+
+def test_describe_shows_an_option_of_all_methods_that_have_it(capsys):
+    owners = [name for name in plugins.strategies.names() if hasattr(plugins.strategies.get(name), "threshold")]
+    assert {"fot", "gpm"} <= {*owners} and invoke("describe", "strategy.threshold") == 0
+    rows = [[cell.strip() for cell in line.split("│")] for line in capsys.readouterr().out.splitlines() if "│" in line]
+    expected = {f"strategy.threshold ({name})": str(plugins.strategies.get(name).threshold) for name in owners}
+    assert {row[1]: row[2] for row in rows if row[1]} == expected
+    assert invoke("describe", "regularizer.fedprox.mu") == 0
+    assert "│ regularizer.fedprox.mu │" in capsys.readouterr().out
+    assert invoke("describe", "strategy.thresold") == 2
+    assert "did you mean 'strategy.threshold'?" in capsys.readouterr().err
 
 
 def test_describe_shows_every_option_of_a_run_and_all_of_a_group(capsys):

@@ -36,13 +36,13 @@ def list_(what: Annotated[str | None, typer.Argument()] = None) -> None:
 def describe(name: str) -> None:
     """Show hyper-parameters with default, valid values, meaning and source, or the preset of a benchmark.
 
-    NAME: a benchmark, method, model or regularizer, or an option of a run such as agg.weights, or a group such as agg.
+    NAME: a benchmark, method, model, regularizer, option such as agg.weights or strategy.threshold, or group (agg).
     """
     found = [kind for kind, registry in KINDS.items() if name in registry.names()]
-    options = described.run_options(name)
+    options = described.any_option(name)
     if not found and not options:
         names = [known for registry in KINDS.values() for known in registry.names()]
-        raise unknown("name", name, [*names, *GROUPS, *option_names()])
+        raise unknown("name", name, [*names, *GROUPS, *option_names(), *described.method_options()])
     for kind in found:
         display(*described.blocks(kind, name, KINDS[kind].get(name), KINDS[kind].source(name)))
     display(*options)

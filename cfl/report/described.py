@@ -11,7 +11,7 @@ from cfl.assembly.resolve import resolve
 from cfl.config.option_names import GROUPS, option_names
 from cfl.config.overrides import assignment
 from cfl.config.schema import RunConfig
-from cfl.core import ConfigError, options
+from cfl.core import ConfigError, options, plugins
 from cfl.core.errors import wanted
 from cfl.report import tables
 
@@ -46,11 +46,29 @@ def blocks(kind: str, name: str, item: Any, source: str) -> list[Any]:
     return [*shown, tables.answers(_privacy(name, item), "privacy")]
 
 
-def run_options(name: str) -> list[Any]:
-    """A table of the run's option of this dotted name, or under a title of all in the group; empty for another name."""
-    found = [dotted for dotted in option_names() if name in (dotted, dotted.partition(".")[0])]
+def any_option(name: str) -> list[Any]:
+    """A table of the option of this dotted name, or under a title of all in the group; empty for another name.
+
+    An option of methods has a row for each method.
+    """
+    found = [_run_option(dotted) for dotted in option_names() if name in (dotted, dotted.partition(".")[0])]
+    found += method_options().get(name, [])
     title = [f"{name} (options of a run): {summary(RunConfig.model_fields[name].annotation)}"] if name in GROUPS else []
-    return [*title, tables.hyper_parameters([_run_option(dotted) for dotted in found], "")] if found else []
+    return [*title, tables.hyper_parameters(found, "")] if found else []
+
+
+def method_options() -> dict[str, list[dict[str, Any]]]:
+    """Options of methods and regularizers by dotted name: a row for each method that has the option."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for owner in plugins.strategies.names():
+        for row in options.describe(plugins.strategies.get(owner)):
+            dotted = f"strategy.{row['name']}"
+            found.setdefault(dotted, []).append({**row, "name": f"{dotted} ({owner})"})
+    for owner in plugins.local.names():
+        for row in options.describe(plugins.local.get(owner)):
+            dotted = f"regularizer.{owner}.{row['name']}"
+            found[dotted] = [{**row, "name": dotted}]
+    return found
 
 
 def _run_option(dotted: str) -> dict[str, Any]:
