@@ -160,7 +160,8 @@ class EarlyStopping(Callback):
             )
 
     def on_task(self, view: View) -> None:
-        if any(row["clients"] for row in view.rows) and all(self._value(row) is None for row in view.rows):
+        # rows lack `clients` where cohorts are secret; the loss, which needs some, is then refused
+        if any(row.get("clients", 1) for row in view.rows) and all(self._value(row) is None for row in view.rows):
             raise ConfigError(f"EarlyStopping watches '{self.metric}', which no round of task {view.task} has recorded")
 
     def stop(self, rows: Sequence[Row]) -> Stop | None:

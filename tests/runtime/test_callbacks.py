@@ -364,6 +364,12 @@ def test_a_task_whose_clients_all_drop_out_has_nothing_to_watch():
     assert len(result.metrics["by_task"]) == 2
 
 
+def test_early_stopping_needs_no_size_of_a_secret_cohort():
+    """Rows lack `clients` there, which the check after a task reads. The run has one task, so one entry."""
+    config = toy.config("tasks=1", "rounds=2", "eval_every=1", *PRIVATE, "sampling=poisson")
+    assert len(cfl.run(config, stream=toy.stream(1), callbacks=[EarlyStopping(patience=1)]).metrics["by_task"]) == 1
+
+
 class Watching(cfl.Callback):
     """Keeps the names of the figures that it sees, and decides nothing, though it could."""
 
