@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from inspect import unwrap
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any, TypeVar
@@ -60,6 +61,7 @@ def _called(member: LocalRegularizer, hook: str, function: Callable[..., Any], *
 
 def _line(function: Callable[..., Any], error: BaseException) -> str:
     """The line of a hook's file at which an error arose, such as " (line 12 of mine.py)"; empty for hooks of `cfl`."""
-    file = function.__code__.co_filename if content.foreign(function) and hasattr(function, "__code__") else None
+    code = getattr(unwrap(function), "__code__", None)  # not that of a decorator, such as `torch.no_grad()`
+    file = code.co_filename if code is not None and content.foreign(function) else None
     lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
     return f" (line {lines[-1]} of {Path(str(file)).name})" if lines else ""
