@@ -3,6 +3,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import MISSING, dataclass, field
+from importlib.metadata import EntryPoint
 
 import numpy as np
 import pytest
@@ -373,6 +374,12 @@ def test_describe_shows_an_option_of_all_methods_that_have_it(capsys):
     assert "│ regularizer.fedprox.mu │" in capsys.readouterr().out
     assert invoke("describe", "strategy.thresold") == 2
     assert "did you mean 'strategy.threshold'?" in capsys.readouterr().err
+
+
+def test_describe_loads_no_other_method(monkeypatch):
+    """A package whose method cannot be loaded is in the way of that method alone."""
+    monkeypatch.setattr(plugins, "_points", lambda group: (EntryPoint("broken", "nowhere:X", group),))
+    assert invoke("describe", "agg.weights") == invoke("describe", "fedprox") == 0
 
 
 def test_describe_shows_every_option_of_a_run_and_all_of_a_group(capsys):

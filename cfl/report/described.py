@@ -52,7 +52,8 @@ def any_option(name: str) -> list[Any]:
     An option of methods has a row for each method.
     """
     found = [_run_option(dotted) for dotted in option_names() if name in (dotted, dotted.partition(".")[0])]
-    found += method_options().get(name, [])
+    if name.startswith(("strategy.", "regularizer.")):  # other names need no method, and one may fail to load
+        found += method_options().get(name, [])
     title = [f"{name} (options of a run): {summary(RunConfig.model_fields[name].annotation)}"] if name in GROUPS else []
     return [*title, tables.hyper_parameters(found, "")] if found else []
 
