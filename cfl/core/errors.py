@@ -26,6 +26,10 @@ class ConfigError(CflError):
     """An invalid option, name or value; `cfl-run` exits with status 2."""
 
 
+class UnknownName(ConfigError):
+    """A name that nothing is registered as."""
+
+
 class DataError(CflError):
     """A data set that is missing, or cannot be partitioned as configured."""
 

@@ -23,14 +23,10 @@ from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
-from cfl.core.errors import ConfigError, reason, unknown
+from cfl.core.errors import ConfigError, UnknownName, reason, unknown
 
 FILES = "CFL_PLUGINS"
 _MARKS = "+,/.="  # they separate names from each other and from options
-
-
-class UnknownName(ConfigError):
-    """A name that is in no registry."""
 
 
 class Registry:
