@@ -94,7 +94,7 @@ class SimulatedGrid:
                 self._check()
                 with contextlib.suppress(Empty):
                     self._grid = handed.get(timeout=0.1)
-            while len(list(self._grid.get_node_ids())) < self.workers:
+            while len(list(self._grid.get_nodes())) < self.workers:
                 self._check()
                 time.sleep(0.01)
         return self._grid
