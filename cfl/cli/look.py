@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from cfl.cli.app import app, display
-from cfl.config.option_names import GROUPS, option_names
+from cfl.config.option_names import GROUPS, option_names, strategy_options
 from cfl.core import plugins, unknown
 from cfl.report import described, tables, write
 
@@ -42,7 +42,8 @@ def describe(name: str) -> None:
     options = described.any_option(name)
     if not found and not options:
         names = [known for registry in KINDS.values() for known in registry.names()]
-        raise unknown("name", name, [*names, *GROUPS, *option_names(), *described.method_options()])
+        dotted = [*option_names(regularizers=plugins.local.names()), *strategy_options()]
+        raise unknown("name", name, [*names, *GROUPS, *dotted])
     for kind in found:
         display(*described.blocks(kind, name, KINDS[kind].get(name), KINDS[kind].source(name)))
     display(*options)

@@ -59,7 +59,7 @@ def unknown_option(dotted: str, names: Iterable[str], method: str = "") -> Confi
         return ConfigError(f"unknown option '{dotted}'; add --local {group}, and set 'regularizer.{dotted}'")
     if group == "methods":
         return ConfigError(f"unknown option '{dotted}': only presets have 'methods'; set 'strategy.NAME'")
-    others = {} if group in RunConfig.model_fields and group != "strategy" else _strategy_options()
+    others = {} if group in RunConfig.model_fields and group != "strategy" else strategy_options()
     every = [*names, *(name for name in others if name not in names)]
     # Users often forget the group: "threshold" finds strategy.threshold.
     key = _leaf if "." not in dotted or group == "strategy" else str
@@ -79,7 +79,7 @@ def _owned(option: str, owners: Sequence[str], method: str) -> str:
     return f"{lacking}; {have}" + (f": add --method {owners[0]}" if method else "")
 
 
-def _strategy_options() -> dict[str, list[str]]:
+def strategy_options() -> dict[str, list[str]]:
     """Return the options of all strategies, each with the strategies that have it."""
     found: dict[str, list[str]] = {}
     for method in plugins.strategies.names():

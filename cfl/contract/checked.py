@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import unwrap
 from pathlib import Path
-from traceback import extract_tb
 from typing import Any, TypeVar
 
 from cfl.contract.promises import PROMISES
 from cfl.contract.regularizer import LocalRegularizer
 from cfl.core import RAW, HookError, content
+from cfl.core.errors import line_in
 
 T = TypeVar("T", bound=LocalRegularizer)
 
@@ -62,6 +62,5 @@ def _called(member: LocalRegularizer, hook: str, function: Callable[..., Any], *
 def _line(function: Callable[..., Any], error: BaseException) -> str:
     """The line of a hook's file at which an error arose, such as " (line 12 of mine.py)"; empty for hooks of `cfl`."""
     code = getattr(unwrap(function), "__code__", None)  # not that of a decorator, such as `torch.no_grad()`
-    file = code.co_filename if code is not None and content.foreign(function) else None
-    lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
-    return f" (line {lines[-1]} of {Path(str(file)).name})" if lines else ""
+    line = line_in(code.co_filename, error) if code is not None and content.foreign(function) else None
+    return f" (line {line} of {Path(code.co_filename).name})" if code is not None and line else ""

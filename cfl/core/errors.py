@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from math import inf
-from traceback import walk_stack
+from traceback import extract_tb, walk_stack
 from typing import Any
 
 MOST_NAMES = 8  # names in one line of a message
@@ -93,6 +93,12 @@ def reason(error: BaseException) -> str:
     if text and isinstance(error, CflError | RuntimeError | TypeError | ValueError):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def line_in(file: str, error: BaseException) -> int | None:
+    """Return the innermost line of a file at which an error arose; None if it passed through no line of the file."""
+    lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
+    return lines[-1] if lines else None
 
 
 def wanted(schema: Mapping[str, Any]) -> str:

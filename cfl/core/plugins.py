@@ -19,11 +19,10 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
-from cfl.core.errors import ConfigError, UnknownName, reason, unknown
+from cfl.core.errors import ConfigError, UnknownName, line_in, reason, unknown
 
 FILES = "CFL_PLUGINS"
 _MARKS = "+,/.="  # they separate names from each other and from options
@@ -165,8 +164,8 @@ def _import(path: Path) -> None:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # whatever the file raises
         del sys.modules[path.stem]
-        lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == str(path)]
-        where = f" (line {lines[-1]})" if lines else ""  # a syntax error names its line itself
+        line = line_in(str(path), error)  # None for a syntax error, which names its line itself
+        where = f" (line {line})" if line else ""
         raise ConfigError(f"'{path}' cannot be imported: {reason(error)}{where}") from error
 
 

@@ -14,6 +14,8 @@ from cfl.aggregation import scope
 from cfl.assembly import methods, resolve
 from cfl.config.overrides import read_yaml
 from cfl.config.schema import RunConfig
+from cfl.contract import Phase
+from cfl.contract.checked import Checked
 from cfl.core import ConfigError
 from cfl.engines import Engine
 from cfl.engines.choose import undecided
@@ -108,8 +110,8 @@ def check(settings: RunConfig, wait_for: int = 0) -> None:
 
 def _check_plan(settings: RunConfig) -> None:
     """Raise ConfigError if nodes would undo the protection of uploads in a phase of the strategy."""
-    strategy = methods.build(settings)["strategy"]
-    plan = [phase for task in range(2) for phase in strategy.plan(task, 2, 2)]
+    strategy = Checked(methods.build(settings)["strategy"])
+    plan: list[Phase] = [phase for task in range(2) for phase in strategy.plan(task, 2, 2)]
     measured = [phase.name for phase in plan if phase.diagnostic]
     if measured and (settings.secagg, settings.dp.level) != ("none", "none"):
         raise ConfigError(
@@ -117,8 +119,8 @@ def _check_plan(settings: RunConfig) -> None:
             "leave it out of the strategy's plan (for FOT: strategy.measure_coverage=false)"
         )
     part = settings.cohort < settings.partition.clients
-    drawn = part and any(phase.cohort == "sampled" for phase in scope.releases(plan, settings))
-    if drawn and settings.dp.level == "client" and settings.dp.amplify:
+    privacy = [scope.privacy(phase, part and phase.cohort == "sampled", settings) for phase in plan]
+    if any(own.hidden for own in privacy if own):
         raise ConfigError("nodes know the run's seed, and so all cohorts, which dp.amplify takes for secret; set "
                           "dp.amplify=false")  # fmt: skip
 

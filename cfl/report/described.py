@@ -8,7 +8,7 @@ from typing import Any
 
 from cfl.assembly import privacy_rules
 from cfl.assembly.resolve import resolve
-from cfl.config.option_names import GROUPS, option_names
+from cfl.config.option_names import GROUPS, option_names, strategy_options
 from cfl.config.overrides import assignment
 from cfl.config.schema import RunConfig
 from cfl.core import ConfigError, options, plugins
@@ -52,24 +52,21 @@ def any_option(name: str) -> list[Any]:
     An option of methods has a row for each method.
     """
     found = [_run_option(dotted) for dotted in option_names() if name in (dotted, dotted.partition(".")[0])]
-    if name.startswith(("strategy.", "regularizer.")):  # other names need no method, and one may fail to load
-        found += method_options().get(name, [])
+    found += _method_options(name)
     title = [f"{name} (options of a run): {summary(RunConfig.model_fields[name].annotation)}"] if name in GROUPS else []
     return [*title, tables.hyper_parameters(found, "")] if found else []
 
 
-def method_options() -> dict[str, list[dict[str, Any]]]:
-    """Options of methods and regularizers by dotted name: a row for each method that has the option."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for owner in plugins.strategies.names():
-        for row in options.describe(plugins.strategies.get(owner)):
-            dotted = f"strategy.{row['name']}"
-            found.setdefault(dotted, []).append({**row, "name": f"{dotted} ({owner})"})
-    for owner in plugins.local.names():
-        for row in options.describe(plugins.local.get(owner)):
-            dotted = f"regularizer.{owner}.{row['name']}"
-            found[dotted] = [{**row, "name": dotted}]
-    return found
+def _method_options(name: str) -> list[dict[str, Any]]:
+    """Rows on an option of strategies, one for each that has it, or on one of a regularizer; none for another name."""
+    group, _, rest = name.partition(".")
+    owners: dict[str, Any] = {}
+    if group == "strategy":
+        owners = {f"{name} ({own})": plugins.strategies.get(own) for own in strategy_options().get(name, ())}
+    elif group == "regularizer" and (owner := rest.partition(".")[0]) in plugins.local.names():
+        owners, rest = {name: plugins.local.get(owner)}, rest.partition(".")[2]
+    rows = [(title, row) for title, own in owners.items() for row in options.describe(own)]
+    return [{**row, "name": title} for title, row in rows if row["name"] == rest]
 
 
 def _run_option(dotted: str) -> dict[str, Any]:
