@@ -41,7 +41,7 @@ def main() -> None:
     found = cells()
     before, rest = PAGE.read_text(encoding="utf-8").split(HEAD)
     after = rest.partition("\n\n")[2]
-    write.files([run.folder for runs in found.values() for run in runs], [PICTURE])
+    write.files([run.folder for runs in found.values() for run in runs], [PICTURE], highlight="fot")
     PAGE.write_text(f"{before}{HEAD}{''.join(lines(found))}\n{after}", encoding="utf-8")
     print(f"{len(found)} rows and {PICTURE.name} renewed")
 

@@ -55,9 +55,12 @@ def report(
     output: Annotated[
         list[Path], typer.Option("--output", "-o", help="FILE.html, .csv, .md, .tex, .png or .pdf. Repeatable.")
     ],
+    highlight: Annotated[
+        str | None, typer.Option(metavar="METHOD", help="Draw the lines of this method wide, and the others narrow.")
+    ] = None,
 ) -> None:
     """Write a report of finished runs: an HTML page, a CSV file, a Markdown or LaTeX table, or a figure.
 
     RUNS: folders of runs, or folders that contain runs.
     """
-    display(*(f"written: {path}" for path in write.files(runs, output)))
+    display(*(f"written: {path}" for path in write.files(runs, output, highlight)))

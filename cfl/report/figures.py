@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cfl.core import ConfigError
+from cfl.core import ConfigError, unknown
 from cfl.report import plots, tables
 from cfl.report.plots import Series, Style
 from cfl.report.runs import FinishedRun, RunGroup, Scene
@@ -34,18 +34,27 @@ class Panel(NamedTuple):
     names: Sequence[object]
 
 
-def styles(scenes: Sequence[Scene]) -> Styles:
-    """A style for each label; groups with the same label look alike in all scenes."""
-    labels = dict.fromkeys(group.label for scene in scenes for group in scene.groups)
-    return {label: Style(number) for number, label in enumerate(labels)}
+def styles(scenes: Sequence[Scene], highlight: str | None = None) -> Styles:
+    """A style for each label; groups with the same label look alike in all scenes.
+
+    highlight: a method, such as "fot+fedprox", whose lines are wide and all others narrow.
+    Raises ConfigError if no run is of this method.
+    """
+    methods = {group.label: group.runs[0].metrics["method"] for scene in scenes for group in scene.groups}
+    if highlight is None:
+        return {label: Style(number) for number, label in enumerate(methods)}
+    if highlight not in methods.values():
+        raise unknown("method", highlight, {*methods.values()})
+    widths = {label: 3.0 if method == highlight else 1.0 for label, method in methods.items()}
+    return {label: Style(number, width) for number, (label, width) in enumerate(widths.items())}
 
 
-def stream(scenes: Sequence[Scene], kind: str) -> bytes:
+def stream(scenes: Sequence[Scene], kind: str, highlight: str | None = None) -> bytes:
     """A file with the mean accuracy on the tasks seen so far, a panel for each scene. kind: "png" or "pdf".
 
-    Raises ConfigError if no run has two tasks.
+    highlight: as for `styles`. Raises ConfigError if no run has two tasks.
     """
-    looks = styles(scenes)
+    looks = styles(scenes, highlight)
     panels = []
     for scene in scenes:
         if series := [one for one in _series(scene.groups, looks, _seen) if len(one.mean) > 1]:

@@ -35,11 +35,14 @@ _BOLD = (
 )
 
 
-def page(found: Found, *, date: str) -> str:
-    """Build the page: summary, figures, costs, privacy, configuration, commands. date: day of writing, as text."""
+def page(found: Found, *, date: str, highlight: str | None = None) -> str:
+    """Build the page: summary, figures, costs, privacy, configuration, commands.
+
+    date: day of writing, as text; highlight: as for `figures.styles`.
+    """
     shown = scenes(found.runs)
     several = len(shown) > 1
-    styles = figures.styles(shown)
+    styles = figures.styles(shown, highlight)
     title = f"{listed(scene.benchmark for scene in shown)}: {listed(run.metrics['method'] for run in found.runs)}"
     text = overview(shown)
     parts = [

@@ -25,9 +25,13 @@ _INK = "#010203"  # placeholder for the colour of the surrounding text, as in pa
 
 @dataclass(frozen=True)
 class Style:
-    """Colour and marker of a group in every figure, chosen by its number. symbol: the marker as a character."""
+    """Colour and marker of a group in every figure, chosen by its number. symbol: the marker as a character.
+
+    width: of its lines, points.
+    """
 
     number: int
+    width: float = 1.6
 
     @property
     def colour(self) -> str:
@@ -104,7 +108,8 @@ def panels(shown: Sequence[tuple[str, Sequence[Series]]], kind: str, **axes: Any
 
 def _curve(plot: Any, one: Series, marker: str) -> Any:
     """Draw the mean as a line, which is returned, and the standard deviation as a shade."""
-    (line,) = plot.plot(one.x, one.mean, color=one.style.colour, linewidth=1.6, marker=marker, markersize=5)
+    look = {"color": one.style.colour, "linewidth": one.style.width, "marker": marker, "markersize": 5}
+    (line,) = plot.plot(one.x, one.mean, zorder=2 + one.style.width / 10, **look)  # a wide line hides narrow ones
     if np.nanmax(one.std, initial=0) > 0:
         plot.fill_between(
             one.x, one.mean - one.std, one.mean + one.std, color=one.style.colour, alpha=0.18, linewidth=0

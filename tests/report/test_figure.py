@@ -107,3 +107,19 @@ def test_runs_of_one_task_have_no_figure(tmp_path):
     with pytest.raises(ConfigError, match="no run has two tasks"):
         write.files([tmp_path], [tmp_path / "figure.png"])
     assert not (tmp_path / "figure.png").exists()
+
+
+def test_the_lines_of_a_highlighted_method_are_wide_and_on_top(stored, tmp_path, drawn):
+    write.files([stored], [tmp_path / "figure.png"], "fedavg")
+    first, second = drawn[0].axes[0].get_lines()  # fedavg, fot
+    assert first.get_linewidth() > second.get_linewidth() and first.get_zorder() > second.get_zorder()
+    write.files([stored], [tmp_path / "page.html"], "fedavg")
+    widths = [{line.get_linewidth() for line in figure.axes[0].get_lines()} for figure in drawn[1:]]
+    assert {first.get_linewidth(), second.get_linewidth()} in widths
+
+
+def test_a_method_without_runs_and_a_table_cannot_be_highlighted(stored, tmp_path):
+    with pytest.raises(ConfigError, match="unknown method 'fots'; did you mean 'fot'"):
+        write.files([stored], [tmp_path / "figure.png"], "fots")
+    with pytest.raises(ConfigError, match="--highlight is for lines"):
+        write.files([stored], [tmp_path / "table.md"], "fot")
