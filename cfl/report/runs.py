@@ -233,7 +233,7 @@ def _objects(about: Mapping[str, Any], parts: Mapping[str, str]) -> dict[str, st
 def _settings(runs: Sequence[FinishedRun], names: Sequence[str]) -> list[str]:
     """Write these options of each run as text; a value shared by most of the settings is omitted."""
     texts = [tuple(_setting(run, name) for name in names) for run in runs]
-    return _unusual(texts, set(texts))
+    return [tables.shortened(text) for text in _unusual(texts, set(texts))]
 
 
 def _chosen(runs: Iterable[FinishedRun], names: Sequence[str]) -> dict[str, str]:
@@ -272,7 +272,7 @@ def _groups(groups: Sequence[list[FinishedRun]], chosen: Mapping[str, str]) -> l
 
 
 def _label(run: FinishedRun, texts: Iterable[str]) -> str:
-    shown = ", ".join(filter(None, [*texts, f"stopped by {run.stopped}" if run.stopped else ""]))
+    shown = tables.shortened(", ".join(filter(None, [*texts, f"stopped by {run.stopped}" if run.stopped else ""])))
     return f"{run.metrics['method']} ({shown})" if shown else run.metrics["method"]
 
 

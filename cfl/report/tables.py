@@ -1,6 +1,7 @@
 """Tables for the terminal, for Markdown and for LaTeX, and the summary of runs over seeds."""
 
 import math
+import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import MISSING
 from pathlib import Path
@@ -38,6 +39,12 @@ _IN_TEX = str.maketrans(
     {name: rf"\{name}" for name in "&%$#_{}"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "–": "--"}
 )
+
+
+def shortened(text: str) -> str:
+    """Write three or more equal entries in a row of a list once, with their number: [2,1,1,1] becomes [2,3 x 1]."""
+    entries = r"(?<=[\[,])([^\[\],]+)(?:,\1){2,}(?=[\],])"
+    return re.sub(entries, lambda found: f"{found[0].count(',') + 1} x {found[1]}", text)
 
 
 class Cell(NamedTuple):

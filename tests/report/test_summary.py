@@ -77,3 +77,17 @@ def test_a_column_of_inferred_tasks_is_there_if_a_run_infers_them():
     assert ["tasks %" in titles for titles in heads] == [False, True]
     assert [[cell.text for cell in line] for line in tables.cells([without, inferred], ["task_accuracy"])] == [
         ["–"], ["75.0"]]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "short"),
+    [
+        ("rounds=[200,100,100,100], local.lr=0.1", "rounds=[200,3 x 100], local.lr=0.1"),
+        ("dropout=[0.5,0.5,0.5]", "dropout=[3 x 0.5]"),
+        ("[11,1,1,1,111]", "[11,3 x 1,111]"),  # whole entries are counted
+        ("[2,2,1]", "[2,2,1]"),
+        ("x,x,x", "x,x,x"),  # no list
+    ],
+)
+def test_equal_entries_of_a_list_are_written_once(text, short):
+    assert tables.shortened(text) == short
