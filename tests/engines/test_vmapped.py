@@ -18,6 +18,7 @@ from cfl.contract import Client, LocalRegularizer, RoundInputs, Share, Strategy
 from cfl.contract.composed import ComposedMethod
 from cfl.core import UpdateError, optim, plugins, rng, tree
 from cfl.engines import traced
+from cfl.engines.block import Block
 from cfl.models import Model
 from cfl.streams import from_tensors
 from cfl.streams.store import Pool, TaskSamples
@@ -351,6 +352,22 @@ def test_clients_with_other_samples_are_in_other_blocks():
     clients = [Client(id, {0: Share(kinds[id % 2], torch.tensor(own))}, 0, (0,)) for id, own in ROWS.items()]
     found = [[client.id for client in block] for block in engine.blocks(clients, dict.fromkeys(ROWS, {}))]
     assert sorted(found) == [[4, 6], [9, 1, 7]]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("make", [plain, norm])
+def test_a_gather_of_a_few_steps_has_the_batches_of_these_steps(make, steps, monkeypatch):
+    """Client 4 takes 8 steps, 4 in each of two epochs: a gather of 1 step is made 8 times, one of 3 steps 3 times."""
+    gathered, gather = [], Block._gather
+    monkeypatch.setattr(Block, "_gather", lambda block, index: gathered.append(index) or gather(block, index))
+    monkeypatch.setattr("cfl.engines.block.AHEAD", steps * len(ROWS) * 4 * 8 * 4)  # batches of 4 x 8 float32
+    alone, found = (
+        a_round(engine_of(name, model_of(make), block=block, epochs=2), samples_of(30), ROWS)
+        for name, block in (("loop", None), ("vmapped", 9))
+    )
+    assert gathered == [*range(0, 8, steps)]
+    assert_near(found.mean, alone.mean)
+    assert_near(found.loss, alone.loss, "loss")
 
 
 def uploads(engine, rows, samples):

@@ -429,6 +429,28 @@ def test_local_models_are_evaluated_every_so_many_rounds() -> None:
     assert "local_accuracy" not in cfl.run(toy.config(method="fot"), stream=toy.stream()).metrics
 
 
+def test_the_rounds_between_evaluations_of_local_models_are_counted_over_the_phases_of_a_task() -> None:
+    """Of four training rounds the last is the phase train+gpse, but in the last task."""
+    sink, local = Recorder(), ("strategy.model=local", "strategy.participants=sampled")
+    cfl.run(toy.config("rounds=4", "eval_local=2", *local, method="fot"), stream=toy.stream(), sink=sink)
+    places = [(row["task"], row["phase"], row["round"]) for row in sink.rows if "local" in row]
+    second = {0: ("train+gpse", 0), 1: ("train+gpse", 0), 2: ("train", 3)}
+    assert places == [(task, *place) for task in range(3) for place in (("train", 1), second[task])]
+
+
+@pytest.mark.parametrize(("every", "due"), [(1, [0, 1, 2, 3, 4]), (2, [1, 3]), (9, [])])
+def test_the_current_task_is_evaluated_every_so_many_rounds_and_at_its_end(every: int, due: list[int]) -> None:
+    """No evaluation follows gpse; coverage is the last round of a task, but of the last, which has neither."""
+    sink = Recorder()
+    config = toy.config("rounds=5", f"eval_every={every}", method="fot")
+    result = cfl.run(config, stream=toy.stream(), sink=sink)
+    found = {(row["task"], row["phase"], row["round"]): row["accuracy"] for row in sink.rows}
+    ends = [(0, "coverage", 0), (1, "coverage", 0), (2, "train", 4)]
+    expected = {(task, "train", number) for task in range(3) for number in due} | {*ends}
+    assert {place for place, accuracy in found.items() if accuracy is not None} == expected
+    assert [found[end] for end in ends] == result.accuracy_matrix.diagonal().tolist()
+
+
 @pytest.mark.parametrize("label", ["fedavg", "fot+moon"])
 def test_a_look_at_local_models_counts_as_measurement(label: str, tmp_path, monkeypatch) -> None:  # noqa: ANN001
     """On a clock that only looking moves, nobody else spends time."""
