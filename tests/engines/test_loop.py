@@ -277,16 +277,41 @@ def test_work_runs_in_evaluation_mode_and_draws_from_the_clients_key():
     class Worker(Strategy):
         def work(self, params, client, shared, state, info):
             seen.append(info.model.module.training)
-            return {"draw": torch.randn(2)}, state
+            return {}, {"draw": torch.randn(2)}
 
     model = make_model()
     model.module.train()
-    info = info_of(model, [1], phase=Phase("measure", train=False, work=True))
-    clients = [Client(1, {0: Share(data(9), torch.arange(9))}, 0, (0,))]
-    inputs, before = RoundInputs(info, {"params": model.params}, clients, {1: {}}), torch.get_rng_state()
-    draws = [engine_of(model, Worker()).round(inputs).mean["work"]["draw"] for _ in range(2)]
-    assert torch.equal(*draws) and torch.equal(torch.get_rng_state(), before)
-    assert seen == [False, False] and model.module.training
+    info = info_of(model, [1, 2], phase=Phase("measure", train=False, work=True))
+    clients = [Client(id, {0: Share(data(9), torch.arange(9))}, 0, (0,)) for id in info.clients]
+    inputs, before = RoundInputs(info, {"params": model.params}, clients, {1: {}, 2: {}}), torch.get_rng_state()
+    first, again = (engine_of(model, Worker()).round(inputs).states for _ in range(2))
+    assert all(torch.equal(first[id]["strategy/draw"], again[id]["strategy/draw"]) for id in info.clients)
+    assert not torch.equal(first[1]["strategy/draw"], first[2]["strategy/draw"])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert seen == [False] * 4 and model.module.training
+
+
+class Keys(LocalRegularizer):
+    """Notes the keys of steps and of `finish`."""
+
+    def __init__(self):
+        object.__setattr__(self, "found", [])
+
+    def adjust(self, grads, params, ctx):
+        self.found.append((ctx.step, ctx.key))
+        return grads
+
+    def finish(self, params, ctx, steps):
+        self.found.append((steps, ctx.key))
+        return {}, ctx.state
+
+
+def test_every_step_and_finish_of_every_client_has_a_key_of_its_own():
+    """Two clients take two steps in each of two epochs; `finish` counts as step 4."""
+    keys = Keys()
+    run(engine_of(make_model(), locals_={"keys": keys}, epochs=2), data(32), {1: range(16), 2: range(16, 32)})
+    assert sorted({step for step, _ in keys.found}) == [0, 1, 2, 3, 4]
+    assert len({key for _, key in keys.found}) == 2 * 5
 
 
 @pytest.mark.parametrize("changed", ["shape", "name"])

@@ -297,6 +297,23 @@ def test_stacked_uploads_are_in_the_order_of_ids(name, block):
     assert found.mean["stacks"]["steps"].tolist() == [1, 4, 1, 1, 2]  # batches of 4
 
 
+class Weighs(LocalRegularizer):
+    """Multiplies gradients by the client's id."""
+
+    def adjust(self, grads, params, ctx):
+        return tree.map(lambda grad: grad * ctx.client, grads)
+
+
+@pytest.mark.parametrize("make", [plain, norm])
+def test_a_step_sees_the_id_of_its_client(make):
+    """With batch normalisation, clients 4 and 9, 1 and 6, and 7 take the first step apart, by the size of a batch."""
+    alone, found = (
+        a_round(engine_of(name, model_of(make), rules={"weighs": Weighs()}, block=block), samples_of(30), ROWS)
+        for name, block in (("loop", None), ("vmapped", 9))
+    )
+    assert_near(found.mean, alone.mean)
+
+
 class Remembers(Strategy):
     """Has a state, whose shape the test makes differ between odd and even clients."""
 
@@ -396,12 +413,15 @@ def test_clients_of_a_block_have_independent_noise_and_the_same_as_alone():
     assert float(found.std()) == pytest.approx(0.1 * 50 / 4 * 3**0.5, rel=0.2)
 
 
-def test_dropout_differs_between_clients_and_repeats_with_the_run():
+@pytest.mark.parametrize(("name", "block"), [("loop", None), ("vmapped", 2), ("vmapped", 4)])
+def test_dropout_differs_between_clients_and_repeats_with_the_run(name, block):
+    """Each client has the same single sample, so nothing else differs; a client draws 8 x 6 times whether to drop."""
+
     def make():
         return toy.net(nn.Linear(8, 6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 2))
 
-    rows = {id: list(range(8)) for id in range(4)}
-    first, again = (uploads(engine_of("vmapped", model_of(make), block=4), rows, samples_of(8)) for _ in range(2))
+    rows, samples = {id: [0] for id in range(4)}, samples_of(1)
+    first, again = (uploads(engine_of(name, model_of(make), block=block, epochs=8), rows, samples) for _ in range(2))
     assert torch.equal(first, again)
     assert all(not torch.allclose(first[0], other, atol=1e-4) for other in first[1:])
 

@@ -167,6 +167,31 @@ def test_a_stopped_run_has_no_acc_and_the_accuracies_so_far(tmp_path):
     assert finished(tmp_path) == before
 
 
+class Also(At):
+    """Another one that stops."""
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "found"), [([At(), Also()], ("At", "phase")), ([At(), Also(0, "run")], ("Also", "run"))]
+)
+def test_of_several_that_stop_one_that_ends_the_run_decides_or_else_the_first(callbacks, found):
+    (stop,) = run(*callbacks).metrics["stopped"]
+    assert (stop["callback"], stop["skips"]) == found
+
+
+class Ends(cfl.Callback):
+    """Ends the run after every round."""
+
+    def stop(self, rows):
+        return "run"
+
+
+def test_a_decision_that_skips_no_further_round_is_not_recorded():
+    """After the first round gpse and coverage follow; skipped are one round of training, four of task 1, two of 2."""
+    (stop,) = run(Ends(), method="fot").metrics["stopped"]
+    assert (stop["phase"], stop["round"], stop["rounds"]) == ("train", 0, 1 + 4 + 2)
+
+
 class Length(cfl.Callback):
     """Number of rounds of the task so far."""
 
