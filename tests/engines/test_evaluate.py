@@ -145,6 +145,17 @@ def test_batches_with_batch_statistics_are_drawn_at_random():
     assert accuracy(model, params, part, 0, 40) == 1.0  # one batch has both classes in any order
 
 
+@pytest.mark.parametrize("label", [0, 1])
+def test_a_task_with_a_single_test_sample_is_evaluated(label):
+    """Normalised over its pixels, the image is -1, 1, -1, 1; the classes' outputs are its second and third pixel."""
+    module = toy.net(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(4, 2))
+    model = Model(module, (1, 2, 2), [2], multi_head=False, norm_stats="batch")
+    params = {**model.params, "2.weight": torch.eye(4).double()[1:3], "2.bias": torch.zeros(2).double()}
+    image = torch.tensor([3.0, 5.0, 3.0, 5.0]).view(1, 1, 2, 2)
+    part = TaskSamples(Pool(image), torch.tensor([0]), torch.tensor([label]))
+    assert accuracy(model, params, part, 0, 8) == (label == 0)
+
+
 def test_outputs_that_are_not_finite_are_an_error_and_no_accuracy():
     """Weights of 1e38 are finite; x = 1 through two layers of them gives 1e76, which float32 does not hold."""
     model = Model(

@@ -198,6 +198,30 @@ def test_batch_statistics_reach_the_buffers():
     assert after.buffers["1.num_batches_tracked@0"].item() == 1
 
 
+class Above(LocalRegularizer):
+    """Takes gradients at weights that are 1 and 2 larger, none at the weights themselves."""
+
+    def around(self, grad_fn):
+        def shifted(params, ctx, by):
+            return grad_fn(tree.map(lambda leaf: leaf + by, params), ctx)
+
+        return lambda params, ctx: tree.add(shifted(params, ctx, 1), shifted(params, ctx, 2))
+
+
+@pytest.mark.parametrize(("net", "shift"), [("mlp", 1), ("norm", 0)])
+def test_without_a_gradient_at_the_weights_the_loss_is_the_first_one_and_statistics_those_of_the_weights(net, shift):
+    """Statistics take a pass at the weights, and then the loss is that of this pass."""
+    model, step = make(net, members={"strategy": Strategy(), "above": Above()})
+    _, plain = make(net, members={"strategy": Strategy()})
+    given = StepInputs({"params": model.params}, batch(net, 0, 0))
+    params, buffers, _ = step.start(model.params)
+    _, after, loss = step.gradient(params, buffers, step.context(given, buffers), {})
+    there = tree.map(lambda leaf: leaf + shift, params)
+    _, expected, value = plain.gradient(there, buffers, plain.context(given, buffers), {})
+    assert loss.item() == pytest.approx(value.item(), rel=1e-6)
+    assert_same([after], [expected])
+
+
 def test_features_come_from_the_same_pass_as_the_logits():
     """With dropout passes differ: the last layer maps only the features of the same pass to the logits."""
     seen = []
