@@ -167,6 +167,13 @@ def test_a_stopped_run_has_no_acc_and_the_accuracies_so_far(tmp_path):
     assert finished(tmp_path) == before
 
 
+def test_early_stopping_judges_each_phase_by_its_own_rounds():
+    """The second phase begins below the first one's best value, and rises."""
+    rows = [*series(0.5, 0.9), *({**row, "phase": "again"} for row in series(0.6, 0.7, 0.7))]
+    decisions = [EarlyStopping(patience=1).stop(rows[: n + 1]) for n in range(len(rows))]
+    assert decisions == [None, None, None, None, "phase"]
+
+
 class Also(At):
     """Another one that stops."""
 
