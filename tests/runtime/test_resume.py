@@ -150,6 +150,20 @@ def test_a_finished_run_resumed_stays_as_it_is(reference: tuple, tmp_path: Path)
     assert finished(tmp_path) == reference[0]
 
 
+def test_a_resumed_run_repeats_its_notes_and_says_where_it_goes_on(tmp_path: Path) -> None:
+    """Killed in the third round, before its checkpoint is written."""
+    told: list[list[str]] = []
+
+    class Noted(Stop):
+        def start(self, config: cfl.RunConfig, notes: list[str], total_rounds: int) -> None:
+            told.append(notes)
+
+    with pytest.raises(Killed):
+        run(tmp_path, sink=Noted(3))
+    run(tmp_path, resume=True, sink=Noted(ROUNDS + 1))
+    assert told[0] and told[1] == [*told[0], f"resumed after 2 of {ROUNDS} rounds"]
+
+
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_used(reference: tuple, tmp_path: Path) -> None:
     run(tmp_path)
     (tmp_path / "metrics.json").unlink()
