@@ -766,7 +766,7 @@ def test_bases_of_a_cohort_alone_on_the_fidelity_page_are_the_stored_runs():
         found[config["partition"]["name"], who] = [100 * metrics[name] for name in ("acc", "fgt")]
     page = ROOT / "docs/fidelity.md"
     told = {
-        (partition, who): scores for partition, who, *scores in rows(page, after="data ACC stays, and only FGT rises:")
+        (partition, who): scores for partition, who, *scores in rows(page, after="With IID data, ACC stays the same")
     }
     assert {key: scores[:2] for key, scores in told.items()} == {
         key: [f"{score:.2f}" for score in scores] for key, scores in found.items()
@@ -813,10 +813,10 @@ def test_full_runs_in_bfloat16_on_the_fidelity_page_are_the_stored_ones():
     table = rows(page, after="Permuted MNIST at full length, not IID, seed 0 (`benchmarks/RESULTS.md`")
     assert {(names[name], precision.strip("`")): scores for name, precision, *scores in table} == found
     told = [f"{pstdev(scores):.2f}" for name in ("fedavg", "fot") for scores in zip(*seeds[name], strict=True)]
-    text = "three seeds of FedAvg deviate by {} and {} points, and those of FOT by {} and {}."
+    text = "over three seeds is {} (ACC) and {} points (FGT) for FedAvg, and {} and {} for FOT."
     assert text.format(*told) in " ".join(page.read_text().split())
     gaps = (np.nanmax(abs(accuracies[name, "bf16"] - accuracies[name, "float32"])) for name in ("fedavg", "fot"))
-    text = "differs by more than {:.2f} points with FedAvg, and {:.2f} with FOT."
+    text = "differs by more than {:.2f} points with FedAvg, and by more than {:.2f} with FOT."
     assert text.format(*(100 * gap for gap in gaps)) in " ".join(page.read_text().split())
 
 
