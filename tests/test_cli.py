@@ -1,18 +1,22 @@
 import json
+import re
 import shlex
 import subprocess
 import sys
 from dataclasses import MISSING, dataclass, field
 from importlib.metadata import EntryPoint
+from typing import get_args
 
 import numpy as np
 import pytest
+import typer
 
 import cfl
 from cfl import cli, streams
 from cfl.aggregation import accounting
 from cfl.config.option_names import GROUPS, option_names
 from cfl.config.overrides import read_yaml
+from cfl.config.schema import RunConfig
 from cfl.core import plugins
 from cfl.methods.regularizers.fedprox import FedProx
 from cfl.methods.strategies.fot import FOT
@@ -22,6 +26,22 @@ from cfl.runtime import runner
 from cfl.runtime.run_folder import RunFolder
 
 SMALL = ("--set", "tasks=2", "--set", "rounds=1", "--set", "model.hidden=[8]", "--set", "partition.clients=4")
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "serve", "join", "evaluate", "report", "reproduce"])
+def test_help_that_states_a_default_prints_no_other_one(command):
+    """--wait-for said 'default: all' and '[default: 0]'."""
+    options = typer.main.get_command(cli.app).commands[command].params
+    told = [option for option in options if re.search(r"(\(|; )default", getattr(option, "help", None) or "")]
+    assert [option.name for option in told if option.default is not None and option.show_default] == []
+
+
+def test_the_help_names_each_engine():
+    options = typer.main.get_command(cli.app).commands["train"].params
+    (text,) = (option.help for option in options if option.name == "engine")
+    assert all(
+        re.search(rf"\b{re.escape(name)}\b", text) for name in get_args(RunConfig.model_fields["engine"].annotation)
+    )
 
 
 def invoke(*args):

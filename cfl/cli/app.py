@@ -26,11 +26,18 @@ T = TypeVar("T")
 Benchmark = Annotated[T, typer.Argument()]
 Seeds = Annotated[str, typer.Option(help="Seeds, such as 0..2 or 0,3,5.")]
 Scale = Annotated[
-    T, typer.Option(help="Length: paper (the preset as written; default), small (10 to 60 minutes) or smoke (seconds).")
+    T,
+    typer.Option(
+        help="Length: paper (the preset as written; default), small (mostly less than an hour) or smoke (seconds).",
+        show_default=False,
+    ),
 ]
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Set an option. Repeatable.")]
 Engine = Annotated[
-    T, typer.Option(help="How to compute the clients: loop (the usual default), vmapped, pool, pool+vmapped or auto.")
+    T,
+    typer.Option(
+        help="How to compute the clients: loop (the usual default), vmapped, pool, pool+vmapped, flower or auto."
+    ),
 ]
 Jobs = Annotated[
     int | None, typer.Option(min=1, help="Parallel runs (default: one per core; 1 if a run uses all cores or a GPU).")

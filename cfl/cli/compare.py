@@ -98,7 +98,7 @@ def reproduce(
     engine: Engine[str] = "auto",
     jobs: Jobs = None,
     stored: Annotated[list[Path], typer.Option(help="Use the finished runs in this folder. Repeatable.")] = [],
-    output: Output[Path] = Path("runs/reproduce"),
+    output: Annotated[Path, typer.Option(help="Output folder, for all tables.")] = Path("runs/reproduce"),
     show: Annotated[bool, typer.Option("--show", help="Show the finished runs, and run nothing.")] = False,
     data_root: DataRoot = None,
     download: Download = False,

@@ -27,7 +27,7 @@ def serve(
         Path | None, typer.Option(help="Folder with the public keys, *.pub, of the nodes that may join (default: any).")
     ] = None,
     running: Annotated[bool, typer.Option("--running", help="Use the SuperLink that runs at the address.")] = False,
-    wait_for: Annotated[int, typer.Option(min=0, help="Clients before the first round (default: all).")] = 0,
+    wait_for: Annotated[int, typer.Option(min=0, show_default=False, help="Clients to wait for (default: all).")] = 0,
     data_root: DataRoot = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the output folder.")] = False,
 ) -> None:
@@ -57,7 +57,7 @@ def join(
     clients: Clients,
     folder: Annotated[Path, typer.Option(help="Folder for the states of the node's clients.")] = Path("cfl-node"),
     data: Annotated[
-        str | None, typer.Option(help="Data of the node's own: a folder with task0.npz, ..., or a benchmark.")
+        str | None, typer.Option(help="The node's own data: a folder with task0.npz, ..., or a benchmark.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the node in messages (default: the folder's).")] = None,
     certificate: Annotated[

@@ -41,7 +41,7 @@ class EWC(Strategy):
     )  # fmt: skip
     half: bool = option(True, "penalty lambda / 2 F d^2; false: lambda F d^2", source="eq. 3")
     max_fisher: float | Literal["auto"] | None = option(
-        "auto", "upper limit of F's entries in the penalty; auto: the largest that is stable at the learning rate; "
+        "auto", "upper limit of F's entries in the penalty; auto: half of what is stable at the learning rate; "
         "none: no limit", source="ours; the paper has none", above=0.0, steep="local",
     )  # fmt: skip
 
