@@ -47,7 +47,12 @@ def resolve(
     """
     flags = dict(benchmark=benchmark, method=method, seed=seed, engine=engine, scale=scale)
     given = {name: value for name, value in flags.items() if value is not None}
-    top = _with_network(normal(parse(overrides), given))
+    layer = parse(overrides)
+    top = _with_network(normal(layer, given))
+    if benchmark is not None and (named := layer.get("benchmark", benchmark)) != benchmark:
+        raise ConfigError(
+            f"the argument names benchmark '{benchmark}', and --set benchmark={named}; name it by the argument alone"
+        )
     with plugins.read_from(file):
         base = normal(read_yaml(file)) if file is not None else {}
     name = top.get("benchmark", base.get("benchmark"))

@@ -144,6 +144,7 @@ def test_a_benchmark_without_preset_gets_the_defaults():
         ("model=3", r"model is a group of options, not 3; set one of model\.name"),
         ("method=[fot]", r"method must be a name, not \['fot'\]"),
         ("benchmark=[x]", r"benchmark must be a name"),
+        ("benchmark=iris", r"argument names benchmark 'permuted-digits', and --set benchmark=iris; name it by the arg"),
         ("strategy=3", r"strategy is a group of options, not 3; set one of strategy\.<option>"),
         ("regularizer.fedprox=3", r"regularizer\.fedprox is a group of options"),
         ("model.hiden=[8]", r"unknown option 'model\.hiden'; did you mean 'model\.hidden'"),
