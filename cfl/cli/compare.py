@@ -95,7 +95,9 @@ def reproduce(
     seeds: Seeds = "0..2",
     scale: Scale[str] = "paper",
     overrides: Set = [],
-    engine: Engine[str] = "auto",
+    engine: Annotated[
+        str | None, typer.Option(help="Way to compute the clients, as for train (default: auto).")
+    ] = None,
     jobs: Jobs = None,
     stored: Annotated[list[Path], typer.Option(help="Use the finished runs in this folder. Repeatable.")] = [],
     output: Annotated[Path, typer.Option(help="Output folder, for all tables.")] = Path("runs/reproduce"),
@@ -112,7 +114,8 @@ def reproduce(
         display(tables.listing([(one.name, one.title, "") for one in papers.tables().values()], "tables"))
         return
     wanted = papers.table(table)
-    runs = wanted.runs(only, seeds_of(seeds), scale, [f"engine={engine}", *overrides], output, stored)
+    options = ["engine=auto", *overrides, *([f"engine={engine}"] if engine else [])]
+    runs = wanted.runs(only, seeds_of(seeds), scale, options, output, stored)
     needed = [] if show else list(chain(*runs.values()))
     failed = run_all(needed, jobs=jobs, quiet=quiet, data_root=data_root, download=download)
     ours = {cell: papers.scores(wanted.measures, each) for cell, each in runs.items()}

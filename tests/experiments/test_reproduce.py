@@ -263,6 +263,29 @@ def test_the_command_runs_missing_runs_and_prints_them_next_to_the_paper(tmp_pat
     assert f"{mean:.2f}" not in scaled and "compare their order" in out
 
 
+@pytest.mark.parametrize(
+    ("words", "engine"),
+    [
+        ([], "auto"),
+        (["--set", "engine=loop"], "loop"),
+        (["--set", "engine=loop", "--engine", "pool"], "pool"),  # as for train and compare: the flag is the last layer
+    ],
+)
+def test_the_engine_is_that_of_the_flag_before_that_of_an_option(words, engine, tmp_path, monkeypatch):
+    planned = []
+
+    def run_all(runs, **_):
+        planned.extend(runs)
+        return {}
+
+    monkeypatch.setattr("cfl.cli.compare.run_all", run_all)
+    with pytest.raises(SystemExit) as stop:
+        only = ["--only", "PMNIST", "--only", "FL", "--only", "IID", "--seeds", "0"]
+        cli.main(["reproduce", "fot-table1", *only, "--output", str(tmp_path), *words])
+    assert stop.value.code == 0
+    assert [run.config.engine for run in planned] == [engine]
+
+
 def test_reduced_scales_have_options_of_their_own(tmp_path):
     spec = {
         "benchmark": "permuted-digits",
