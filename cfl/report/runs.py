@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cfl.assembly.resolve import dump, load
-from cfl.config.overrides import assignment, flat, read_yaml
+from cfl.config.overrides import assignment, flat, merged, read_yaml
 from cfl.config.presets import preset
 from cfl.config.schema import RunConfig
 from cfl.core import ConfigError, content
@@ -206,7 +206,8 @@ def _run(folder: Path) -> FinishedRun:
         config = load(data)
     except ConfigError:
         config = None
-    options = flat(dump(config) if config else data)
+    # With an unknown method, options that the run's version lacked have to be filled in here.
+    options = flat(dump(config) if config else merged(RunConfig(benchmark="").model_dump(mode="json"), data))
     about, parts = read_json(folder / MODEL), read_json(folder / MADE_OF).get("run", {})
     options |= _objects(about, parts)
     data = {name: own for name, own in parts.items() if name.startswith("the data of ")}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import save_file
 
 import cfl
@@ -119,6 +120,18 @@ def test_a_method_of_another_package_need_not_be_installed(stored, tmp_path):
     path.write_text(path.read_text().replace("method: fedavg", "method: theirs"))
     (run,) = read([tmp_path]).runs
     assert run.config is None and run.options["method"] == "theirs" and run.options["model.hidden"] == [8]
+
+
+def test_options_that_a_run_of_an_unknown_method_is_older_than_have_their_defaults(stored, tmp_path):
+    for name, method in (("old", "theirs"), ("new", "theirs-too")):
+        shutil.copytree(stored / "seed0", tmp_path / name)
+        for file in (tmp_path / name / "config.yaml", tmp_path / name / "metrics.json"):
+            file.write_text(file.read_text().replace("fedavg", method))
+    path = tmp_path / "old" / "config.yaml"
+    old = yaml.safe_load(path.read_text())
+    del old["validation"], old["attack"], old["model"]["adapter"]  # three options of later versions
+    path.write_text(yaml.safe_dump(old))
+    assert shown(read([tmp_path]).runs) == [("", [("theirs", 1), ("theirs-too", 1)])]
 
 
 def test_groups_ignore_the_seed_and_options_of_computation():
