@@ -247,7 +247,8 @@ def _repeat(shown: Sequence[Scene], several: bool) -> Iterator[str]:
             continue
         again = command(run.config) if run.config else None
         if again is None:  # no options give this configuration, so the command names its file
-            again = ["cfl-run", "train", "--config", str(run.path / "config.yaml"), "--seed", str(run.metrics["seed"])]
+            file = str(run.path / "config.yaml")
+            again = [*plugins.program(), "train", "--config", file, "--seed", str(run.metrics["seed"])]
         folder = f"runs/again/{re.sub('[^a-zA-Z0-9.=+-]+', '-', name).strip('-')}-seed$seed"
         once = shlex.join(again).replace(f"--seed {run.metrics['seed']}", "--seed $seed", 1)
         seeds = " ".join(str(other.metrics["seed"]) for other in group.runs)

@@ -6,7 +6,7 @@ from pathlib import Path
 from cfl.assembly.resolve import dump, resolve
 from cfl.config.overrides import assignment, flat
 from cfl.config.schema import RunConfig
-from cfl.core import ConfigError
+from cfl.core import ConfigError, plugins
 
 
 def command(config: RunConfig) -> list[str] | None:
@@ -25,7 +25,7 @@ def command(config: RunConfig) -> list[str] | None:
     flags = ["--method", config.label, "--seed", str(config.seed)]
     flags += ["--scale", config.scale] if config.scale != "paper" else []
     options = [word for text in [*first, *rest] for word in ("--set", text)]
-    return ["cfl-run", "train", config.benchmark, *flags, *options]
+    return [*plugins.program(), "train", config.benchmark, *flags, *options]
 
 
 def _given(config: RunConfig) -> list[str] | None:

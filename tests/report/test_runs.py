@@ -254,6 +254,14 @@ def test_the_command_is_the_shortest_that_gives_the_configuration(benchmark, lay
     assert command(config) == ["cfl-run", "train", benchmark, *words]
 
 
+def test_the_command_names_the_files_of_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "none_of_mine.py"
+    file.write_text("")
+    monkeypatch.setenv("CFL_PLUGINS", str(file))
+    words = ["--plugin", str(file), "train", "permuted-digits", "--method", "fedavg", "--seed", "0"]
+    assert command(cfl.resolve("permuted-digits")) == ["cfl-run", *words]
+
+
 def test_a_command_without_the_folder_of_weights_gives_its_configuration_once_the_folder_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
