@@ -7,9 +7,12 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from cfl.assembly import resolve
+from cfl.config.overrides import change, read_yaml, without
 from cfl.config.schema import RunConfig
 from cfl.core import CflError, ConfigError
 from cfl.flower import apps, programs, project
+from cfl.runtime.fingerprint import decisive
 from cfl.runtime.run_folder import make_folder
 
 CONNECTION = "cfl"  # name of the SuperLink in Flower's configuration
@@ -42,6 +45,8 @@ def serve(
         raise ConfigError(f"the run in '{output}' is finished; choose another --output")
     if (output / "rounds.jsonl").exists() and not resume:
         raise ConfigError(f"'{output}' already holds a run; use --resume to continue it, or another --output")
+    if (output / "rounds.jsonl").exists():
+        _check_same(config, output)
     apps.check(config, wait_for)
     if node_keys is not None and certificates is None:
         raise ConfigError("nodes are recognised by their keys over TLS only; give --certificates, too")
@@ -90,6 +95,17 @@ def _superlink(
         yield
     finally:
         programs.end(process)
+
+
+def _check_same(config: RunConfig, output: Path) -> None:
+    """Raise ConfigError if a folder holds a run with other options. Data and code are compared once nodes are there."""
+    both = read_yaml(output / "config.yaml"), resolve.dump(config)
+    there, here = (without(decisive(own), "compile") for own in both)  # where nothing compiles, the run changes it
+    if text := change(there, here):
+        raise ConfigError(
+            f"'{output}' holds a run with another configuration; choose another --output, or repeat the options of "
+            f"that run: {text}"
+        )
 
 
 def _check_free(host: str, port: int) -> None:

@@ -72,6 +72,13 @@ def at_a_taken_port(folder):
         serve(folder, f"127.0.0.1:{other.getsockname()[1]}")
 
 
+def over_another_run(folder):
+    written(folder / "out" / "rounds.jsonl")
+    other = {**resolve.dump(CONFIG), "seed": 3, "compile": False, "workers": 2}  # the last two are no other run
+    written(folder / "out" / "config.yaml", yaml.safe_dump(other))
+    serve(folder, resume=True)
+
+
 def over_a_run(folder, name, **options):
     written(folder / "out" / name)
     serve(folder, **options)
@@ -83,6 +90,9 @@ REFUSED = {
     "serve: a folder with a run": (lambda folder: over_a_run(folder, "rounds.jsonl"), "out' already holds a run; use"),
     "serve: a finished run": (
         lambda folder: over_a_run(folder, "metrics.json", resume=True), "the run in '.*out' is finished; choose",
+    ),
+    "serve: a run with other options": (
+        over_another_run, "out' holds a run with another configuration; .*: seed=3 there, seed=0 here$",
     ),
     "serve: a file in place of the folder": (
         lambda folder: serve(written(folder / "out")), r"folder '.*out/out' cannot be written \(Not a dir.*--output",
