@@ -43,7 +43,7 @@ def grouped(titles: Sequence[str], blocks: Sequence[tuple[str, Rows]], labels: i
 
 def breaking(name: str) -> str:
     """A name that may break after punctuation, but not within a number."""
-    return "<wbr>".join(escape(part) for part in re.split(r"(?<=[_,=])|(?<=\.)(?=\D)", name))
+    return "<wbr>".join(escape(part) for part in re.split(r"(?<=[_,=+])|(?<=\.)(?=\D)", name))
 
 
 def folded(title: str, text: str) -> str:

@@ -119,6 +119,19 @@ def test_small_multiples_share_rows_and_scale(browser, wide):
     assert browser.value("document.querySelectorAll('.scale').length") == 4
 
 
+def test_the_columns_of_a_large_matrix_are_narrow(browser, stored, tmp_path):
+    """A column is 1.2rem wide, or what a head of two digits needs; numbers in cells, of smaller tables, need 3rem."""
+    shutil.copytree(stored / "seed0", tmp_path / "run")
+    path = tmp_path / "run" / "metrics.json"
+    found, tasks = json.loads(path.read_text()), 24
+    matrix = [[0.5 if seen <= last else None for seen in range(tasks)] for last in range(tasks)]
+    path.write_text(json.dumps({**found, "accuracy_matrix": matrix}))
+    (tmp_path / "page.html").write_text(html.page(runs.read([tmp_path]), date="2026-11-21"), encoding="utf-8")
+    browser.open((tmp_path / "page.html").as_uri(), 1280)
+    widths = browser.value("[...document.querySelectorAll('.shaded thead th')].map(one => one.offsetWidth / 16)")
+    assert len(widths) == tasks + 1 and max(widths) < 1.8
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_no_text_of_a_figure_is_cut(browser, url, width):
     browser.open(url, width)

@@ -9,7 +9,7 @@ from filelock import FileLock
 
 from cfl import cli
 from cfl.config.overrides import read_yaml
-from cfl.report import figures, html, plots, runs
+from cfl.report import elements, figures, html, plots, runs
 
 VOID = {"meta", "br", "img", "link", "input", "hr", "wbr"}
 
@@ -221,6 +221,10 @@ def test_the_page_names_what_it_leaves_out(stored, tmp_path):
     assert "Computed on: date 2026-11-21, machine 2 cores" in bare
     assert "Training loss" not in bare and "Seconds by role" not in bare and "Subspaces" not in bare
     assert "fedavg reaches an ACC of" in bare
+
+
+def test_a_long_name_breaks_between_methods_and_not_within_a_number():
+    assert elements.breaking("fot+fedsol (local.lr=0.5)") == "fot+<wbr>fedsol (local.<wbr>lr=<wbr>0.5)"
 
 
 def test_names_are_escaped(stored, tmp_path):
