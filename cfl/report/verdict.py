@@ -47,8 +47,10 @@ def _not_compared(groups: Sequence[RunGroup]) -> str:
         return f"{_who(groups)} share fewer than two seeds, so they are not compared: {_by_seeds(groups)}."
     pairs = [_scores(group) for group in groups]
     if len(groups) <= _NAMED:
-        each = [f"{acc} % and {fgt} % for {group.label}" for group, (acc, fgt) in zip(groups, pairs, strict=True)]
-        figures = f"With {seed_names(groups[0].runs)}, ACC and FGT are {listed(each)}."
+        known = any(fgt != tables.NONE for _, fgt in pairs)  # a stream of one task has no FGT
+        texts = [f"{acc} %" + f" and {fgt} %" * known for acc, fgt in pairs]
+        each = [f"{text} for {group.label}" for group, text in zip(groups, texts, strict=True)]
+        figures = f"With {seed_names(groups[0].runs)}, {'ACC and FGT are' if known else 'ACC is'} {listed(each)}."
     else:
         accs = [acc for group in groups if (acc := group.runs[0].metrics["acc"]) is not None] or [None]
         low, high = percent(min(accs)), percent(max(accs))
@@ -62,7 +64,8 @@ def _claim(name: str, ranked: Ranking, groups: Sequence[RunGroup]) -> str:
     score = f"{percent(ranked.mean)} ± {percent(ranked.std)} %"
     who, rivals = groups[ranked.best].label, [groups[number] for number in ranked.rivals]
     if rivals:
-        others = _who(rivals) if len(rivals) <= _NAMED else f"{len(rivals)} of the {len(ranked.gaps)} others"
+        part = f"{len(rivals)} of" if len(rivals) < len(ranked.gaps) else "any of"
+        others = _who(rivals) if len(rivals) <= _NAMED else f"{part} the {len(ranked.gaps)} others"
         seeds = count(ranked.seeds, "seed")
         return f"{who} has the {extreme} mean {title} ({score}), but {seeds} do not tell it apart from {others}."
     nearest = min(ranked.gaps, key=lambda number: abs(ranked.gaps[number]["mean"]))

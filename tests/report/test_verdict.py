@@ -40,6 +40,22 @@ def test_one_seed_has_no_best():
     )
 
 
+def test_a_stream_of_one_task_has_no_fgt_to_state():
+    one = scene(a={3: (0.9, None)}, b={3: (0.2, None)})
+    assert verdict.sentences(one) == (
+        "With seed 3, ACC is 90.0 % for a and 20.0 % for b. One seed shows no difference to be relied on."
+    )
+
+
+def test_many_groups_that_are_not_told_apart_are_counted():
+    """Differences of 20 and 0 points on two seeds have an interval around 0; those of 60 and 59.9 points have none."""
+    alike = {name: {0: 0.5, 1: 0.6} for name in "bcdef"}
+    found = verdict.sentences(scene(a={0: 0.7, 1: 0.6}, **alike))
+    assert "but 2 seeds do not tell it apart from any of the 5 others." in found
+    worse = scene(a={0: 0.7, 1: 0.6}, **alike, g={0: 0.1, 1: 0.001})
+    assert "but 2 seeds do not tell it apart from 5 of the 6 others." in verdict.sentences(worse)
+
+
 def test_a_difference_that_the_seeds_show_is_claimed_with_its_interval():
     """b is above a by 10, 11 and 12 points, so by 11 ± t(0.975, 2) / sqrt(3); c is far below."""
     found = scene(
