@@ -13,7 +13,7 @@ FEW_NAMES = 5  # up to this number, all names are listed
 
 RAW = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError,
-    TypeError, ValueError,
+    StopIteration, TypeError, ValueError,
 )  # fmt: skip
 """Errors of Python and of libraries that a fault in a hook can raise."""
 

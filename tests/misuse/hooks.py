@@ -145,6 +145,11 @@ CASES = {
     **VMAPPED,
     **TYPES,
     **FAILS,
+    "hooks: absorb looks for a leaf by next()": (
+        partial(run_bad, "absorb", lambda self, *args: next(iter(()))),
+        UpdateError,
+        r"the server's step failed \(.*\): Bad\.absorb raises StopIteration: ",
+    ),
     # gradients
     "hooks: adjust returns no leaf": row(
         "adjust", {}, r"a tree without '1\.weight' and 5 more", promise="names and shapes"
