@@ -34,6 +34,13 @@ def check_name(name: Any) -> None:
         raise ConfigError(f"a regularizer cannot be called {name!r}; give it a plain name")
 
 
+def name_of(owner: str, method: Any, config: RunConfig) -> str:
+    """Return a method's name in errors: that of its option, or the class of a strategy that is passed as an object."""
+    if owner != "strategy":
+        return owner
+    return config.method if type(method) is plugins.strategies.get(config.method) else type(method).__name__
+
+
 def need_public(methods: Mapping[str, Any]) -> bool:
     """Return whether any method reads public data."""
     return any(method.needs_public for method in methods.values())
@@ -45,19 +52,20 @@ def check(methods: Mapping[str, Any], config: RunConfig, public: bool = False) -
     methods: owner to strategy or regularizer; public: whether the stream provides public data.
     """
     run = {**config.model_dump(mode="json"), "regularizers": [name for name in methods if name != "strategy"]}
+    strategy = name_of("strategy", methods["strategy"], config)
     deciding: dict[str, str] = {}
     for owner, method in methods.items():
-        name = config.method if owner == "strategy" else owner
+        name = name_of(owner, method, config)
         check_method(method)
         if method.needs_public and config.public.name is None and not public:
             raise ConfigError(f"'{name}' needs public data; set public.name to a data set, such as cifar100")
         if method.needs_public and len(Checked(methods["strategy"]).sees(0, 2)) > 1:
-            raise ConfigError(f"'{name}' distils one task at a time, but '{config.method}' trains on all tasks at once")
+            raise ConfigError(f"'{name}' distils one task at a time, but '{strategy}' trains on all tasks at once")
         if method.borrows:
             _check_lender(name, owner, method.borrows, methods)
         if not methods["strategy"].averaged and owner != "strategy" and _changes_mean(method):
             raise ConfigError(
-                f"'{name}' acts on the mean of the updates, of which '{config.method}' sends only a part; leave it out"
+                f"'{name}' acts on the mean of the updates, of which '{strategy}' sends only a part; leave it out"
             )
         if reason := Checked(method).refuses(run):
             raise ConfigError(f"'{name}' cannot run like this: {reason}")
@@ -67,7 +75,7 @@ def check(methods: Mapping[str, Any], config: RunConfig, public: bool = False) -
         if decided:
             deciding[decided] = name
     if config.attack.name == "sketch" and type(methods["strategy"]).poisoned is Strategy.poisoned:
-        raise ConfigError(f"attack.name=sketch poisons the sketches of 'fot', and '{config.method}' sends none")
+        raise ConfigError(f"attack.name=sketch poisons the sketches of 'fot', and '{strategy}' sends none")
 
 
 def _changes_mean(method: Any) -> bool:

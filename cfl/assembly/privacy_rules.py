@@ -6,6 +6,7 @@ from typing import Any
 
 from cfl.aggregation.mask_graph import unsafe
 from cfl.aggregation.scope import releases
+from cfl.assembly.methods import name_of
 from cfl.config.schema import RunConfig
 from cfl.contract import LocalRegularizer, Phase
 from cfl.contract.checked import Checked
@@ -79,7 +80,7 @@ def _secure_sums(methods: Mapping[str, Any], config: RunConfig) -> Iterator[str]
         return
     for owner, method in methods.items():
         if shows_each(method):
-            name = config.method if owner == "strategy" else owner
+            name = name_of(owner, method, config)
             yield f"'{name}' needs each client's own upload, which secagg={config.secagg} hides; set secagg=none"
     if min(config.cohort, config.partition.clients) < 2:
         yield f"a secure sum of one client is its upload: secagg={config.secagg} needs a cohort of 2 or more"
@@ -121,7 +122,8 @@ def _accounting(methods: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
     plan = Checked(strategy).plan(0, 2, 2)  # of the first task; `check_schedule` sees later tasks
     released = releases(plan, config)
     if not released:
-        yield f"dp.protect=work protects nothing: '{config.method}' sends updates only; set dp.protect=all"
+        name = name_of("strategy", strategy, config)
+        yield f"dp.protect=work protects nothing: '{name}' sends updates only; set dp.protect=all"
     weighs = dp.protect == "all" or strategy.gathers == "mean"
     if weighs and config.agg.weights != "uniform":
         yield "agg.weights=samples gives sums no fixed divisor and reveals sample counts; set agg.weights=uniform"
@@ -153,7 +155,7 @@ def _sampling(released: Iterable[Phase], config: RunConfig) -> Iterator[str]:
 def _uploads(methods: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
     """Yield methods whose uploads differential privacy cannot protect."""
     for owner, method in methods.items():
-        name = config.method if owner == "strategy" else owner
+        name = name_of(owner, method, config)
         if shows_each(method) and config.secagg == "none":
             yield f"'{name}' needs each client's own upload, but dp.level={config.dp.level} protects sums only"
         # Not inherited: a subclass may use samples in other ways, so it must declare itself safe.

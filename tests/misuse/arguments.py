@@ -329,6 +329,19 @@ RUN = {
     ),
     "run: regularizers twice": (lambda: run(regularizers=["kl", "kl"]), ConfigError, "must differ from each other"),
     "run: regularizers an object": (lambda: run(regularizers=FedProx()), ConfigError, "regularizers must be a dict or"),
+    "run: a strategy object that refuses": (
+        lambda: run(strategy=type("Mine", (cfl.Strategy,), {"refuses": lambda self, run: "it is new"})()),
+        ConfigError,
+        "'Mine' cannot run like this: it is new",
+    ),
+    "run: a strategy object that sees each upload": (
+        lambda: run(
+            toy.config("tasks=1", "rounds=1", "cohort=2", "secagg=full", method="fedavg"),
+            strategy=type("Mine", (cfl.Strategy,), {"gathers": "stack"})(),
+        ),
+        ConfigError,
+        "'Mine' needs each client's own upload, which secagg=full hides",
+    ),
     "run: regularizers of 5": (
         lambda: run(regularizers={"p": 5}),
         ConfigError,
