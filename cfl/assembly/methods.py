@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from cfl.config.schema import RunConfig
 from cfl.contract import LocalRegularizer, Strategy
 from cfl.contract.checked import Checked
+from cfl.contract.combining import caps
 from cfl.contract.hook_names import check_method
 from cfl.core import ConfigError, options, plugins, unknown
 from cfl.models import sample
@@ -74,8 +75,18 @@ def check(methods: Mapping[str, Any], config: RunConfig, public: bool = False) -
             raise ConfigError(f"'{deciding[decided]}' and '{name}' both decide {decided}; use one")
         if decided:
             deciding[decided] = name
+    _check_training(methods, strategy)
     if config.attack.name == "sketch" and type(methods["strategy"]).poisoned is Strategy.poisoned:
         raise ConfigError(f"attack.name=sketch poisons the sketches of 'fot', and '{strategy}' sends none")
+
+
+def _check_training(methods: Mapping[str, Any], strategy: str) -> None:
+    """Raise ConfigError for regularizers under a strategy that plans no local training, the only phases they act in."""
+    idle = [owner for owner, method in methods.items() if owner != "strategy" and not caps(method)]
+    if idle and not any(phase.train for task in range(2) for phase in Checked(methods["strategy"]).plan(task, 2, 2)):
+        raise ConfigError(
+            f"'{strategy}' plans no phase with train=True, in which {', '.join(idle)} could act; leave it out"
+        )
 
 
 def _changes_mean(method: Any) -> bool:

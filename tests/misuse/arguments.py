@@ -37,6 +37,13 @@ def written(path: Path, text: str) -> Path:
     return path
 
 
+class Works(cfl.Strategy):
+    """A strategy whose clients do not train."""
+
+    def plan(self, task: int, tasks: int, rounds: int) -> list[cfl.Phase]:
+        return [cfl.Phase("gather", train=False, work=True)]
+
+
 class Net(nn.Module):
     """A Linear layer, and a function of its outputs."""
 
@@ -329,6 +336,11 @@ RUN = {
     ),
     "run: regularizers twice": (lambda: run(regularizers=["kl", "kl"]), ConfigError, "must differ from each other"),
     "run: regularizers an object": (lambda: run(regularizers=FedProx()), ConfigError, "regularizers must be a dict or"),
+    "run: a regularizer under a strategy without local training": (
+        lambda: run(strategy=Works(), regularizers=["norm_bound", "fedprox"]),  # norm_bound caps uploads of `work`, too
+        ConfigError,
+        "'Works' plans no phase with train=True, in which fedprox could act; leave it out",
+    ),
     "run: a strategy object that refuses": (
         lambda: run(strategy=type("Mine", (cfl.Strategy,), {"refuses": lambda self, run: "it is new"})()),
         ConfigError,
