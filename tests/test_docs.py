@@ -755,6 +755,24 @@ def test_figures_of_a_pretrained_network_on_the_page_of_texts_are_the_stored_one
     assert {(name.strip("`"), alpha): told for name, *cells in table for alpha, told in zip((0.3, 0.5), cells)} == accs
 
 
+def test_figures_of_fedcil_are_the_stored_runs():
+    small, full = {}, {}
+    for runs, folder in ((small, RUNS / "small/permuted-mnist"), (full, RUNS / "paper/permuted-digits")):
+        for run in folder.glob("fedcil-*"):
+            config, metrics = read_yaml(run / "config.yaml"), json.loads((run / "metrics.json").read_text())
+            names = ("acc", "fgt", "learning_accuracy")
+            scores = [f"{100 * metrics[name]:.1f}" for name in names]
+            runs[config["partition"]["name"], config["strategy"]["consolidation"]] = scores
+    (iid, shards), (without, given) = (small[name, 5] for name in ("iid", "shards")), (full["iid", n] for n in (0, 20))
+    assert len(small) == len(full) == 2
+    baselines = json.loads((ROOT / "benchmarks/results/baselines/permuted-digits-iid.json").read_text())
+    text = " ".join((ROOT / "docs/methods.md").read_text(encoding="utf-8").split())
+    assert f"ACC {iid[0]} and FGT {iid[1]} with IID data (shards: {shards[0]} and {shards[1]})" in text
+    assert f"ACC of {given[0]} with it and of {without[0]} without it" in text
+    assert f"just learned is {given[2]} with it and {without[2]} without it" in text
+    assert f"[FedAvg has {100 * baselines['methods']['fedavg']['acc']['mean']:.1f}]" in text
+
+
 def test_bases_of_a_cohort_alone_on_the_fidelity_page_are_the_stored_runs():
     found = {}
     for folder in (RUNS / "paper/permuted-mnist").glob("gpm-*"):
