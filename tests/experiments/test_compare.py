@@ -227,6 +227,15 @@ def test_an_option_that_cannot_vary_is_an_error_before_any_run(vary, named):
         plan("permuted-digits", "fot", "0", Path(), vary=[vary])
 
 
+@pytest.mark.parametrize("flag", ["vary", "grid"])
+def test_scales_to_compare_beside_a_scale_for_all_runs_are_an_error(flag):
+    """The argument wins over options of a setting, so rows named scale=smoke and scale=paper had one run's figures."""
+    with pytest.raises(ConfigError, match=f"scale is in --scale and in --{flag}; leave it out of one of them"):
+        plan("split-digits", "fedavg", "0", Path(), scale="small", **{flag: ["scale=smoke,paper"]})
+    groups = plan("split-digits", "fedavg", "0", Path(), **{flag: ["scale=smoke,paper"]})
+    assert [group.runs[0].config.scale for group in groups] == ["smoke", "paper"]
+
+
 @pytest.mark.parametrize(
     ("methods", "text", "message"),
     [
