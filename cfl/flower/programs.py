@@ -50,10 +50,10 @@ def end_with_this() -> None:
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
 
 
-def ends_with_this() -> Callable[[], object] | None:
-    """A `preexec_fn` by which a program is terminated also when this process is killed; None where it needs Linux."""
+def ends_with_this(how: signal.Signals = signal.SIGTERM) -> Callable[[], object] | None:
+    """A `preexec_fn` by which a program gets a signal when this process is killed, too; None where it needs Linux."""
     linux = sys.platform == "linux"
-    return partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, int(signal.SIGTERM)) if linux else None
+    return partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, int(how)) if linux else None
 
 
 def split(address: str) -> tuple[str, int]:

@@ -1,6 +1,7 @@
 """`cfl-run serve`: the SuperLink and the ServerApp of a run, as programs of Flower's."""
 
 import contextlib
+import signal
 import socket
 import subprocess
 import time
@@ -88,7 +89,8 @@ def _superlink(
     with (home / "superlink.log").open("ab") as log:
         process = subprocess.Popen(
             command, env=environment, stdout=log, stderr=log, start_new_session=True,
-            preexec_fn=programs.ends_with_this(),
+            # By force: else it waits for readers of its logs, and its SuperExec takes the run of the next SuperLink.
+            preexec_fn=programs.ends_with_this(signal.SIGKILL),
         )  # fmt: skip
     try:
         _await_port(host, port, process, home / "superlink.log")
