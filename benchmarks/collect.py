@@ -123,8 +123,8 @@ def _shared(commands: Sequence[Sequence[str]], setting: Container[str]) -> list[
 
 
 def _options(words: Sequence[str], aside: Container[str]) -> list[str]:
-    """What a command sets, but for how runs are computed and what is said elsewhere."""
-    given = [word for flag, word in pairwise(words) if flag == "--set"]
+    """What a command sets, as labels write it, but for how runs are computed and what is said elsewhere."""
+    given = [tables.shortened(word) for flag, word in pairwise(words) if flag == "--set"]
     return [text for text in given if text.partition("=")[0] not in HOW and text not in aside]
 
 

@@ -60,6 +60,8 @@ def test_a_title_has_what_all_groups_set_and_the_setting_does_not_say(collect):
     assert collect._shared([first, second], []) == ["partition.name=shards", "a.b=1"]
     assert collect._shared([first, second], ["a.b=1"]) == ["partition.name=shards"]
     assert collect._shared([first, []], "") == []  # no command is known of the second
+    # a setting writes equal entries of a list once, as labels do
+    assert collect._shared([["--set", "rounds=[2,1,1,1]"]], ["rounds=[2,3 x 1]"]) == []
 
 
 def test_a_label_is_of_what_differs_between_the_rows(collect, tmp_path):
