@@ -81,8 +81,8 @@ def check(methods: Mapping[str, Any], config: RunConfig, public: bool = False) -
 
 
 def _check_training(methods: Mapping[str, Any], strategy: str) -> None:
-    """Raise ConfigError for regularizers under a strategy that plans no local training, the only phases they act in."""
-    idle = [owner for owner, method in methods.items() if owner != "strategy" and not caps(method)]
+    """Raise ConfigError if no phase trains, and regularizers other than a cap at the server would have no effect."""
+    idle = [owner for owner, own in methods.items() if owner != "strategy" and not (own.sees_each and caps(own))]
     if idle and not any(phase.train for task in range(2) for phase in Checked(methods["strategy"]).plan(task, 2, 2)):
         raise ConfigError(
             f"'{strategy}' plans no phase with train=True, in which {', '.join(idle)} could act; leave it out"

@@ -341,6 +341,11 @@ RUN = {
         ConfigError,
         "'Works' plans no phase with train=True, in which fedprox could act; leave it out",
     ),
+    "run: a norm bound at clients that do not train": (  # each would scale its update; `work` is capped at the server
+        lambda: run(strategy=Works(), regularizers={"norm_bound": {"at": "client", "bound": 1.0}}),
+        ConfigError,
+        "'Works' plans no phase with train=True, in which norm_bound could act; leave it out",
+    ),
     "run: a strategy object that refuses": (
         lambda: run(strategy=type("Mine", (cfl.Strategy,), {"refuses": lambda self, run: "it is new"})()),
         ConfigError,
