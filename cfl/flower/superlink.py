@@ -44,9 +44,10 @@ def serve(
     host, port = programs.split(address)
     if (output / "metrics.json").exists():
         raise ConfigError(f"the run in '{output}' is finished; choose another --output")
-    if (output / "rounds.jsonl").exists() and not resume:
+    rounds = output / "rounds.jsonl"
+    if rounds.exists() and not resume:
         raise ConfigError(f"'{output}' already holds a run; use --resume to continue it, or another --output")
-    if (output / "rounds.jsonl").exists():
+    if rounds.exists() and b"\n" in rounds.read_bytes():  # without rounds, nothing depends on the options there
         _check_same(config, output)
     apps.check(config, wait_for)
     if node_keys is not None and certificates is None:

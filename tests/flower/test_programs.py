@@ -72,11 +72,11 @@ def at_a_taken_port(folder):
         serve(folder, f"127.0.0.1:{other.getsockname()[1]}")
 
 
-def over_another_run(folder):
-    written(folder / "out" / "rounds.jsonl")
+def over_another_run(folder, rounds="{}\n", **options):
+    written(folder / "out" / "rounds.jsonl", rounds)
     other = {**resolve.dump(CONFIG), "seed": 3, "compile": False, "workers": 2}  # the last two are no other run
     written(folder / "out" / "config.yaml", yaml.safe_dump(other))
-    serve(folder, resume=True)
+    serve(folder, resume=True, **options)
 
 
 def over_a_run(folder, name, **options):
@@ -93,6 +93,9 @@ REFUSED = {
     ),
     "serve: a run with other options": (
         over_another_run, "out' holds a run with another configuration; .*: seed=3 there, seed=0 here$",
+    ),
+    "serve: other options for a run without rounds, as train allows": (  # so that the next option is looked at
+        lambda folder: over_another_run(folder, "", node_keys=folder), "over TLS only; give --certificates, too",
     ),
     "serve: a file in place of the folder": (
         lambda folder: serve(written(folder / "out")), r"folder '.*out/out' cannot be written \(Not a dir.*--output",
