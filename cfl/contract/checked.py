@@ -53,7 +53,8 @@ def _called(member: LocalRegularizer, hook: str, function: Callable[..., Any], *
     try:
         result = function(*args)
     except RAW as error:
-        raise HookError(f"{name} raises {type(error).__name__}: {error}{_line(function, error)}") from error
+        text = ": ".join(filter(None, [type(error).__name__, str(error)]))  # a StopIteration has no text
+        raise HookError(f"{name} raises {text}{_line(function, error)}") from error
     if text := fault(member, hook, result, args):
         raise HookError(f"{name} {text}")
     return partial(_called, member, "around gradient", result) if hook == "around" else result
