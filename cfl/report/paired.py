@@ -135,4 +135,5 @@ def cells(row: Mapping[str, float]) -> list[str]:
     if np.isnan(row["mean"]):
         return [NONE] * 3
     points = {name: 100 * row[name] for name in ("mean", "low", "high")}
-    return [f"{points['mean']:+.1f}", f"{points['low']:+.1f} to {points['high']:+.1f}", f"{row['p']:.3f}"]
+    p = f"{row['p']:.3f}" if row["p"] >= 0.0005 else "< 0.001"  # 0.000 reads as 0
+    return [f"{points['mean']:+.1f}", f"{points['low']:+.1f} to {points['high']:+.1f}", p]

@@ -134,3 +134,8 @@ def test_the_overview_names_benchmark_and_setting_where_they_differ():
     titles, rows, labels = overview([first, other])
     assert titles[:3] == ["benchmark", "setting", "method"] and labels == 3
     assert [cell.text for cell in rows[1][:3]] == ["split-digits", "cohort=3", "a"]
+
+
+@pytest.mark.parametrize(("p", "text"), [(0.0421, "0.042"), (0.0006, "0.001"), (0.0004, "< 0.001")])
+def test_a_small_p_is_not_written_as_0(p, text):
+    assert paired.cells({"mean": 0.1, "low": 0.05, "high": 0.15, "p": p}) == ["+10.0", "+5.0 to +15.0", text]
