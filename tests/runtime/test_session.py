@@ -156,8 +156,8 @@ def test_a_stack_has_no_rows_of_clients_that_dropped_out():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (("secagg=full",), "'fedavg' needs each client's own upload, which secagg=full hides; set secagg=none"),
-        (PRIVATE, "'fedavg' needs each client's own upload, but dp.level=client protects sums only"),
+        (("secagg=full",), "'Stacks' needs each client's own upload, which secagg=full hides; set secagg=none"),
+        (PRIVATE, "'Stacks' needs each client's own upload, but dp.level=client protects sums only"),
     ],
 )
 def test_a_stack_is_refused_where_only_sums_are_protected(options, text):
