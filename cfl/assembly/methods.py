@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from cfl.config.schema import RunConfig
-from cfl.contract import LocalRegularizer, Strategy
+from cfl.contract import LocalRegularizer, Phase, Strategy
 from cfl.contract.checked import Checked
 from cfl.contract.combining import caps
 from cfl.contract.hook_names import check_method
@@ -40,6 +40,12 @@ def name_of(owner: str, method: Any, config: RunConfig) -> str:
     if owner != "strategy":
         return owner
     return config.method if type(method) is plugins.strategies.get(config.method) else type(method).__name__
+
+
+def phases(strategy: Strategy) -> list[Phase]:
+    """Return the phases of two tasks with two training rounds each, which stand for those of any run."""
+    checked = Checked(strategy)
+    return [phase for task in range(2) for phase in checked.plan(task, 2, 2)]
 
 
 def need_public(methods: Mapping[str, Any]) -> bool:
@@ -83,7 +89,7 @@ def check(methods: Mapping[str, Any], config: RunConfig, public: bool = False) -
 def _check_training(methods: Mapping[str, Any], strategy: str) -> None:
     """Raise ConfigError if no phase trains, and regularizers other than a cap at the server would have no effect."""
     idle = [owner for owner, own in methods.items() if owner != "strategy" and not (own.sees_each and caps(own))]
-    if idle and not any(phase.train for task in range(2) for phase in Checked(methods["strategy"]).plan(task, 2, 2)):
+    if idle and not any(phase.train for phase in phases(methods["strategy"])):
         raise ConfigError(
             f"'{strategy}' plans no phase with train=True, in which {', '.join(idle)} could act; leave it out"
         )

@@ -14,8 +14,6 @@ from cfl.aggregation import scope
 from cfl.assembly import methods, resolve
 from cfl.config.overrides import read_yaml
 from cfl.config.schema import RunConfig
-from cfl.contract import Phase
-from cfl.contract.checked import Checked
 from cfl.core import ConfigError
 from cfl.engines import Engine
 from cfl.engines.choose import undecided
@@ -110,8 +108,7 @@ def check(settings: RunConfig, wait_for: int = 0) -> None:
 
 def _check_plan(settings: RunConfig) -> None:
     """Raise ConfigError if nodes would undo the protection of uploads in a phase of the strategy."""
-    strategy = Checked(methods.build(settings)["strategy"])
-    plan: list[Phase] = [phase for task in range(2) for phase in strategy.plan(task, 2, 2)]
+    plan = methods.phases(methods.build(settings)["strategy"])
     measured = [phase.name for phase in plan if phase.diagnostic]
     if measured and (settings.secagg, settings.dp.level) != ("none", "none"):
         raise ConfigError(

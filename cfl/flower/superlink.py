@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cfl.assembly import resolve
-from cfl.config.overrides import change, read_yaml, without
+from cfl.config.overrides import change, without
 from cfl.config.schema import RunConfig
 from cfl.core import CflError, ConfigError
 from cfl.flower import apps, programs, project
 from cfl.runtime.fingerprint import decisive
-from cfl.runtime.run_folder import make_folder
+from cfl.runtime.run_folder import has_rounds, make_folder, read_config
 
 CONNECTION = "cfl"  # name of the SuperLink in Flower's configuration
 START = 60.0  # seconds in which a SuperLink has to listen
@@ -44,11 +44,9 @@ def serve(
     host, port = programs.split(address)
     if (output / "metrics.json").exists():
         raise ConfigError(f"the run in '{output}' is finished; choose another --output")
-    rounds = output / "rounds.jsonl"
-    if rounds.exists() and not resume:
+    if (output / "rounds.jsonl").exists() and not resume:
         raise ConfigError(f"'{output}' already holds a run; use --resume to continue it, or another --output")
-    if rounds.exists() and b"\n" in rounds.read_bytes():  # without rounds, nothing depends on the options there
-        _check_same(config, output)
+    _check_same(config, output)
     apps.check(config, wait_for)
     if node_keys is not None and certificates is None:
         raise ConfigError("nodes are recognised by their keys over TLS only; give --certificates, too")
@@ -101,10 +99,10 @@ def _superlink(
 
 
 def _check_same(config: RunConfig, output: Path) -> None:
-    """Raise ConfigError if a folder holds a run with other options. Data and code are compared once nodes are there."""
-    both = read_yaml(output / "config.yaml"), resolve.dump(config)
+    """Raise ConfigError if a folder has rounds with other options. Data and code are compared once nodes are there."""
+    both = read_config(output), resolve.dump(config)
     there, here = (without(decisive(own), "compile") for own in both)  # where nothing compiles, the run changes it
-    if text := change(there, here):
+    if has_rounds(output) and there and (text := change(there, here)):
         raise ConfigError(
             f"'{output}' holds a run with another configuration; choose another --output, or repeat the options of "
             f"that run: {text}"

@@ -83,14 +83,6 @@ class RunFolder:
         """Write the resolved configuration (plain data) to `config.yaml`."""
         _write(self.path / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False).encode())
 
-    def read_config(self) -> dict[str, Any]:
-        """Read `config.yaml`; an empty dictionary if the file does not exist. Raises ConfigError for a damaged file."""
-        path = self.path / "config.yaml"
-        try:
-            return read_yaml(path) if path.exists() else {}
-        except ConfigError as error:
-            raise ConfigError(f"{error}; put the file back or move it away, or choose another --output") from None
-
     def write_made_of(self, hashes: Mapping[str, Mapping[str, str]]) -> None:
         """Write `made_of.json`: hashes of what the options do not describe, see `cfl.runtime.fingerprint`."""
         write_json(self.path / MADE_OF, hashes)
@@ -98,10 +90,6 @@ class RunFolder:
     def read_made_of(self) -> dict[str, dict[str, str]]:
         """Read `made_of.json`; empty without one. Raises ConfigError for a damaged file."""
         return read_json(self.path / MADE_OF)
-
-    def has_rounds(self) -> bool:
-        """Whether a round was recorded in the folder."""
-        return self._rounds.exists() and b"\n" in self._rounds.read_bytes()
 
     def has_results(self) -> bool:
         """Whether a run has ended in the folder."""
@@ -223,6 +211,21 @@ def make_folder(inside: Path, folder: Path, option: str) -> None:
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Write a JSON file atomically. NaN is written as null. Raises ConfigError if the file cannot be written."""
     _write(path, json.dumps(plain(data), indent=2, allow_nan=False).encode() + b"\n")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read a run's `config.yaml`; empty if the file does not exist. Raises ConfigError for a damaged file."""
+    path = folder / "config.yaml"
+    try:
+        return read_yaml(path) if path.exists() else {}
+    except ConfigError as error:
+        raise ConfigError(f"{error}; put the file back or move it away, or choose another --output") from None
+
+
+def has_rounds(folder: Path) -> bool:
+    """Whether a round was recorded in a run's folder."""
+    rounds = folder / "rounds.jsonl"
+    return rounds.exists() and b"\n" in rounds.read_bytes()
 
 
 def runs_in(folder: Path) -> list[Path]:

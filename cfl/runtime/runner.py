@@ -27,7 +27,7 @@ from cfl.runtime.builder import HERE, Place, build_session
 from cfl.runtime.callbacks import Callback
 from cfl.runtime.fingerprint import decisive
 from cfl.runtime.result import Result
-from cfl.runtime.run_folder import RunFolder
+from cfl.runtime.run_folder import RunFolder, read_config
 from cfl.runtime.session import Session
 from cfl.runtime.sinks import NullSink, Sink, usual_sink
 from cfl.streams import Stream
@@ -105,7 +105,7 @@ def carry_out(
         if folder is not None:
             at_end.callback(folder.close)
             if resume and undecided(settings.engine, settings.block):
-                settings = _settled(settings, folder.read_config())
+                settings = _settled(settings, read_config(folder.path))
         session = build_session(settings, stream, members, network, folder, sink, data_root, place, callbacks)
         torch.set_num_threads(session.config.threads)  # may have been measured
         at_end.enter_context(contextlib.closing(session))

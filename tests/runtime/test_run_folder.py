@@ -9,7 +9,7 @@ from filelock import FileLock
 
 from cfl.config.overrides import read_yaml
 from cfl.core import ConfigError
-from cfl.runtime.run_folder import RunFolder
+from cfl.runtime.run_folder import RunFolder, has_rounds
 
 ROW = {"task": 0, "phase": "train", "round": 0, "clients": 2, "loss": 0.5, "accuracy": None, "lr": 0.1, "seconds": 0.1}
 
@@ -81,7 +81,7 @@ def test_a_run_that_ends_while_another_waits_for_its_folder_is_kept(tmp_path, mo
         patch.setattr(FileLock, "acquire", end_before)
         RunFolder(tmp_path)
     assert not RunFolder.busy(tmp_path)
-    assert RunFolder(tmp_path, resume=True).has_rounds()
+    assert has_rounds(RunFolder(tmp_path, resume=True).path)
 
 
 def test_an_error_names_a_folder_that_cannot_be_made(tmp_path):
