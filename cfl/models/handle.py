@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from cfl.core import ConfigError, Tree, tree
 from cfl.core.errors import MOST_NAMES, few
 from cfl.core.functorch import transforming
-from cfl.models import adapters
+from cfl.models import adapters, recurrent
 from cfl.models import precision as precisions
 from cfl.models.dropout import switched_off
 from cfl.models.layers import drop_running_stats, full_name, layers_of, leaf_slots, new_heads, norm_parameters
@@ -37,8 +37,7 @@ class Model:
     norm_stats: running statistics of batch normalisation "per_task", "running" (shared), or none ("batch").
     dtype: of the samples; None: that of the module's parameters; precision: of products within `lowered`.
     Attributes: params: the tree; frozen: names in it of the parameters with requires_grad=False, which no task trains;
-    fixed: these parameters, which clients hold from the start, and methods below take from here where `params` lack
-    them; `start_from` replaces both;
+    fixed: these parameters, which clients hold from the start and the methods below use where `params` lack them;
     layers: the projectable layers that train, in the order of their first call; stem: path of the first layer called;
     norms: affine parameters of normalisation layers, name to the number of projected modules called before the layer;
     layout: the memory layout of leaves with which the module is fastest;
@@ -63,6 +62,7 @@ class Model:
         precision: precisions.Precision = "float32",
     ) -> None:
         self.module, self.precision, self._lowered = own_copy(module, device), precision, False
+        recurrent.prepare(self.module)
         if precision != "float32":
             precisions.prepare(self.module)
         self.tasks, self.multi_head, self.growing, self.seed = len(classes), multi_head, growing, seed
@@ -103,7 +103,7 @@ class Model:
 
     def notes(self) -> list[str]:
         """Lines on the parameters that no task trains and on the precision, shown at the start of a run."""
-        names = dict.fromkeys(name.partition("@")[0] for name in self.params if name in self.frozen)
+        names = dict.fromkeys(name.partition("@")[0] for name in self.fixed)
         held = f"{tree.nbytes(self.fixed):,} bytes of frozen parameters are on every client, and no round sends them"
         found = [f"frozen by requires_grad=False: {few([*names], MOST_NAMES)}", held] if names else []
         why = "forward does not use them, or not as attributes of its modules, such as self.layer.weight"

@@ -63,6 +63,23 @@ class Bare(nn.Module):
         return (x @ self.weight).tanh()
 
 
+class Recurrent(nn.Module):
+    """Recurrent layers and cells that start with zeros of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.gru = nn.GRU(3, 2, num_layers=2, batch_first=True, bidirectional=True)
+        self.rnn, self.lstm = nn.RNN(4, 5), nn.LSTM(5, 6, proj_size=4)
+        self.cells = nn.ModuleList([nn.GRUCell(4, 4), nn.RNNCell(4, 4), nn.LSTMCell(4, 4)])
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        steps = self.rnn(self.gru(x)[0].transpose(0, 1))[0]
+        last = self.lstm(steps)[0][-1]
+        gru, rnn, lstm = self.cells
+        return self.head(lstm(rnn(gru(last)))[0])
+
+
 NETS = {
     "mlp": ((5,), lambda: nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 3))),
     "conv": (
@@ -85,6 +102,7 @@ NETS = {
     "tokens": ((12,), Tokens),
     "tied": ((4,), Tied),
     "bare": ((4,), Bare),
+    "recurrent": ((6, 3), Recurrent),
 }
 
 
