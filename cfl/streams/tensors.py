@@ -24,7 +24,7 @@ def from_tensors(
     name: str = "custom",
     multi_head: bool = False,
     public: Any = None,
-    clients: Sequence[Any] | Tensor | None = None,
+    clients: Iterable[Any] | None = None,
 ) -> Stream:
     """Make a stream from your own tensors, NumPy arrays or lists.
 
@@ -54,7 +54,7 @@ def from_tensors(
         samples.append((rows[0], rows[1], rows[2], rows[3]))
     stream = assemble(name, images, samples, multi_head)
     if clients is not None:
-        stream = _held(stream, clients)
+        stream = _held(stream, [*clients])
     if public is None:
         return stream
     inputs, kind = as_inputs(public, "public inputs"), stream.tasks[0].train.pool.images.dtype
@@ -63,7 +63,7 @@ def from_tensors(
     return replace(stream, public=unlabelled(Pool(inputs)))
 
 
-def _held(stream: Stream, clients: Sequence[Any] | Tensor) -> Stream:
+def _held(stream: Stream, clients: Sequence[Any]) -> Stream:
     """Return the stream with the client (n_train,) of each train sample, given for each task."""
     if len(clients) != len(stream):
         raise DataError(f"clients are given for {len(clients)} of {len(stream)} tasks; give an array for each task")

@@ -327,6 +327,13 @@ def test_clients_hold_the_samples_that_the_stream_says():
         assert (own[1][ids] == client).all()
 
 
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, list, tuple, iter])
+def test_clients_may_be_an_array_of_all_tasks(kind):
+    own, (x, y) = [[0, 1, 1], [2, 0, 2]], (torch.arange(6.0).view(3, 2), [0, 1, 1])
+    stream = from_tensors([(x, y, x + 9, y)] * 2, clients=kind(own))
+    assert [task.clients.tolist() for task in stream.tasks] == own
+
+
 def test_what_the_stream_says_must_fit():
     few = ["partition.name=stream", "partition.clients=2", "rounds=1"]
     with pytest.raises(ConfigError, match=r"task 1 has samples of client 3; set partition.clients to 4 or more"):
