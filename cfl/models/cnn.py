@@ -35,7 +35,9 @@ def images(input_shape: Sequence[int], at_least: int = 1) -> tuple[int, int, int
         raise ValueError("it needs images (channels, height, width)")
     channels, height, width = input_shape
     if min(height, width) < at_least:
-        raise ValueError(f"images must have at least {at_least} x {at_least} pixels, not {height} x {width}")
+        raise ValueError(
+            f"images must have at least {at_least} x {at_least} pixels, not {height} x {width}; channels come first"
+        )
     return channels, height, width
 
 
