@@ -73,10 +73,11 @@ def build(
     return selected(stream, tasks) if isinstance(tasks, int) else stream
 
 
-def check_count(name: str, tasks: int, most: int) -> None:
-    """Raise ConfigError for a number of tasks that a benchmark cannot have."""
-    if not 1 <= tasks <= most:
-        raise ConfigError(f"tasks must be in [1, {most}] for '{name}', not {tasks}")
+def check_count(name: str, tasks: int | None, most: int) -> None:
+    """Raise ConfigError for a number of tasks that a benchmark cannot have; None stands for the benchmark's own."""
+    if tasks is not None and not 1 <= tasks <= most:
+        known = f"in [1, {most}] for '{name}'" if most > 1 else f"1 for '{name}', which is a single task"
+        raise ConfigError(f"tasks must be {known}, not {tasks}")
 
 
 def selected(stream: Stream, tasks: int | Sequence[str] | None) -> Stream:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch.nn import functional
 
-from cfl.core import ConfigError, DataError
+from cfl.core import DataError
 from cfl.core.plugins import benchmarks
 from cfl.streams.benchmark import Benchmark, check_count
 from cfl.streams.datasets import Arrays, classes, digits, iris, load, pooled
@@ -46,8 +46,7 @@ def _data_set(name: str, mean: Channels, std: Channels, complete: bool = False) 
 
 
 def _one_task(name: str, arrays: Arrays, pool: Pool, heads: int, tasks: int | None) -> Stream:
-    if tasks not in (None, 1):
-        raise ConfigError(f"tasks must be 1 for '{name}', which is a single task, not {tasks}")
+    check_count(name, tasks, 1)
     return whole(name, arrays, pool, classes=heads)
 
 
@@ -78,9 +77,8 @@ def _split(name: str, groups: int, read: Read, summary: str, source: str) -> Non
 
     def build(tasks: int | None, seed: int, data_root: Path | None, download: bool, class_order: str) -> Stream:
         arrays, pool = read(data_root, download)
-        keep = groups if tasks is None else tasks
-        check_count(name, keep, groups)
-        return split(name, arrays, groups, seed=seed, class_order=class_order, pool=pool, keep=keep)
+        check_count(name, tasks, groups)
+        return split(name, arrays, groups, seed=seed, class_order=class_order, pool=pool, keep=tasks)
 
     benchmarks.register(name)(Benchmark(build, summary, source))
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from cfl.core import ConfigError
 from cfl.core.plugins import benchmarks
 from cfl.streams import corpora, topics
 from cfl.streams.benchmark import Benchmark, check_count
@@ -34,8 +33,7 @@ def _whole(name: str, data: str, summary: str, source: str = _FEDPROJ) -> None:
     def build(
         tasks: int | None, seed: int, data_root: Path | None, download: bool, class_order: str, text: TextOptions
     ) -> Stream:
-        if tasks not in (None, 1):
-            raise ConfigError(f"tasks must be 1 for '{name}', which is a single task, not {tasks}")
+        check_count(name, tasks, 1)
         corpus = corpora.load(data, data_root)
         encode = encoder(text, [corpus.train])
         stream = whole(data, *_encoded(corpus, encode), classes=corpora.classes(data))
@@ -61,11 +59,10 @@ def _split(
     name: str, corpus: Corpus, groups: int, tasks: int | None, seed: int, class_order: str, text: TextOptions
 ) -> Stream:
     """The classes of a data set in equal groups, a task each."""
-    keep = groups if tasks is None else tasks
-    check_count(name, keep, groups)
+    check_count(name, tasks, groups)
     encode = encoder(text, [corpus.train])
     arrays, pool = _encoded(corpus, encode)
-    stream = split(name, arrays, groups, seed=seed, class_order=class_order, pool=pool, keep=keep)
+    stream = split(name, arrays, groups, seed=seed, class_order=class_order, pool=pool, keep=tasks)
     return replace(stream, encoder=encode)
 
 
