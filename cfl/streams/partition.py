@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl.core import ConfigError, DataError, rng, unknown
+from cfl.core import ConfigError, DataError, rng, unknown, warn
 from cfl.core.typed import typed
 
 _LEAST_ALPHA = 1e-15  # below, no draw of Dirichlet shares divides a class among owners
 _LIMITS = {"clients": 10**8, "alpha": 1e300}  # 800 MB a task for the sizes alone; sums of draws beyond overflow
 _REDRAWS = 300_000  # FedSOL's alpha of 0.05 on CIFAR-10 took 13,000 to 39,000 draws with seeds 0 to 2, 0.4 ms each
+_LONG = 50_000  # draws after which a warning says that more follow
 
 
 class _Options(NamedTuple):
@@ -90,7 +91,7 @@ def deal(
       sample;
     - "dirichlet": shares of each class drawn from Dir(alpha); all samples are dealt;
     - "lda": as "dirichlet", but an owner with N / owners samples or more gets nothing of later classes, and the draw is
-      repeated until each owner has `min_samples`;
+      repeated until each owner has `min_samples`, 300,000 times at most;
     - "classes": owner k holds all samples of the k-th class.
     Raises ConfigError for an argument of another type, an unknown name, an option out of range, and "classes" unless
     each class has one owner; DataError for targets that are not (N,) int64, for too few samples, and if no draw of a
@@ -210,14 +211,20 @@ def _lda(targets: np.ndarray, options: _Options, draws: np.random.Generator) -> 
     labels, sizes = np.unique(targets, return_counts=True)
     possible = options.owners * options.min_samples <= len(targets)
     possible &= options.alpha > _LEAST_ALPHA or options.owners <= len(labels)
-    for _ in range(_REDRAWS if possible else 0):
+    for number in range(_REDRAWS if possible else 0):
+        if number == _LONG:
+            warn(
+                f"none of {number:,} draws of partition.name=lda gives each of {options.owners} clients "
+                f"{options.min_samples} samples; up to {_REDRAWS - number:,} more follow, which may take minutes; "
+                "a larger partition.alpha needs fewer"
+            )
         counts = _capped_counts(sizes, options, draws)
         if counts.sum() == len(targets) and counts.sum(0).min() >= options.min_samples:
             break
     else:
         raise DataError(
             f"{len(targets)} samples do not give each of {options.owners} owners {options.min_samples} with alpha "
-            f"{options.alpha}{f' in {_REDRAWS} draws' if possible else ''}; "
+            f"{options.alpha}{f' in {_REDRAWS:,} draws' if possible else ''}; "
             "lower partition.min_samples or partition.clients, or raise partition.alpha"
         )
     holder = np.empty(len(targets), dtype=np.int64)

@@ -183,10 +183,14 @@ def test_lda_gives_an_owner_at_the_cap_nothing_of_later_classes():
 
 def test_lda_always_ends(monkeypatch):
     monkeypatch.setattr(partition, "_REDRAWS", 1000)  # a minute's worth otherwise
+    monkeypatch.setattr(partition, "_LONG", 100)
     y = torch.zeros(99, dtype=torch.int64)
     with pytest.raises(DataError, match="99 samples do not give each of 10 owners 10 with alpha 0.5; lower"):
         deal(y, 0, name="lda", clients=10, seed=0)  # 10 x 10 > 99: no draw is tried
-    with pytest.raises(DataError, match=r"1000 draws; lower partition\.min_samples .*raise partition\.alpha"):
+    with (
+        pytest.warns(UserWarning, match=r"none of 100 draws .* each of 9 clients 10 samples; up to 900 more follow"),
+        pytest.raises(DataError, match=r"1,000 draws; lower partition\.min_samples .*raise partition\.alpha"),
+    ):
         deal(y, 0, name="lda", clients=9, alpha=0.01, seed=0)  # nearly all of the one class goes to one owner
     with pytest.raises(DataError, match="10 with alpha 1e-300; lower"):  # one owner gets the class: no draw is tried
         deal(y, 0, name="lda", clients=9, alpha=1e-300, seed=0)
