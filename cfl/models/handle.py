@@ -6,7 +6,7 @@ running statistics of normalisation layers) carries the task after an "@": `head
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from cfl.core.functorch import transforming
 from cfl.models import adapters, recurrent
 from cfl.models import precision as precisions
 from cfl.models.dropout import switched_off
-from cfl.models.layers import drop_running_stats, full_name, layers_of, leaf_slots, new_heads, norm_parameters
+from cfl.models.layers import drop_running_stats, full_name, layers_of, leaf_slots, new_heads, norm_parameters, on_input
 from cfl.models.memory_format import Layout, is_channels_last
 from cfl.models.passes import couples, passes
 from cfl.models.tracing import check_outputs, constants, frozen_names, own_copy, trace
@@ -237,8 +237,8 @@ class Model:
         if self.classifier is None:
             yield seen
             return
-        layer = self.module.get_submodule(self.classifier)
-        hook = layer.register_forward_pre_hook(lambda own, args: seen.append(args[0].flatten(1).to(own.weight.dtype)))
+        layer: Any = self.module.get_submodule(self.classifier)
+        hook = on_input(layer, lambda x: seen.append(x.flatten(1).to(layer.weight.dtype)))
         try:
             yield seen
         finally:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.hooks import RemovableHandle
 
 from cfl.core import Tree, rng
 
@@ -87,6 +88,11 @@ def margins(conv: nn.Conv2d) -> list[int]:
 def full_name(path: str, name: str) -> str:
     """Name in the module of the parameter `name` of the submodule at `path`; the module itself has the empty path."""
     return f"{path}.{name}" if path else name
+
+
+def on_input(layer: nn.Module, see: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call see(x) with the input of each call of a layer, which may be given by position or by name."""
+    return layer.register_forward_pre_hook(lambda _, args, named: see((*args, *named.values())[0]), with_kwargs=True)
 
 
 def new_heads(module: nn.Module, path: str, classes: Sequence[int], seed: int) -> Tree:

@@ -222,6 +222,19 @@ def test_features_of_images_are_flat():
     assert model.features(model.params, torch.zeros(5, 1, 4, 4), 0).shape == (5, 27)
 
 
+def test_features_of_a_head_that_is_called_with_a_keyword():
+    class Keyword(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.head(input=2 * x)
+
+    model, x = Model(Keyword(), (4,), [2], multi_head=False), torch.randn(5, 4, generator=rng.generator(1))
+    assert torch.equal(model.features(model.params, x, 0), 2 * x)
+
+
 def test_a_model_without_a_last_linear_layer_has_no_features():
     model = Model(nn.Sequential(nn.Conv2d(1, 3, 4), nn.Flatten()), (1, 4, 4), [3], multi_head=False)
     with pytest.raises(

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from cfl.core import Tree, optim, option, options, rng, tree
 from cfl.core.options import given
 from cfl.methods.generative import generator as generators
 from cfl.models import Model
+from cfl.models.layers import on_input
 
 PRESETS: dict[str, dict[str, Any]] = {
     "repaired": dict(rounds=40, warmup=10, g_steps=40, student_lr=0.005),
@@ -218,7 +220,7 @@ def watched(model: Model) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
             found[f"{path}.var"] = x.var(dims, unbiased=False), layer.running_var
 
     hooks = [
-        layer.register_forward_pre_hook(lambda module, args, path=path: watch(path, module, args[0]))
+        on_input(layer, partial(watch, path, layer))
         for path, layer in model.module.named_modules()
         if isinstance(layer, _BatchNorm)
     ]

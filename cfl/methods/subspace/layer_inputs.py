@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from cfl.contract import Batch
 from cfl.core import Tree, rng
 from cfl.models import Layer, Model
-from cfl.models.layers import margins
+from cfl.models.layers import margins, on_input
 
 FREQUENCIES = 32  # whose products are computed at a time: those of 256 channels take 8 MB
 
@@ -29,22 +30,16 @@ def watch(
     """
     last: list[Tensor] = [torch.empty(0), torch.empty(0)]  # output and input of the last dropout
 
-    def remember(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
-        last[:] = out, args[0]
+    def remember(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], out: Tensor) -> None:
+        last[:] = out, (*args, *named.values())[0]
 
-    def hook(layer: Layer) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = (*args, *kwargs.values())[0]
-            x = (last[1] if x is last[0] else x).detach()
-            callback(layer, layer.inputs(x) if patches else x)
+    def see(layer: Layer, x: Tensor) -> None:
+        x = (last[1] if x is last[0] else x).detach()
+        callback(layer, layer.inputs(x) if patches else x)
 
-        return called
-
-    handles = [
-        model.module.get_submodule(layer.path).register_forward_pre_hook(hook(layer), with_kwargs=True)
-        for layer in layers
-    ]
-    handles += [each.register_forward_hook(remember) for each in model.module.modules() if isinstance(each, _DropoutNd)]
+    dropouts = [each for each in model.module.modules() if isinstance(each, _DropoutNd)]
+    handles = [each.register_forward_hook(remember, with_kwargs=True) for each in dropouts]
+    handles += [on_input(model.module.get_submodule(layer.path), partial(see, layer)) for layer in layers]
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ from cfl.contract import Phase, Pixels, RoundInfo
 from cfl.core import rng, tree
 from cfl.core.options import build
 from cfl.methods.generative import generator
-from cfl.methods.generative.inversion import Inversion, Target, drawn, redrawn
+from cfl.methods.generative.inversion import Inversion, Target, drawn, redrawn, watched
 from cfl.models import Model
 
 SHAPE = (1, 8, 8)
@@ -79,6 +79,21 @@ def test_r_bn_is_the_distance_of_batch_statistics_from_running_ones(later):
         blend = 0.1 * batch + 0.9 * 0.2 if later else batch
         expected += math.sqrt(sum((a - b) ** 2 for a, b in zip(running.tolist(), blend.tolist())))
     assert loss.item() == pytest.approx(2 * expected, rel=1e-5)
+
+
+def test_norms_that_are_called_with_a_keyword_are_watched():
+    class Keyword(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.head(self.norm(input=x))
+
+    own, x = Model(Keyword(), (4,), [2], multi_head=False), torch.rand(6, 4, generator=rng.generator(4))
+    with own.evaluation(), watched(own) as found:
+        own.logits(own.params, x, 0)
+    assert torch.equal(found["norm.mean"][0], x.mean(0))
 
 
 def test_labels_and_disagreement_of_the_student_by_hand():

@@ -288,6 +288,21 @@ def test_dropout_is_drawn_on_request_before_a_layer_but_for_its_own():
     assert all(layer.training for layer in model.module.modules())  # as they were
 
 
+def test_dropout_that_is_called_with_a_keyword():
+    """Its input, which is that of the model, enters the layer after it."""
+
+    class Keyword(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dropout, self.head = nn.Dropout(0.5), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.head(input=self.dropout(input=x))
+
+    x = _random_images(50, 6, ())
+    assert torch.equal(_streamed(_handle(Keyword(), (6,), 3), x, dropout=True)["head"], x)
+
+
 def test_without_dropout_layers_see_what_they_multiply():
     model, x = _dropping(), _random_images(50, 6, ())
     model.module.eval()
