@@ -21,9 +21,9 @@ requires = ["hatchling"]
 build-backend = "hatchling.build"
 
 [project]
-name = "{name}"
+name = "cfl-run"
 version = "1.0.0"
-description = "{title}"
+description = {title}
 license = "Apache-2.0"
 # cfl {version} is installed on the server and on each node, with the packages of the run's method and data.
 dependencies = []
@@ -43,6 +43,7 @@ output = {output}
 data-root = {data_root}
 wait-for = {wait_for}
 """
+_PACKAGE = '"""The run that config.yaml describes."""\n'
 _SERVER = '''\
 """The server of the run that config.yaml describes."""
 
@@ -83,13 +84,12 @@ def write(folder: Path, config: RunConfig, output: Path, data_root: Path | None 
         raise ConfigError(f"'{folder}' holds something else than a project of cfl's; choose another folder")
     package.mkdir(parents=True, exist_ok=True)
     pyproject = _PYPROJECT.format(
-        name=f"cfl-{config.benchmark}", title=config.title, version=__version__, package=PACKAGE, wait_for=wait_for,
+        title=programs.quoted(config.title), version=__version__, package=PACKAGE, wait_for=wait_for,
         output=programs.quoted(str(output.absolute())),
         data_root=programs.quoted(str(data_root.absolute()) if data_root else ""),
     )  # fmt: skip
     (folder / "pyproject.toml").write_text(pyproject, encoding="utf-8")
-    (package / "__init__.py").write_text(f'"""{config.title}."""\n', encoding="utf-8")
-    for name, source in (("server", _SERVER), ("client", _CLIENT.format(package=PACKAGE))):
+    for name, source in (("__init__", _PACKAGE), ("server", _SERVER), ("client", _CLIENT.format(package=PACKAGE))):
         (package / f"{name}.py").write_text(source, encoding="utf-8")
     shutil.copy(Path(forward.__file__), package / PROJECT)
     text = yaml.safe_dump(resolve.dump(config), sort_keys=False, allow_unicode=True)

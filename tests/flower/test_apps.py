@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from flwr.cli.build import build
 
 import cfl
-from cfl.core import CheckpointError, ConfigError, DataError
+from cfl.core import CheckpointError, ConfigError, DataError, plugins
 from cfl.flower import answers, apps, own_data, project
 from cfl.flower.deployment import MemberPopulation
 from cfl.flower.forward import client
@@ -409,6 +410,17 @@ def test_a_node_prints_why_it_cannot_answer(tmp_path, capsys):
     node.join()
     assert found.fault == "a node with data of its own has one client, not 2; start a node for each"
     assert capsys.readouterr().out == f"cannot answer join: {found.fault}\n"
+
+
+@pytest.mark.parametrize("name", ["my_benchmark", "a benchmark of more than 32 letters", 'a"""b', "c:\\new\\"])
+def test_flower_takes_the_project_of_a_benchmark_of_any_name(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(plugins.benchmarks, "_items", dict(plugins.benchmarks._items))
+    plugins.benchmarks.register(name)(plugins.benchmarks.get("permuted-digits"))
+    project.write(tmp_path / "project", cfl.resolve(name, overrides=OPTIONS), tmp_path / "out")
+    monkeypatch.chdir(tmp_path)  # where Flower puts the built project
+    build(tmp_path / "project")
+    assert len(list(tmp_path.glob("*.fab"))) == 1
+    compile((tmp_path / "project" / project.PACKAGE / "__init__.py").read_text("utf-8"), "__init__.py", "exec")
 
 
 def test_a_project_does_not_replace_another_folder(tmp_path):
