@@ -196,14 +196,14 @@ def expand(basis: Tensor, directions: Tensor) -> Tensor:
     the basis or on each other and are dropped; a QR would replace them by arbitrary ones.
     """
     new = remove(remove(directions.double().T, basis), basis).T
-    lengths, free = new.T @ new, basis.shape[0] - basis.shape[1]
+    lengths = new.T @ new
     factor, short = torch.linalg.cholesky_ex(lengths - 0.25 * torch.eye(len(lengths)).to(lengths))
-    if new.shape[1] <= free and not short:  # none is short, as for directions from a spectrum: no eigenvectors needed
+    if not short:  # none is short, as for directions from a spectrum: no eigenvectors needed
         factor = torch.linalg.cholesky(lengths)
         new = torch.linalg.solve_triangular(factor, new.T, upper=False).T
     else:
         values, vectors = torch.linalg.eigh(lengths)
-        kept = (values > 0.25) & (torch.arange(len(values), 0, -1, device=values.device) <= free)
+        kept = values > 0.25
         new = new @ vectors[:, kept] / values[kept].sqrt()
     return torch.cat([basis, remove(new.T, basis).T], dim=1)
 
