@@ -295,6 +295,21 @@ def test_where_noise_hides_all_nothing_is_known_to_be_covered(gram):
     assert bases.residual_spectrum(zero, basis, gram=gram).share == 0.0
 
 
+def test_the_share_is_a_fraction_whatever_the_noise():
+    """One column in nine dimensions, six of them outside of the basis: the noise has a mean energy of 6 there."""
+    basis = _orthonormal(9, 3)
+    outside = torch.nn.functional.normalize(bases.remove(_random(1, 9, seed=1), basis)).T
+    assert bases.residual_spectrum(100 * basis[:, :1], basis, noise=1.0).share == 0.0  # of -6 / (10000 - 9)
+    assert bases.residual_spectrum(10 * outside, basis, noise=1.0).share == 1.0  # of (100 - 6) / (100 - 9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_the_basis_covers_leaves_no_direction(dtype):
+    """The residual is of rounding errors alone. The first input is 0, like a pixel in a corner of MNIST's images."""
+    basis = torch.cat([torch.zeros(1, 5, dtype=torch.float64), _orthonormal(12, 5)])
+    assert not bases.residual_spectrum((basis @ _random(5, 40)).to(dtype), basis).squared.any()
+
+
 # --- choose_rank ----------------------------------------------------------------------------------------------------
 
 # Ranks for squared singular values exp(-j / 10), j = 0..99, and threshold 0.9, by the rules' formulas (checked below).
@@ -333,6 +348,8 @@ def test_energy_ranks_from_the_closed_form(share):
 def test_threshold_of_one_and_zero_and_minimum():
     squared = torch.tensor([4.0, 2.0, 1.0, 0.0], dtype=torch.float64)
     assert bases.choose_rank(squared, 0.0, 1.0) == 3  # the numerical rank
+    assert bases.choose_rank(torch.tensor([1.0, 1e-14, 0.0], dtype=torch.float64), 0.0, 1.0) == 2  # however small
+    assert bases.choose_rank(squared, 0.5, 1.0, "norm_ratio") == 3  # no f_r exceeds (0.5 - 0) / 0.5 = 1
     assert bases.choose_rank(squared, 0.0, 0.0) == 0
     assert bases.choose_rank(squared, 0.95, 0.9) == 0
     assert bases.choose_rank(squared, 0.95, 0.9, min_rank=2) == 2
@@ -388,6 +405,14 @@ def test_a_nearly_dependent_direction_does_not_spoil_orthogonality():
     new = bases.expand(basis, mixed / mixed.norm())
     assert new.shape == (50, 11)
     assert (new.T @ new - torch.eye(11, dtype=torch.float64)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(("left", "columns"), [(0.4, 2), (0.6, 3)])
+def test_a_direction_that_loses_more_than_half_of_its_length_is_dropped(left, columns):
+    """With one that loses all, and so by way of the eigenvectors."""
+    axes = torch.eye(4, dtype=torch.float64)
+    mixed = math.sqrt(1 - left**2) * axes[:, :1] + left * axes[:, 2:3]
+    assert bases.expand(axes[:, :2], torch.cat([axes[:, 1:2], mixed], dim=1)).shape == (4, columns)
 
 
 def test_a_basis_never_outgrows_its_space():
