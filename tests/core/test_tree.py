@@ -97,6 +97,13 @@ def test_nbytes_counts_every_dtype():
     assert tree.nbytes(leaves) == 15 * 4 + 2 * 8 + 8 + 0
 
 
+def test_equal_trees_have_the_same_names_and_values():
+    ones, zeros = {"w": torch.ones(2)}, {"w": torch.zeros(2)}
+    assert tree.equal(ones, tree.clone(ones)) and tree.equal({}, {})
+    for one, other in ((ones, zeros), (ones, {}), ({}, ones)):
+        assert not tree.equal(one, other)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_all_finite(bad):
     good = {"w": torch.zeros(3), "n": torch.tensor(2)}

@@ -10,6 +10,7 @@ from torch import nn
 import cfl
 from cfl.core import tree
 from cfl.methods.subspace import basis as bases
+from cfl.methods.subspace import removed_energy
 from cfl.methods.subspace.projection import input_vectors, names, project, project_step, width
 from tests import toy
 
@@ -325,3 +326,28 @@ def test_a_projected_step_of_the_model_is_the_start_and_the_projection(augment):
     theirs = tree.add(model.params, project(step, basis, model.layers, augment))
     assert _difference(ours, theirs) < 1e-13
     assert _difference(ours, end) > 0.1
+
+
+# --- the energy that a projection removes ----------------------------------------------------------------------------
+
+
+def test_the_largest_share_of_earlier_tasks_is_kept():
+    """So a layer that loses most of its steps in the first and the third task, but not in the second, is named once."""
+    for removed, kept in ((0.5, 0.75), (0.9, 0.9)):
+        server = {"basis": {"a": torch.zeros(3, 1)}, "steps": {"a": torch.tensor([4.0, 1.0])}}  # 1 - 1 / 4
+        new = removed_energy.for_new_task({**server, "removed": {"a": torch.tensor(removed)}})
+        assert new["removed"]["a"].item() == pytest.approx(kept) and new["steps"]["a"].tolist() == [0, 0]
+
+
+def test_the_layer_that_loses_most_is_named_among_those_that_are_new():
+    with pytest.warns(UserWarning, match="removed 90% .* in layer 'b', and more than half in 2 of 4 layers"):
+        removed_energy.warn_of_slow_layers({"a": 0.6, "b": 0.9, "c": 0.95, "d": 0.5}, {"c": torch.tensor(0.8)}, 0.9)
+
+
+def test_energies_of_steps_are_those_of_each_group():
+    net = nn.Sequential(nn.Conv2d(2, 4, 1, groups=2, bias=False), nn.Flatten(), nn.Linear(4, 2))
+    layers = cfl.Model(net, (2, 1, 1), [2], multi_head=False).layers[:2]
+    old, whole = {"0.weight": torch.zeros(4, 1, 1, 1)}, {"0.weight": torch.tensor([1.0, 2, 3, 4]).view(4, 1, 1, 1)}
+    steps = {layer.name: torch.zeros(2, dtype=torch.float64) for layer in layers}
+    found = removed_energy.added(steps, old, whole, tree.scale(whole, 0.5), layers, augment=False)
+    assert [pair.tolist() for pair in found.values()] == [[1 + 4, 5 / 4], [9 + 16, 25 / 4]]
