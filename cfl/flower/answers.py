@@ -13,7 +13,7 @@ from typing import Any
 from flwr.app import Context, RecordDict
 
 from cfl.flower import apps
-from cfl.flower.forward import receive, send
+from cfl.flower.forward import Stream, receive, send
 from cfl.flower.link import FAULT
 
 LOOK = 0.2  # seconds between looks whether the SuperNode has ended
@@ -23,20 +23,25 @@ def serve(address: str | Path, options: Mapping[str, str], ended: Callable[[], A
     """Answer at a Unix socket until `ended` returns something else than None. options: those of the node."""
     contexts: dict[tuple[int, int], Context] = {}
 
-    class Handler(socketserver.StreamRequestHandler):
-        wbufsize = -1
-
+    class Handler(socketserver.BaseRequestHandler):
         def handle(self) -> None:
-            start, (head, records) = time.monotonic(), receive(self.rfile)
-            run, node = head["run"], head["node"]
+            try:
+                with self.request.makefile("rwb") as stream:
+                    print(self._answer(stream), flush=True)
+            except (ConnectionError, EOFError):  # as when the SuperLink ends within a round
+                print("Flower's process ended before it had the answer to its message", flush=True)
+
+        def _answer(self, stream: Stream) -> str:
+            """Answer a message, and return a line about it."""
+            start, (head, records) = time.monotonic(), receive(stream)
+            action, run, node = head["action"], head["run"], head["node"]
             if (run, node) not in contexts:
                 contexts[run, node] = Context(run, node, dict(options), RecordDict(), {})
-            answer = apps.answer(head["action"], Path(head["config"]), records, contexts[run, node])
-            send(self.wfile, {}, answer)
+            answer = apps.answer(action, Path(head["config"]), records, contexts[run, node])
+            send(stream, {}, answer)
             if FAULT in answer.config_records:
-                print(f"cannot answer {head['action']}:", answer.config_records[FAULT]["text"], flush=True)
-            else:
-                print(f"answered {head['action']} in {time.monotonic() - start:.2f} s", flush=True)
+                return f"cannot answer {action}: " + str(answer.config_records[FAULT]["text"])
+            return f"answered {action} in {time.monotonic() - start:.2f} s"
 
     with socketserver.UnixStreamServer(str(address), Handler) as server:
         os.chmod(address, 0o600)

@@ -186,12 +186,12 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def _node(config: Path, context: Context) -> HomeNode:
     given = context.node_config
-    if "clients" in given:
+    if {"clients", "folder"} <= given.keys():
         clients, folder = numbers(str(given["clients"])), str(given["folder"])
         name = str(given.get("name", folder))
     elif "partition-id" not in given:
-        raise ConfigError("Flower has no clients for this node; start it with cfl-run join, or give --node-config "
-                          "'clients=\"0-2\" folder=\"FOLDER\"'")  # fmt: skip
+        raise ConfigError("this node does not know its clients and its folder; start it with cfl-run join, or give "
+                          "--node-config 'clients=\"0-2\" folder=\"FOLDER\"'")  # fmt: skip
     else:
         number, count = int(given["partition-id"]), int(given["num-partitions"])
         clients, name = tuple(range(loaded(config).partition.clients)[number::count]), f"partition {number}"

@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,9 +15,9 @@ from flwr.cli.build import build
 
 import cfl
 from cfl.core import CheckpointError, ConfigError, DataError, plugins
-from cfl.flower import answers, apps, own_data, project
+from cfl.flower import answers, apps, own_data, project, wire
 from cfl.flower.deployment import MemberPopulation
-from cfl.flower.forward import client
+from cfl.flower.forward import client, send
 from cfl.flower.in_process import InProcessGrid
 from cfl.flower.link import Link
 from cfl.runtime.population import Population
@@ -373,9 +374,10 @@ def test_clients_that_cannot_be_waited_for_are_refused():
         apps.check(cfl.resolve("permuted-digits", overrides=OPTIONS), wait_for=4)
 
 
-def test_a_node_without_options_is_told_how_to_start(tmp_path):
+@pytest.mark.parametrize("options", [{}, {"clients": "0-2"}, {"folder": "node"}])
+def test_a_node_without_its_options_is_told_how_to_start(options, tmp_path):
     _, path = written(tmp_path)
-    grid = InProcessGrid([client(path, lambda: apps.answer)], [{}])
+    grid = InProcessGrid([client(path, lambda: apps.answer)], [options])
     found = Link(grid, deadline=5.0).ask("query.join", {1: None})[1]
     assert "start it with cfl-run join" in found.fault
 
@@ -395,21 +397,56 @@ def test_a_node_whose_join_has_ended_is_named_in_words(how, tmp_path):
     assert found.error == ""  # so that the server asks again
 
 
-def test_a_node_prints_why_it_cannot_answer(tmp_path, capsys):
-    _, path = written(tmp_path)
-    address, ended = tmp_path / "node", threading.Event()
-    options = {"clients": "0-1", "folder": str(tmp_path / "n"), "data": "permuted-digits"}
+@contextmanager
+def answering(address, options):
+    """A process of `cfl-run join`, as a thread, which ends with the context. Yields the options of its SuperNode."""
+    ended = threading.Event()
     node = threading.Thread(target=answers.serve, args=(address, options, lambda: ended.is_set() or None))
     node.start()
     while not address.exists() or address.stat().st_mode & 0o777 != 0o600:  # its mode changes once it listens
         assert node.is_alive()
         time.sleep(0.01)
-    grid = InProcessGrid([client(path, lambda: apps.answer)], [{"socket": str(address)}])
-    found = Link(grid, deadline=5.0).ask("query.join", {1: None})[1]
+    yield {"socket": str(address)}
     ended.set()
     node.join()
+
+
+def test_a_node_prints_why_it_cannot_answer(tmp_path, capsys):
+    _, path = written(tmp_path)
+    options = {"clients": "0-1", "folder": str(tmp_path / "n"), "data": "permuted-digits"}
+    with answering(tmp_path / "node", options) as given:
+        grid = InProcessGrid([client(path, lambda: apps.answer)], [given])
+        found = Link(grid, deadline=5.0).ask("query.join", {1: None})[1]
     assert found.fault == "a node with data of its own has one client, not 2; start a node for each"
     assert capsys.readouterr().out == f"cannot answer join: {found.fault}\n"
+
+
+@pytest.mark.parametrize("how", ["within its message", "before the answer"])
+def test_a_node_says_in_a_line_that_the_process_with_a_message_has_ended(how, tmp_path, capsys, monkeypatch):
+    asked, gone = threading.Event(), threading.Event()
+
+    def answer(*message):
+        asked.set()
+        assert gone.wait(10)
+        return wire.pack("an answer")
+
+    monkeypatch.setattr(apps, "answer", answer)
+    head = {"action": "train", "config": "config.yaml", "node": 1, "run": 1}
+    with answering(tmp_path / "node", {}) as given:
+        with socket.socket(socket.AF_UNIX) as link:
+            link.connect(given["socket"])
+            with link.makefile("rwb") as stream:
+                if how == "within its message":
+                    stream.write(b"12")  # of 8 bytes
+                else:
+                    send(stream, head, wire.pack(None))
+                    assert asked.wait(10)
+        gone.set()
+        grid = InProcessGrid([client(tmp_path / "config.yaml", lambda: apps.answer)], [given])
+        assert Link(grid, deadline=5.0).ask("train", {1: None})[1].value == "an answer"  # the node goes on
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[0] == "Flower's process ended before it had the answer to its message"
+    assert printed.err == ""
 
 
 @pytest.mark.parametrize("name", ["my_benchmark", "a benchmark of more than 32 letters", 'a"""b', "c:\\new\\"])
