@@ -111,7 +111,7 @@ def reproduce(
     TABLE: a name such as fot-table1; the default lists the tables.
     """
     if table is None:
-        display(tables.listing([(one.name, one.title, "") for one in papers.tables().values()], "tables"))
+        display(tables.listing([(one.name, one.title) for one in papers.tables().values()], "tables"))
         return
     wanted = papers.table(table)
     options = ["engine=auto", *overrides, *([f"engine={engine}"] if engine else [])]

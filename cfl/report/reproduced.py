@@ -20,7 +20,8 @@ def blocks(table: Table, ours: Ours, scale: str) -> list[Block]:
     Only the paper scale shows differences from the paper, since shorter runs are not comparable.
     """
     found = []
-    cells = sorted(ours, key=lambda cell: list(dict.fromkeys(c.column for c in ours)).index(cell.column))
+    columns = list(dict.fromkeys(cell.column for cell in ours))
+    cells = sorted(ours, key=lambda cell: columns.index(cell.column))
     for (column, part), group in groupby(cells, key=lambda cell: (cell.column, cell.part)):
         own = list(group)
         title = ": ".join([table.title, ", ".join(filter(None, (column, part)))])

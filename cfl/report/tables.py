@@ -206,11 +206,11 @@ def failures(reasons: Mapping[str, str]) -> Table:
     return table
 
 
-def listing(rows: Sequence[tuple[str, str, str]], title: str) -> Table:
-    """A row per name: name, summary and source."""
+def listing(rows: Sequence[Sequence[str]], title: str) -> Table:
+    """A row per name: name, summary and, for names that have one, source."""
     table = Table(title=title, title_justify="left")
-    for name, wrap in (("name", True), ("summary", False), ("source", False)):
-        table.add_column(name, no_wrap=wrap)
+    for head, _ in zip(("name", "summary", "source"), rows[0], strict=False):
+        table.add_column(head, no_wrap=head == "name")
     for row in rows:
         table.add_row(*row)
     return table

@@ -229,6 +229,16 @@ def test_measures_that_a_short_run_lacks_print_as_a_dash(tmp_path):
         assert row == expected
 
 
+def test_the_list_of_tables_has_a_name_and_a_title_each(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["reproduce"])
+    head, *rows = [line for line in capsys.readouterr().out.splitlines() if line[:1] in ("┃", "│")]
+    assert head.strip("┃").split("┃")[0].split() == ["name"] and head.count("┃") == 3  # no column is empty
+    assert [[cell.strip() for cell in row.strip("│").split("│")] for row in rows] == [
+        [one.name, one.title] for one in reproduce.tables().values()
+    ]
+
+
 def test_the_command_runs_missing_runs_and_prints_them_next_to_the_paper(tmp_path, capsys, monkeypatch):
     few = ["tasks=2", "rounds=1", "model.hidden=[8]", "partition.clients=4"]
     spec = {"benchmark": "permuted-digits", "method": "fedavg", "set": few, "exact": ["local.lr=0.5"], "reduced": []}
