@@ -46,6 +46,8 @@ METHODS = {*plugins.strategies.names(), *plugins.local.names()}
         ("train iris --method fot+fedso", {"fot+fedsol"}),
         ("compare iris --methods fedavg,ew", {"fedavg,ewc"}),
         ("compare iris --methods ", METHODS),
+        ("compare iris --against fed", {name for name in METHODS if name.startswith("fed")}),
+        ("report runs --highlight fed", {name for name in METHODS if name.startswith("fed")}),
         ("train iris --set local.mom", {"local.momentum="}),
         ("train iris --set strategy.infer_t", {"strategy.infer_tasks="}),
         ("train iris --set regularizer.fedprox.", {"regularizer.fedprox.mu="}),

@@ -41,7 +41,7 @@ _cfl_run() {{
 }}
 complete -o default -F _cfl_run cfl-run
 """
-_NAMES = ("--method", "--methods", "--local", "--against")
+_NAMES = ("--method", "--methods", "--local", "--against", "--highlight")
 _KEYS = ("--set", "--vary", "--grid")
 
 
