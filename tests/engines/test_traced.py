@@ -110,6 +110,29 @@ def test_a_trace_that_reads_the_task_serves_that_task_alone(reads, after):
     assert len(tries) == (2 if reads else 1) and all(trace for trace, _ in tries)
 
 
+def test_a_model_that_is_not_alike_for_all_tasks_has_a_trace_for_each(after):
+    """Its operations may depend on the task although nothing reads it from a context."""
+    tries, traces = after(1), traced.Traces()
+    for task in (2, 3, 2):
+        work = lambda inputs, kind, task=task: {"": {"": task * inputs["params"]["w"]}}  # noqa: E731
+        assert torch.equal(traces(work, block(), task=task, alike=False)[""][""], task * block()["params"]["w"])
+    assert len(tries) == 2
+
+
+def test_only_operations_that_return_their_input_are_left_out():
+    aten = torch.ops.aten
+
+    def work(inputs, kind):
+        x = inputs["params"]["x"]
+        moved = {"back": x.transpose(0, 1).transpose(0, 1), "on": x.transpose(0, 1).transpose(1, 2)}
+        seen = {"same": x.view(2, 3, 4), "flat": x.view(24), "part": x[:1], "wide": x[:, :, :1].expand(2, 3, 5)}
+        return {"": {"once": aten.mul.Scalar(x, 1), "twice": aten.mul.Scalar(x, 2), **moved, **seen}}
+
+    inputs = {"params": {"x": torch.arange(24.0).view(2, 3, 4)}}
+    trace, _ = traced.record(work, inputs)
+    assert_same_bits(trace(inputs)[""], work(inputs, Ctx)[""])
+
+
 def test_a_trace_that_reads_the_learning_rate_serves_that_rate_alone(after):
     tries, traces = after(1), traced.Traces()
     for lr in (0.5, 0.25, 0.5):
@@ -143,7 +166,11 @@ def test_work_that_cannot_be_traced_runs_untraced(after):
 
 def test_a_trace_draws_like_the_untraced_step():
     """Dropout draws from the global generator: recording draws nothing, and every repetition draws anew."""
-    dropped = lambda inputs, kind: {"": {"": nn.functional.dropout(inputs["params"]["w"], 0.5)}}  # noqa: E731
+
+    def dropped(inputs, kind):
+        torch.rand(3)  # unused, but the next draw depends on it
+        return {"": {"": nn.functional.dropout(inputs["params"]["w"], 0.5)}}
+
     inputs = {"params": {"w": torch.ones(4, 50)}}
     found = []
     for times in (1, 10**6):

@@ -13,7 +13,7 @@ from cfl.core import ConfigError
 from cfl.methods.strategies.fot import FOT
 from cfl.methods.subspace import basis as bases
 from cfl.methods.subspace import gpse as module
-from cfl.methods.subspace.sketch import pack
+from cfl.methods.subspace.sketch import pack, unpack
 from tests.gpse_round import (
     GPSE_PHASE,
     Net,
@@ -459,6 +459,21 @@ def test_uniform_draws_give_a_third_of_the_energy():
 
 
 # --- outcome ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_convolution_that_sees_images_of_two_sizes():
+    class Pyramid(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.head = nn.Conv2d(1, 2, 2), nn.Linear(2, 3)
+
+        def forward(self, x):
+            return self.head(self.conv(x).mean((2, 3)) + self.conv(x[:, :, :4, :3]).mean((2, 3)))
+
+    model, x = handle(Pyramid(), (1, 6, 6)), draws(5, 1, 6, 6)
+    _, sums = one_gpse(FOT(sketch="gram", bias="free"), model, x)
+    rows = torch.cat([model.layers[0].inputs(part).flatten(0, 1) for part in (x, x[:, :, :4, :3])]).float()
+    torch.testing.assert_close(unpack(sums["sketch/conv"], 4).float(), rows.T @ rows, rtol=1e-5, atol=1e-5)
 
 
 def test_a_layer_called_with_a_keyword_is_seen():

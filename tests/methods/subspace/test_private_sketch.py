@@ -214,12 +214,13 @@ def test_a_sample_moves_the_upload_by_no_more_than_the_clip(net):
     check()
 
 
-def test_a_samples_bound_is_reached():
-    """The packed Gram matrix of one sample has norm 1 if the input lies along an axis."""
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_samples_bound_is_reached(samples):
+    """The packed Gram matrix of one sample has norm 1 if the input lies along an axis; those of samples are summed."""
     model = handle(toy.net(nn.Linear(5, 3, bias=False)), (5,))
-    privacy, x = Privacy("example", 0.8), 1e3 * torch.eye(5)[:1]
+    privacy, x = Privacy("example", 0.8), 1e3 * torch.eye(5)[:1].repeat(samples, 1)
     up = released(FOT(sketch="gram", project_at="server"), model, x, privacy)
-    assert flat(up).norm() == pytest.approx(0.8)
+    assert flat(up).norm() == pytest.approx(0.8 * samples)
 
 
 def test_a_full_basis_leaves_its_share_to_the_others():
