@@ -60,7 +60,7 @@ def test_traces_that_write_in_place_stay():
 
     def work(a, b, c):
         h = torch.bmm(a, b)
-        h.mul_(2)
+        h[0].mul_(2)
         return torch.bmm(h, c)
 
     difference, before, found = after(work, (1, 50, 2), (1, 2, 50), (1, 50, 2))
