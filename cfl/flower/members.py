@@ -60,7 +60,7 @@ class Members:
                 self._silent[node] = answer.fault
                 if before.get(node) != answer.fault:
                     self.say(f"node {node} has not joined yet: {answer.fault}")
-            elif fault := answer.fault or self._fault(node, answer.value):
+            elif fault := answer.fault or self._take_in(node, answer.value):
                 self.refused[node] = fault
                 self.say(f"node {node} may not join: {fault}")
 
@@ -80,7 +80,7 @@ class Members:
         """Name of a node for messages."""
         return _named(self.joined[node]) if node in self.joined else f"node {node}"
 
-    def _fault(self, node: int, answer: Any) -> str | None:
+    def _take_in(self, node: int, answer: Any) -> str | None:
         """Take a node in, or return why it may not join."""
         try:
             clients = tuple(sorted({int(client) for client in answer["clients"]}))

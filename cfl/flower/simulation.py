@@ -38,8 +38,8 @@ IN_PROCESS = "in-process"
 @engines.register("flower")
 def engine(made_from: EngineParts) -> Engine:
     """Return the engine of a run."""
-    inner, rounds, fingerprint, _, data_root, *_ = made_from
-    config = rounds.config
+    inner, rounds, fingerprint = made_from.inner, made_from.rounds, made_from.fingerprint
+    data_root, config = made_from.data_root, rounds.config
     assert isinstance(inner, LoopEngine)
     workers, folder = config.workers or machine.cores(), Path(tempfile.mkdtemp(prefix="cfl-flower-"))
     grid: InProcessGrid | SimulatedGrid
