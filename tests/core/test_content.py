@@ -25,6 +25,20 @@ def factor(value: float) -> Callable[[float], float]:
     return lambda x: x * value
 
 
+def default(value: float) -> Callable[[float], float]:
+    return lambda x=value: x
+
+
+def keyword(value: float) -> Callable[[float], float]:
+    return lambda *, x=value: x
+
+
+def buffered(size: int) -> nn.Module:
+    module = nn.Module()
+    module.register_buffer("mean", torch.zeros(size))
+    return module
+
+
 class Net(nn.Module):
     def __init__(self, activation: Callable = functional.relu, width: int = 4) -> None:
         super().__init__()
@@ -90,6 +104,10 @@ def test_equal_values_have_equal_hashes(make):
 
 DIFFERENT = {
     "a captured number": (factor(2.0), factor(3.0)),
+    "a default of a function": (default(2.0), default(3.0)),
+    "a default of a keyword": (keyword(2.0), keyword(3.0)),
+    "the object of a method": (Pair(1, 2).__repr__, Pair(2, 1).__repr__),
+    "the shape of a buffer": (buffered(2), buffered(3)),
     "functions": (functional.relu, functional.gelu),
     "a number in the middle of a long tensor": (long(2500), long(2501)),
     "dtypes": (torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
