@@ -1,10 +1,11 @@
 """`cfl-run join`: a SuperNode, and the process that answers its messages."""
 
+import math
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from cfl.core import CflError, ConfigError
@@ -12,6 +13,7 @@ from cfl.flower import answers, apps, own_data, programs
 from cfl.runtime.run_folder import make_folder
 
 AGAIN = 5.0  # seconds until a node joins again
+PATIENCE = 30.0  # seconds without the SuperLink after which a node says so
 UNKNOWN_KEY = "[code: 2004]"  # in Flower's error, if a node's key is not registered, or not yet
 CONNECTED = "SuperNode ID: "  # in Flower's output, once the SuperLink has taken the node in
 LOST = "has ended, or does not know this node"
@@ -57,7 +59,7 @@ def join(
     print(f"node '{options['name']}': joining {address}; Flower's output is in {home / LOG}", flush=True)
     programs.end_with_this()
     while True:
-        why = _supernode(command, options, home)
+        why = _supernode(address, command, options, home)
         if why is not None and UNKNOWN_KEY not in why:
             raise CflError(f"the SuperNode ended: {why} (all of it in {home / LOG})")
         said = LOST if why is None else UNKNOWN
@@ -77,7 +79,7 @@ def _security(certificate: Path | None, key: Path | None) -> list[str]:
     return ["--root-certificates", str(certificate), *(["--auth-supernode-private-key", str(key)] if key else [])]
 
 
-def _supernode(command: Sequence[str], options: Mapping[str, str], home: Path) -> str | None:
+def _supernode(address: str, command: Sequence[str], options: Mapping[str, str], home: Path) -> str | None:
     """Run a SuperNode, and answer its messages, until it ends. Returns why it could not connect, None if it could.
 
     options: of the node.
@@ -91,7 +93,7 @@ def _supernode(command: Sequence[str], options: Mapping[str, str], home: Path) -
             [*command, *own], env=environment, stdout=log, stderr=log, preexec_fn=programs.ends_with_this()
         )
         try:
-            answers.serve(options["socket"], options, process.poll)
+            answers.serve(options["socket"], options, _ended(process, home / LOG, address))
         finally:
             programs.end(process)
         log.seek(0)
@@ -100,6 +102,25 @@ def _supernode(command: Sequence[str], options: Mapping[str, str], home: Path) -
         return None
     reason = said.partition("Exit Code: ")[2].splitlines()[1:3]
     return " ".join(line for line in reason if line) or f"its status is {process.returncode}"
+
+
+def _ended(process: subprocess.Popen[bytes], log: Path, address: str) -> Callable[[], int | None]:
+    """Return the process's `poll`, which also prints once if the SuperNode does not reach the SuperLink."""
+    late = time.monotonic() + PATIENCE
+
+    def poll() -> int | None:
+        nonlocal late
+        if time.monotonic() >= late:
+            late = math.inf
+            if CONNECTED not in log.read_text(errors="replace"):
+                print(
+                    f"the SuperLink at {address} has not answered for {PATIENCE:.0f} s; still trying: check that "
+                    "cfl-run serve runs there, and that both use TLS (--certificates, --certificate) or neither does",
+                    flush=True,
+                )
+        return process.poll()
+
+    return poll
 
 
 def _free_port() -> int:

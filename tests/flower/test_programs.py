@@ -217,6 +217,19 @@ def test_a_node_joins_again_until_it_is_refused_for_good(tmp_path, monkeypatch, 
         assert "--insecure" not in command
 
 
+def test_a_node_says_that_it_does_not_reach_the_server(tmp_path, monkeypatch, capsys):
+    """As without TLS at a server with it: Flower tries for ever without a word."""
+    starts(monkeypatch, Ended(("Starting", 0), ("SuperNode ID: 7", 0), exit_code("no more")))
+    monkeypatch.setattr(supernode.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(supernode, "PATIENCE", 0.0)
+    with pytest.raises(CflError, match="no more"):
+        join(tmp_path)
+    said = [line.split(";")[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    silent = f"the SuperLink at {HERE} has not answered for 0 s"
+    ended = f"the SuperLink at {HERE} has ended, or does not know this node"
+    assert said == [silent, ended, ended, silent]
+
+
 PARENTS = {  # what starts each program; sys.argv: the program, and an address
     "flower-supernode": """
 import sys
