@@ -418,6 +418,24 @@ def test_augmented_gpse_sees_the_images_that_training_may_see():
 
 
 @pytest.mark.parametrize("option", ["augmented", "dropout"])
+def test_clients_draw_changes_of_images_and_dropout_each_for_itself(option):
+    # Without draws, clients with the same samples send the same Gram matrix.
+    images = option == "augmented"
+    first = [nn.Flatten()] if images else [nn.Flatten(), nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 2), nn.ReLU()]
+    model, x = handle(Net(*first, nn.Linear(2, 3)).double(), (1, 1, 2)), draws(32, 1, 1, 2)
+    y = torch.zeros(32, dtype=torch.int64)
+    samples = cfl.from_tensors([(x, y, x, y)]).with_augment(["flip"]).tasks[0].train
+    clients = [Client(id, {0: Share(samples, torch.arange(32))}, 0, (0,)) for id in range(2)]
+    for drawn in (False, True):
+        strategy = FOT(sketch="gram", bias="free", **{option: drawn})
+        server, info = start(strategy, model), info_of(model, clients=(0, 1))
+        shared = strategy.broadcast(server, info)
+        one, two = (strategy.work(model.params, client, shared, {}, info)[0] for client in clients)
+        last = f"sketch/{model.layers[-1].name}"  # of the inputs behind all draws
+        assert torch.equal(one[last], two[last]) is not drawn
+
+
+@pytest.mark.parametrize("option", ["augmented", "dropout"])
 def test_what_is_drawn_by_client_does_not_go_with_draws_by_sample(option):
     with pytest.raises(ConfigError, match=f"strategy.{option}=true draws by client"):
         FOT(sketch="gaussian", draw="sample", **{option: True})
