@@ -40,10 +40,9 @@ class Model:
     fixed: these parameters, which clients hold from the start and the methods below use where `params` lack them;
     layers: the projectable layers that train, in the order of their first call; stem: path of the first layer called;
     norms: affine parameters of normalisation layers, name to the number of projected modules called before the layer;
-    layout: the memory layout of leaves with which the module is fastest;
     couples_samples: whether a sample's outputs in training depend on the others of its batch, see `couples`;
     takes_one: whether a batch in training may be a single sample; masks: buffers that no client sends, see `constants`;
-    classifier: path of the last Linear layer, None for a module that does not end in one.
+    layout: memory layout of leaves in which the module is fastest; classifier: path of the last Linear layer, or None.
     Raises ConfigError for a module that cannot be trained, whose outputs do not fit the stream, or that is all frozen.
     """
 
@@ -70,7 +69,8 @@ class Model:
         if norm_stats == "batch":
             drop_running_stats(self.module)
         spare = own_copy(self.module, device)  # a module may keep what its forward computes, and then has no copy
-        called, outputs, self.moving, self.takes_one, self.unreached = trace(self.module, input_shape, device, dtype)
+        traced = trace(self.module, input_shape, device, dtype)
+        called, outputs, self.moving, self.takes_one, self.unreached, mixed = traced
         self.couples_samples = couples(spare, input_shape, device, dtype)
         paths = [path for path, layer in called.items() if isinstance(layer, nn.Linear | nn.Conv2d)]
         self.classifier: str | None = None
@@ -92,7 +92,7 @@ class Model:
         self._slots = leaf_slots(self.module)
         self.stem = paths[0] if paths else None
         self.layout = Layout(self.module, input_shape, device, precision)
-        self.layers = layers_of(self.module, paths[:-1] if multi_head else paths)
+        self.layers = layers_of(self.module, paths[:-1] if multi_head else paths, mixed)
         self.norms = norm_parameters(called, self.layers)
         fixed = frozen_names(self.module)
         self.frozen = frozenset(self.tree_name(name, task) for name in fixed for task in range(self.tasks))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,7 +24,8 @@ class Layer:
 
     name: unique; path: the module's name; weight, bias: names in the tree (bias None for a layer without bias);
     size: d, the length of an input vector (in_features, or channels x kernel height x kernel width of the group);
-    rows: the outputs of this group, as a slice of the weight's first dimension.
+    rows: the outputs of this group, as a slice of the weight's first dimension;
+    mixed: True if the first dimension of the module's input is not that of the samples, as for sequences first.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Layer:
     group: int
     groups: int
     module: nn.Linear | nn.Conv2d
+    mixed: bool = False
 
     def put(self, leaf: Tensor, part: Tensor) -> Tensor:
         """Replace this group's rows of a weight or bias by `part`, of any shape with as many numbers."""
@@ -110,11 +112,12 @@ def new_heads(module: nn.Module, path: str, classes: Sequence[int], seed: int) -
     return found
 
 
-def layers_of(module: nn.Module, paths: Iterable[str]) -> tuple[Layer, ...]:
+def layers_of(module: nn.Module, paths: Iterable[str], mixed: Collection[str] = ()) -> tuple[Layer, ...]:
     """Layers of the Linear and Conv2d submodules at `paths` that train, except those that share or compute a parameter.
 
     The inputs of a layer that shares a parameter are only some of the inputs that its weight multiplies.
     A bias with requires_grad=False is left out: it cannot change what the layer's weight computes.
+    mixed: paths of the layers whose inputs do not have the samples as their first dimension.
     """
     named = [*module.named_parameters(remove_duplicate=False)]
     names, uses = {name for name, _ in named}, [id(leaf) for _, leaf in named]
@@ -125,7 +128,7 @@ def layers_of(module: nn.Module, paths: Iterable[str]) -> tuple[Layer, ...]:
         if full_name(path, "weight") not in names:  # computed of other parameters, as by weight_norm
             continue
         if layer.weight.requires_grad and all(uses.count(id(leaf)) == 1 for leaf in layer.parameters()):
-            layers += _groups(layer, path)
+            layers += _groups(layer, path, path in mixed)
     return tuple(layers)
 
 
@@ -161,7 +164,7 @@ def leaf_slots(module: nn.Module) -> dict[str, list[tuple[dict, str]]]:
     return {name: found[id(leaf)] for name, leaf in (*module.named_parameters(), *module.named_buffers())}
 
 
-def _groups(module: nn.Linear | nn.Conv2d, path: str) -> list[Layer]:
+def _groups(module: nn.Linear | nn.Conv2d, path: str, mixed: bool) -> list[Layer]:
     groups = module.groups if isinstance(module, nn.Conv2d) else 1
     outputs, size = module.weight.shape[0], math.prod(module.weight.shape[1:])
     return [
@@ -175,6 +178,7 @@ def _groups(module: nn.Linear | nn.Conv2d, path: str) -> list[Layer]:
             group=group,
             groups=groups,
             module=module,
+            mixed=mixed,
         )
         for group in range(groups)
     ]

@@ -34,7 +34,7 @@ def squared_gradients(
     sums: Tree = {}
     for layer in model.layers:
         seen = calls.get(layer.path, [])
-        if layer.weight in wanted and seen and all(len(inputs) == len(y) for inputs, _ in seen):
+        if layer.weight in wanted and seen and not layer.mixed:
             inputs = torch.cat([layer.inputs(inputs) for inputs, _ in seen], dim=1)
             deltas = torch.cat([_positions(delta, layer)[..., layer.rows] for _, delta in seen], dim=1)
             for name, own in ((layer.weight, _weight(inputs, deltas)), (layer.bias, deltas.sum(1).square().sum(0))):

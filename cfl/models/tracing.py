@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from cfl.core import ConfigError, Tree, rng
 from cfl.core.errors import reason
-from cfl.models.layers import NORMS
+from cfl.models.layers import NORMS, on_input
 
 # A recomputation in the backward pass would read the module's own parameters, not those of the client.
 _RECOMPUTES = "activation checkpointing (torch.utils.checkpoint) is not supported; call the layers without it"
@@ -21,7 +22,8 @@ class Traced(NamedTuple):
 
     called: Linear, Conv2d and normalisation layers by path, in the order of their first call; outputs: their number;
     moving: names of the buffers that a pass in training mode changes; alone: whether such a pass takes one sample;
-    unreached: names of the parameters that train, but that no gradient reaches.
+    unreached: names of the parameters that train, but that no gradient reaches; mixed: paths of the called layers in
+    whose inputs the first dimension is not that of the samples.
     """
 
     called: dict[str, nn.Module]
@@ -29,6 +31,7 @@ class Traced(NamedTuple):
     moving: list[str]
     alone: bool
     unreached: list[str]
+    mixed: set[str]
 
 
 def own_copy(module: Any, device: torch.device | str) -> nn.Module:
@@ -53,23 +56,33 @@ def trace(
 ) -> Traced:
     """Run a module and see what it calls and changes.
 
-    The module runs in evaluation mode on two samples of zeros, and a copy of it in training mode; afterwards it has its
-    former mode, and no hook is left. dtype: of the samples; None: of the module's parameters.
+    The module runs in evaluation mode on two and on three samples of zeros, and a copy of it in training mode;
+    afterwards it has its former mode, and no hook is left. dtype: of the samples; None: of the module's parameters.
     Raises ConfigError if it does not map samples of shape `input_shape` to logits (batch, outputs) that depend on its
     parameters, in both modes.
     """
     called: dict[str, nn.Module] = {}  # in the order of the first insertion
+    lengths: list[tuple[str, int]] = []
     own = (leaf.dtype for leaf in module.parameters() if leaf.is_floating_point())
     x = torch.zeros(2, *input_shape, device=device, dtype=dtype or next(own, torch.float32))
     other = copy.deepcopy(module)  # running statistics change in training mode
+
+    def see(path: str, layer: nn.Module, x: Tensor) -> None:
+        called[path] = layer
+        lengths.append((path, x.shape[0] if x.dim() else 0))
+
     hooks = [
-        layer.register_forward_pre_hook(lambda layer, _, path=path: called.update({path: layer}))
+        on_input(layer, partial(see, path, layer))
         for path, layer in module.named_modules()
         if isinstance(layer, (nn.Linear, nn.Conv2d, *NORMS))
     ]
     was_training = module.training
     try:
         outputs = _logits(module.eval(), x)
+        mixed = {path for path, length in lengths if length != 2}
+        lengths.clear()
+        _takes(module, torch.cat([x, x[:1]]))  # a dimension of length 2 may be another one
+        mixed |= {path for path, length in lengths if length != 3}
     finally:
         module.train(was_training)
         for hook in hooks:
@@ -80,7 +93,7 @@ def trace(
         after = {name: leaf for name, leaf in other.named_buffers() if name in before}
         moving = [name for name, leaf in after.items() if not torch.equal(leaf, before[name])]
         _check_gradient(other, x)
-        return Traced(called, outputs.shape[1], moving, _takes(other, x[:1]), _unreached(other, x))
+        return Traced(called, outputs.shape[1], moving, _takes(other, x[:1]), _unreached(other, x), mixed)
 
 
 def check_outputs(

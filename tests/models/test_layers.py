@@ -76,6 +76,23 @@ def test_inputs_of_a_linear_layer_on_sequences():
     assert model.layers[0].inputs(x[:, 0]).shape == (2, 1, 5)
 
 
+@pytest.mark.parametrize("length", [2, 3, 5])  # a trial run has 2 samples, another one 3
+@pytest.mark.parametrize("way", ["batch", "sequence", "both"])
+def test_a_layer_that_has_other_rows_than_samples_is_mixed(way, length):
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x):
+            if way == "both":
+                return self.head(self.body(x.flatten(0, 1)).unflatten(0, (-1, length)).mean(1))
+            return self.head(self.body(x if way == "batch" else x.transpose(0, 1)).mean(1 if way == "batch" else 0))
+
+    model = Model(Tokens(), (length, 4), [3], multi_head=False)
+    assert {layer.name: layer.mixed for layer in model.layers} == {"body": way != "batch", "head": False}
+
+
 def test_layers_that_share_a_weight_are_not_projected():
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     second.weight = first.weight

@@ -40,6 +40,17 @@ class Tokens(nn.Module):
         return self.head(moved.reshape(len(x), 3, 5).mean(1))
 
 
+class SequenceFirst(nn.Module):
+    """Tokens along the first dimension, as many as samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x.transpose(0, 1)).tanh().mean(0))
+
+
 class Tied(nn.Module):
     """Two layers with the same weight."""
 
@@ -100,6 +111,7 @@ NETS = {
     ),
     "twice": ((4,), Twice),
     "tokens": ((12,), Tokens),
+    "sequence first": ((7, 4), SequenceFirst),  # 7 samples below
     "tied": ((4,), Tied),
     "bare": ((4,), Bare),
     "recurrent": ((6, 3), Recurrent),

@@ -86,7 +86,7 @@ class GPSE:
         """Client half: the sketch A = X* G (d, s) of each layer (eq. 8-9) and, if it projects, energies (eq. 10).
 
         known: layer name to its basis O (d, k). Layers with a full basis send nothing.
-        Raises ConfigError if a layer runs several times per pass and dp.level is "example".
+        Raises ConfigError for a layer that `add_inputs` refuses.
         """
         if self.dense_stem:
             layers = [layer.dense() if layer.path == info.model.stem else layer for layer in layers]

@@ -14,7 +14,7 @@ from cfl.methods.subspace import basis as bases
 from cfl.methods.subspace import private_sketch as private
 from cfl.methods.subspace.layer_inputs import Patches, slides, some_patches, stream
 from cfl.methods.subspace.projection import input_vectors, width
-from cfl.methods.subspace.sketch import Energies, Gram
+from cfl.methods.subspace.sketch import Direct, Energies, Gram
 from cfl.models import Layer
 
 BATCH = 128  # samples per forward pass
@@ -68,15 +68,20 @@ def add_inputs(
 
     max_patches: as in `some_patches`; augmented: apply the random changes of training images; dropout: draw dropout.
     With `info.privacy`, the inputs of each sample to a layer are scaled to unit energy.
-    Raises ConfigError if a layer runs several times per pass and dp.level is "example".
+    Raises ConfigError if a layer runs several times per pass and dp.level is "example", or if the samples are not the
+    first dimension of a layer's inputs and `max_patches`, draws by sample or dp.level=example need to tell them apart.
     """
+    by_sample = any(isinstance(own, Direct) and own.by_sample for own in sums.values())
+    bounded = info.privacy is not None and info.privacy.level == "example"
+    if bounded or by_sample or max_patches:
+        _check_rows(layers)
     inputs = _Pass(sums, max_patches, info)
     batches = client.batches(BATCH, key=rng.key(info.key, "augment", client.id) if augmented else None)
     with rng.fork(rng.key(info.key, "dropout", client.id), client.device):
         stream(info.model, params, info.task, batches, layers, inputs.add, patches=False, dropout=dropout)
     for into, patches in inputs.images.values():
         into.add_gram(patches.gram())
-    if info.privacy and info.privacy.level == "example":
+    if bounded:
         _check_calls(inputs.calls, client.steps(BATCH))
 
 
@@ -134,6 +139,16 @@ class _Pass:
         key = rng.key(self.info.key, "patches", layer.name)
         vectors = input_vectors(some_patches(layer.inputs(x), ids, self.max_patches, key), layer, augment)
         return private.unit_energy(vectors) if self.info.privacy else vectors
+
+
+def _check_rows(layers: Sequence[Layer]) -> None:
+    """Raise ConfigError for a layer whose inputs cannot be told apart by sample."""
+    for layer in layers:
+        if layer.mixed:
+            raise ConfigError(
+                f"the samples are not the first dimension of the inputs of layer '{layer.name}', as "
+                "dp.level=example, strategy.draw=sample and strategy.max_patches need; bring them to (batch, ...)"
+            )
 
 
 def _check_calls(calls: Mapping[str, int], batches: int) -> None:

@@ -256,6 +256,30 @@ def test_a_layer_that_runs_several_times_a_pass_is_refused_for_single_samples():
     assert set(released(strategy, twice, x, None)) == {"sketch/0", "sketch/1"}
 
 
+class Rows(nn.Sequential):
+    """A layer whose rows are positions of samples: positions first, or samples and positions in one dimension."""
+
+    first: bool
+
+    def forward(self, x):
+        x = x.to(self[0].weight).transpose(0, 1) if self.first else x.to(self[0].weight).flatten(0, 1)
+        x = self[0](x).relu()
+        return self[1](x.mean(0) if self.first else x.unflatten(0, (-1, 4)).mean(1))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_layer_that_mixes_the_samples_is_refused_where_single_samples_count(first):
+    """Each row is scaled to energy 1, so one sample of 4 positions would change the sum by 4 times its share."""
+    module = Rows(*toy.net(nn.Linear(5, 5), nn.Linear(5, 3)))
+    module.first = first
+    model, x = handle(module, (4, 5)), torch.randn(4, 4, 5, generator=rng.generator(0))
+    exact, drawn = dict(sketch="gram", project_at="server"), dict(sketch="gaussian", draw="sample")
+    for options, privacy in ((exact, Privacy("example", 1.0)), (drawn, None), (dict(max_patches=2), None)):
+        with pytest.raises(ConfigError, match="the samples are not the first dimension of the inputs of layer '0'"):
+            released(FOT(**options), model, x, privacy)
+    assert set(released(FOT(**exact), model, x, None)) == {"sketch/0", "sketch/1"}
+
+
 def test_the_groups_of_a_convolution_run_once():
     """Each group of channels has its own basis; a second group is not a second run of the layer."""
     grouped = toy.net(nn.Conv2d(2, 4, 3, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
