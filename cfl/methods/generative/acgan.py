@@ -101,11 +101,12 @@ def initial_critic(model: Model, key: int) -> Tree:
     """Initial weight (1, d) and bias (1,) of the critic. Raises ConfigError for a model without a last Linear layer."""
     if model.classifier is None:
         raise ConfigError("the critic reads the inputs of the model's last Linear layer; end the model in nn.Linear")
-    last = model.module.get_submodule(model.classifier)
-    assert isinstance(last, nn.Linear)
+    like = model.params[model.head(0)[0]]
+    with model.evaluation(), torch.no_grad():
+        features = model.features(model.params, like.new_zeros(2, *model.input_shape), 0)
     with rng.fork(key):
-        critic = nn.Linear(last.in_features, 1)
-    return {name: leaf.detach().to(last.weight) for name, leaf in critic.named_parameters()}
+        critic = nn.Linear(features.shape[1], 1)  # of all positions, if the last layer is applied to several
+    return {name: leaf.detach().to(like) for name, leaf in critic.named_parameters()}
 
 
 def device_of(model: Model) -> torch.device:

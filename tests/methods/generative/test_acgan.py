@@ -291,6 +291,28 @@ def test_a_game_goes_on_with_the_moments_it_is_given():
     assert tree.equal(whole.leaves, second.leaves) and tree.equal(whole.moments, second.moments)
 
 
+class Pooled(nn.Module):
+    """The mean over two positions of the logits of each."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(2, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x.unflatten(1, (2, 2))).relu()).mean(1)
+
+
+def test_the_critic_reads_all_positions_of_the_last_layers_inputs():
+    model = Model(Pooled(), (4,), SIZES["domain"], multi_head=False)
+    gan, batch = gan_of(model), real([0, 1, 2])
+    leaves = leaves_of(gan)
+    features = model.module.body(batch.x.unflatten(1, (2, 2))).relu().flatten(1)  # (3, 2 positions x 5)
+    realness, logits = gan.judge(leaves, *batch)
+    expected = features @ leaves["critic/weight"][0] + leaves["critic/bias"]
+    torch.testing.assert_close(realness, expected)
+    torch.testing.assert_close(logits, model.module(batch.x))
+
+
 def test_a_model_without_a_last_linear_layer_is_refused():
     model = Model(nn.Sequential(nn.Conv2d(1, 3, 2), nn.Flatten()), (1, 2, 2), [3], multi_head=False)
     with pytest.raises(
