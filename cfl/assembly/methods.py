@@ -65,7 +65,10 @@ def check(methods: Mapping[str, Any], config: RunConfig, public: bool = False) -
         name = name_of(owner, method, config)
         check_method(method)
         if method.needs_public and config.public.name is None and not public:
-            raise ConfigError(f"'{name}' needs public data; set public.name to a data set, such as cifar100")
+            raise ConfigError(
+                f"'{name}' needs public data; set public.name to a data set, such as cifar100, or to stream for that "
+                "of your own stream"
+            )
         if method.needs_public and len(Checked(methods["strategy"]).sees(0, 2)) > 1:
             raise ConfigError(f"'{name}' distils one task at a time, but '{strategy}' trains on all tasks at once")
         if method.borrows:

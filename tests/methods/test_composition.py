@@ -182,7 +182,7 @@ PUBLIC = "public.name=cifar100"  # not opened before a run
         ("fednova+feddyn", [], "'fednova' and 'feddyn' both decide the length of the server's step; use one"),
         ("scaffold", ["local.optimizer=adam"], r"'scaffold' cannot run like this: .*set local\.optimizer=sgd"),
         ("fot+fedsol+scaffold", ["local.optimizer=adam"], r"'scaffold' cannot run like this"),
-        ("feddf", [], r"'feddf' needs public data; set public\.name to a data set, such as cifar100"),
+        ("feddf", [], r"'feddf' needs public data; set public\.name to a data set, such as cifar100, or to stream"),
         ("fot+fedproj", [], r"'fedproj' needs public data"),
         ("joint+fedproj", [PUBLIC], "'fedproj' distils one task at a time, but 'joint' trains on all tasks at once"),
         ("joint+feddf", [PUBLIC], "'feddf' distils one task at a time, but 'joint'"),
