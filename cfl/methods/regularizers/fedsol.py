@@ -109,11 +109,10 @@ class FedSOL(LocalRegularizer):
         layers = joined(moved) if growing else moved
         return {name: length * self.weight_scale(moved[name], layers[name]) * leaf for name, leaf in gradient.items()}
 
-    def weight_scale(self, moved: Tensor, layer: Tensor | None = None) -> Tensor | float:
-        """Lambda (eq. 7) of a leaf; 0 where no weight moved. moved: w - w_global; layer: that of its whole layer."""
+    def weight_scale(self, moved: Tensor, layer: Tensor) -> Tensor | float:
+        """Lambda (eq. 7) of a leaf; 0 where no weight moved. moved, layer: w - w_global in it and in its layer."""
         if self.scale == "none":
             return 1.0
-        layer = moved if layer is None else layer
         axes = 0 if self.scale == "output_axis" else tuple(range(layer.dim()))
         return moved.abs() / torch.linalg.vector_norm(layer, dim=axes, keepdim=True).clamp(min=_SMALL)
 

@@ -149,8 +149,8 @@ def test_a_growing_head_is_scaled_as_a_whole(scale):
 @pytest.mark.parametrize("shape", [(4, 3), (4, 3, 2, 2), (4,), ()])
 def test_scales_have_unit_norm(shape):
     moved = toy.random(*shape, 1).squeeze(-1)
-    across = FedSOL(scale="output_axis").weight_scale(moved)
-    whole = FedSOL(scale="layer").weight_scale(moved)
+    across = FedSOL(scale="output_axis").weight_scale(moved, moved)
+    whole = FedSOL(scale="layer").weight_scale(moved, moved)
     assert across.shape == whole.shape == moved.shape
     assert across.min() >= 0 and whole.min() >= 0
     lengths = across.reshape(shape[0] if shape else 1, -1).norm(dim=0)  # for each input, the norm over the outputs
@@ -163,10 +163,10 @@ def test_scales_have_unit_norm(shape):
 @pytest.mark.parametrize("scale", ["output_axis", "layer"])
 def test_weights_that_have_not_moved_have_scale_zero(scale):
     rule = FedSOL(scale=scale)
-    assert rule.weight_scale(torch.zeros(4, 3)).tolist() == torch.zeros(4, 3).tolist()
+    assert rule.weight_scale(torch.zeros(4, 3), torch.zeros(4, 3)).tolist() == torch.zeros(4, 3).tolist()
     moved = toy.random(4, 3)
     moved[:, 1] = 0
-    found = rule.weight_scale(moved)
+    found = rule.weight_scale(moved, moved)
     assert found[:, 1].tolist() == [0, 0, 0, 0]
     assert found[:, [0, 2]].min() > 0  # and no NaN
 
