@@ -66,7 +66,7 @@ class RunFolder:
 
     @staticmethod
     def busy(path: Path) -> bool:
-        """Return True if another process has locked that folder."""
+        """Return True if another process has locked that folder; False where the lock cannot be opened."""
         if not (path / _LOCK).exists():
             return False
         try:
@@ -74,6 +74,8 @@ class RunFolder:
                 return False
         except Timeout:
             return True
+        except OSError:  # a folder of another user, or a read-only one: nothing tells
+            return False
 
     def close(self) -> None:
         """Unlock the folder."""

@@ -84,6 +84,17 @@ def test_a_run_that_ends_while_another_waits_for_its_folder_is_kept(tmp_path, mo
     assert has_rounds(RunFolder(tmp_path, resume=True).path)
 
 
+def test_a_lock_of_another_user_does_not_count_as_held(tmp_path, monkeypatch):
+    """A report on a colleague's folder says that the run is unfinished; it fails no report."""
+    RunFolder(tmp_path).close()
+
+    def denied(lock, **options):  # what opening the file for writing raises; root may open every file
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(FileLock, "acquire", denied)
+    assert not RunFolder.busy(tmp_path)
+
+
 def test_an_error_names_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()  # not permissions, which root ignores
     with pytest.raises(ConfigError, match="file/run' cannot be written .*another --output"):
