@@ -8,7 +8,7 @@ import inspect
 import json
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from functools import cached_property, partial
 from hashlib import blake2b
@@ -95,7 +95,7 @@ class _Describer:
         if isinstance(value, (list, tuple)):
             return [self(item) for item in value]
         if isinstance(value, (set, frozenset)):
-            return sorted((self(item) for item in value), key=json.dumps)
+            return self._unordered(value)
         if isinstance(value, partial):
             return ["partial", self(value.func), self(value.args), self(value.keywords)]
         if isinstance(value, MethodType):
@@ -103,6 +103,16 @@ class _Describer:
         if isinstance(value, (FunctionType, type)):
             return self._code(value)
         return self._object(value)
+
+    def _unordered(self, items: Collection[Any]) -> list[Any]:
+        """Describe each item as if it were the first: what two of them use may not count for the first one alone."""
+        met, found, every = self._met, [], set(self._met)
+        for item in items:
+            self._met = set(met)
+            found.append(self(item))
+            every |= self._met
+        self._met = every
+        return sorted(found, key=json.dumps)
 
     def _array(self, value: np.ndarray) -> Any:
         if isinstance(value, np.ma.MaskedArray):
