@@ -40,6 +40,7 @@ class MlflowSink(ScalarSink):
         self._folder, self._store = folder, store or f"sqlite:///{folder.resolve().parent / 'mlflow.db'}"
         self._client: Any = None
         self._id, self._written = "", 0
+        self._ended: set[str] = set()  # "task/N" of the tasks whose accuracies the store has
 
     def start(self, config: RunConfig, notes: list[str], total_rounds: int) -> None:
         """Open the store, and find or begin the run there."""
@@ -53,6 +54,11 @@ class MlflowSink(ScalarSink):
     def round(self, row: dict[str, Any]) -> None:
         super().round(row)
         self._write({"round": self._step})
+
+    def task(self, row: dict[str, Any]) -> None:
+        if f"task/{row['task']}" not in self._ended:  # a kill came between the task's last round and this
+            self._written = min(self._written, self._step - 1)
+        super().task(row)
 
     def finish(self, metrics: dict[str, Any]) -> None:
         self._written = 0
@@ -87,6 +93,7 @@ class MlflowSink(ScalarSink):
             )
             return False
         self._id, self._written = id, int(metrics.get("round", 0))
+        self._ended = {name for name in metrics if name.startswith("task/")}
         self._client.update_run(id, status="RUNNING")
         return True
 

@@ -32,9 +32,10 @@ def run(folder, *others, **more):
 
 
 @pytest.mark.slow
-def test_a_store_has_the_options_rounds_and_results_also_of_a_resumed_run(tmp_path, capfd):
-    with pytest.raises(Killed):  # in task 1, one round after a checkpoint
-        run(tmp_path / "mine", Stop(7), callbacks=[Length()])
+@pytest.mark.parametrize("killed", [7, 8])  # one round after a checkpoint; between the last round of task 1 and its end
+def test_a_store_has_the_options_rounds_and_results_also_of_a_resumed_run(killed, tmp_path, capfd):
+    with pytest.raises(Killed):
+        run(tmp_path / "mine", Stop(killed), callbacks=[Length()])
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     experiment = client.get_experiment_by_name("permuted-digits").experiment_id
     (found,) = client.search_runs([experiment])
