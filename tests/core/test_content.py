@@ -61,6 +61,36 @@ class Slots:
         self.a = a
 
 
+class Slot:
+    __slots__ = "value"  # a single name, not the names of its letters
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+
+class Lazy:
+    """An object that keeps what it has computed."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    @functools.cached_property
+    def double(self) -> int:
+        return 2 * self.number
+
+
+def returning(value: float, wrap: Callable) -> type:
+    """A class whose method, wrapped, returns a number that the source does not show."""
+    return type("Made", (), {"__module__": __name__, "value": wrap(lambda *_: value)})
+
+
+STRENGTH = 1.0
+
+
+def nested(x: float) -> Callable[[], float]:
+    return lambda: x * STRENGTH
+
+
 def long(at: int) -> torch.Tensor:
     """A tensor that `repr` shortens, with a 1 at a place."""
     return torch.zeros(5000).index_fill(0, torch.tensor([at]), 1.0)
@@ -90,6 +120,7 @@ EQUAL = {
     "a queue": lambda: deque([long(2500), {"c", "b", "a"}, threading.Lock()]),
     "an array of objects": lambda: np.array([[1, "text"], [None, long(2500)]], dtype=object),
     "a sparse tensor": lambda: torch.eye(3).to_sparse(),
+    "an object with a slot that is not set": lambda: Slots.__new__(Slots),
     "a fresh network": Net,  # other initial weights
     "an object with an address": lambda: [threading.Lock(), object(), torch.Generator()],
     "an object in itself": lambda: (lambda one: one.append(one) or one)([]),
@@ -120,6 +151,11 @@ DIFFERENT = {
     "fields of an object": (Pair(1, 2), Pair(2, 1)),
     "items of a mapping": ({"a": 1}, {"a": 2}),
     "slots of an object": (Slots(1), Slots(2)),
+    "a single slot of an object": (Slot(1), Slot(2)),
+    "a property of a class": (returning(1, property), returning(2, property)),
+    "a cached property of a class": (returning(1, functools.cached_property), returning(2, functools.cached_property)),
+    "a static method of a class": (returning(1, staticmethod), returning(2, staticmethod)),
+    "a class method of a class": (returning(1, classmethod), returning(2, classmethod)),
     "a sparse tensor": (torch.eye(3).to_sparse(), (2 * torch.eye(3)).to_sparse()),
     "a tensor in a queue": (deque([long(2500)]), deque([long(2501)])),
     "a tensor in a queue in a queue": (deque([deque([long(2500)])]), deque([deque([long(2501)])])),
@@ -183,6 +219,8 @@ def test_functions_in_a_set_that_share_a_helper_are_hashed_in_no_order():
     one, other = Alike(doubled), Alike(tripled)
     assert [*{one, other}] == [one, other] and [*{other, one}] == [other, one]
     assert content.digest({one, other}) == content.digest({other, one}) != content.digest({one})
+    # what follows a set takes its functions as described, as after a list: with that, older runs continue
+    assert content.digest([{doubled}, doubled]) == content.digest([[doubled], doubled])
 
 
 def test_rows_are_hashed_in_pieces_as_a_whole(monkeypatch):
@@ -192,8 +230,33 @@ def test_rows_are_hashed_in_pieces_as_a_whole(monkeypatch):
     whole = content.of_rows(rows, index)
     assert whole == content.of_rows(rows[index], torch.arange(4)) != content.of_rows(rows, index.flip(0))
     assert whole != content.of_rows(rows.to(torch.float64), index)
+    assert whole != content.of_rows(rows.view(40, 3, 1), index)  # the same bytes in rows of another shape
     monkeypatch.setattr(content, "_PIECE", 24)  # two rows of 12 bytes
     assert content.of_rows(rows, index) == whole
+
+
+def test_a_property_that_was_computed_meanwhile_does_not_count():
+    """Else a run would not resume in a process that has looked at the property before."""
+    fresh, used = Lazy(3), Lazy(3)
+    assert used.double == 6 and "double" in vars(used)
+    assert content.digest(used) == content.digest(fresh) != content.digest(Lazy(4))
+
+
+def test_an_object_that_stands_in_two_places_counts_in_both():
+    """It is not taken for a value that contains itself: equal lists have equal hashes, whoever shares an object."""
+    one = Pair(1, long(3))
+    assert content.digest([one, one]) == content.digest([Pair(1, long(3)), Pair(1, long(3))])
+
+
+def test_a_global_that_an_inner_function_reads_counts(monkeypatch):
+    before = content.digest(nested)
+    monkeypatch.setattr(sys.modules[__name__], "STRENGTH", 2.0)
+    assert content.digest(nested) != before
+
+
+def test_a_partial_is_as_foreign_as_its_function():
+    """The module of a partial is functools, of the standard library, whatever it calls."""
+    assert content.foreign(functools.partial(factor, 2.0)) and not content.foreign(functools.partial(functional.relu))
 
 
 MODULE = "STRENGTH = {strength}\n\n\ndef helper(x):\n    return x * {helper}\n\n\nclass Mine:\n    def hook(self, x):\n"

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 import cfl
 from cfl.assembly.resolve import dump
-from cfl.config.schema import RunConfig
+from cfl.config.schema import ModelConfig, RunConfig
 from cfl.contract import Ctx
-from cfl.core import CheckpointError, Tree
+from cfl.core import CheckpointError, Tree, plugins
 from cfl.runtime import checkpoint
+from cfl.runtime.fingerprint import code
 from cfl.runtime.sinks import NullSink
+from cfl.streams.benchmark import Benchmark
 from tests import toy
 
 
@@ -129,6 +131,53 @@ def test_other_hooks_of_the_same_name_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"the code of tests\..*Scaled changed since the run began"):
         resumed(tmp_path, strategy=scaled(2.0)())
     assert resumed(tmp_path, strategy=scaled(0.5)()) == []
+
+
+def regularizer(factor: float) -> type[cfl.LocalRegularizer]:
+    class Mine(cfl.LocalRegularizer):
+        def penalty(self, params: Tree, logits: Tensor, ctx: Ctx) -> float:
+            return factor
+
+    return Mine
+
+
+def network(factor: float) -> Callable[..., nn.Module]:
+    return lambda input_shape, outputs: nn.Sequential(nn.Linear(*input_shape, outputs), nn.Softplus(factor))
+
+
+def benchmark(shift: float) -> Benchmark:
+    return Benchmark(lambda tasks, seed, data_root, download, class_order: data(lambda *_: shift), "mine", "none")
+
+
+@pytest.mark.parametrize(
+    ("registry", "make", "name", "options"),
+    [
+        (plugins.local, regularizer, "regularizer 'mine'", {"regularizers": {"mine": {}}}),
+        (plugins.models, network, "model 'mine'", {"model": ModelConfig(name="mine")}),
+        (plugins.benchmarks, benchmark, "benchmark 'mine'", {"benchmark": "mine"}),
+    ],
+    ids=["regularizer", "model", "benchmark"],
+)
+def test_the_code_of_each_plug_in_that_a_configuration_names_counts(registry, make, name, options, monkeypatch):
+    """Else `cfl-run compare` would take the results of the former code for those of the present one."""
+    config, found = plain().model_copy(update=options), []
+    for value in (1.0, 2.0, 1.0):
+        monkeypatch.setitem(registry._items, "mine", make(value))
+        found.append(code(config))
+    assert [*found[0]] == [*found[1]] == [f"the code of {name}"]  # all else is of `cfl` itself
+    assert found[0] == found[2] != found[1]
+
+
+def test_a_network_of_a_plug_in_with_other_code_is_refused(tmp_path, monkeypatch):
+    """Its parameters have the same names and shapes."""
+    config = plain().model_copy(update={"model": ModelConfig(name="mine")})
+    monkeypatch.setitem(plugins.models._items, "mine", network(1.0))
+    killed(tmp_path, config)
+    monkeypatch.setitem(plugins.models._items, "mine", network(2.0))
+    with pytest.raises(CheckpointError, match="the code of model 'mine' changed since the run began"):
+        resumed(tmp_path, config)
+    monkeypatch.setitem(plugins.models._items, "mine", network(1.0))
+    assert resumed(tmp_path, config) == []
 
 
 @dataclass(frozen=True)
