@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
+from cfl.config.option_names import GROUPS
 from cfl.config.overrides import read_yaml
 from cfl.core import Busy, ConfigError, files
 
@@ -219,7 +220,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read a run's `config.yaml`; empty if the file does not exist. Raises ConfigError for a damaged file."""
     path = folder / "config.yaml"
     try:
-        return read_yaml(path) if path.exists() else {}
+        options = read_yaml(path) if path.exists() else {}
+        if wrong := next((name for name in GROUPS if not isinstance(options.get(name, {}), dict)), None):
+            raise ConfigError(f"{wrong} in '{path}' must be a group of options, not {options[wrong]!r:.40}")
+        return options
     except ConfigError as error:
         raise ConfigError(f"{error}; put the file back or move it away, or choose another --output") from None
 

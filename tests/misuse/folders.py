@@ -128,6 +128,11 @@ CASES = {
         ConfigError,
         r"config\.yaml' must hold options as 'key: value'; put the file back or move it away",
     ),
+    "a name in config.yaml in place of a group of options": (
+        resumed(text("config.yaml", "attack: none\n"), "engine=auto"),
+        ConfigError,
+        r"attack in '.*config\.yaml' must be a group of options, not 'none'; put the file back or move it away",
+    ),
     "a folder in place of config.yaml": (
         resumed(replaced_by_folder("config.yaml")),
         ConfigError,
