@@ -145,7 +145,7 @@ class EarlyStopping(Callback):
         mode = self.mode or usual[self.metric]
         if mode not in usual.values():
             raise unknown("mode of EarlyStopping", mode, usual.values())
-        if self.patience < 1 or self.min_delta < 0:
+        if self.patience < 1 or not self.min_delta >= 0:  # as for NaN
             raise ConfigError(
                 f"EarlyStopping needs patience >= 1 and min_delta >= 0, not {self.patience} and {self.min_delta}"
             )

@@ -370,6 +370,7 @@ def test_what_a_callback_must_not_do_is_named(callback, message):
         (lambda: [EarlyStopping("A.b")], (), "'A.b' should rise; set mode to min or max"),
         (lambda: [EarlyStopping(mode="up")], (), "unknown mode of EarlyStopping 'up'"),
         (lambda: [EarlyStopping(patience=0)], (), "patience >= 1"),
+        (lambda: [EarlyStopping(min_delta=float("nan"))], (), "min_delta >= 0, not 3 and nan"),
         (lambda: [EarlyStopping(patience="3")], (), "EarlyStopping.patience must be a whole number"),
         (
             lambda: [EarlyStopping("loss")],
