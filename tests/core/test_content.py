@@ -84,6 +84,11 @@ def returning(value: float, wrap: Callable) -> type:
     return type("Made", (), {"__module__": __name__, "value": wrap(lambda *_: value)})
 
 
+def prompted(text: str) -> Callable[[float], float]:
+    """A function without a source, as at a prompt."""
+    return eval(f"lambda x: {text}", {"__name__": __name__})
+
+
 STRENGTH = 1.0
 
 
@@ -151,6 +156,8 @@ DIFFERENT = {
     "fields of an object": (Pair(1, 2), Pair(2, 1)),
     "items of a mapping": ({"a": 1}, {"a": 2}),
     "slots of an object": (Slots(1), Slots(2)),
+    "constants of a function without a source": (prompted("x + 1"), prompted("x + 2")),
+    "operations of a function without a source": (prompted("x + x"), prompted("x * x")),
     "a single slot of an object": (Slot(1), Slot(2)),
     "a property of a class": (returning(1, property), returning(2, property)),
     "a cached property of a class": (returning(1, functools.cached_property), returning(2, functools.cached_property)),
