@@ -202,6 +202,28 @@ def test_options_that_are_functions_and_tensors_are_compared_by_content(tmp_path
             resumed(tmp_path, strategy=other)
 
 
+def test_options_of_a_shipped_method_given_as_an_object_are_compared(tmp_path):
+    """config.yaml says fedavg, without options: only the hashes tell."""
+    fot = plugins.strategies.get("fot")
+    killed(tmp_path, strategy=fot(threshold=0.9))
+    with pytest.raises(CheckpointError, match="strategy.threshold changed since the run began"):
+        resumed(tmp_path, strategy=fot(threshold=0.5))
+
+
+def test_regularizer_objects_in_another_order_are_refused(tmp_path):
+    """The `around` of the last one is outermost, so the order changes results; config.yaml names no objects."""
+    own = {name: plugins.local.get(name)() for name in ("fedsam", "fedsol")}
+    killed(tmp_path, regularizers=own)
+    with pytest.raises(CheckpointError, match="the list of methods changed since the run began"):
+        resumed(tmp_path, regularizers={name: own[name] for name in ("fedsol", "fedsam")})
+
+
+def test_where_processes_run_does_not_count(tmp_path):
+    """A run may go on with another number of workers, and with another cluster."""
+    killed(tmp_path)
+    assert resumed(tmp_path, plain("workers=3", "flower.address=in-process")) == []
+
+
 def test_an_option_is_named_first(tmp_path):
     killed(tmp_path)
     with pytest.raises(CheckpointError, match=r"local.lr=0.05 there, local.lr=0.5 here"):
