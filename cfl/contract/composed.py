@@ -102,10 +102,10 @@ class ComposedMethod:
         state: Tree = {}
         for owner in self.members:
             if owner == STRATEGY and stored is not None:
-                own = own_state(stored, owner)
+                own = tree.part(stored, owner)
             else:
                 own = self.checked[owner].init_client(params, model)
-            state |= {f"{owner}/{name}": leaf for name, leaf in own.items()}
+            state |= tree.under(owner, own)
         return state
 
     def step_state(self, state: Tree) -> Tree:
@@ -147,7 +147,7 @@ class ComposedMethod:
         states: Tree = {}
         for owner, member in self.checked.items():
             upload, state = member.finish(params, _ctx_of(ctx, owner)._replace(lent=owner in self.borrowed), steps)
-            states |= {f"{owner}/{name}": leaf for name, leaf in state.items()}
+            states |= tree.under(owner, state)
             if upload:
                 uploads[owner] = upload
         for owner, member in self.regularizers.items() if STRATEGY in uploads else ():
@@ -266,11 +266,6 @@ class ComposedMethod:
         return lambda params: member.adjust(torch.func.grad(penalty)(params), params, own)
 
 
-def own_state(state: Tree, owner: str) -> Tree:
-    """The leaves of one owner, under the owner's own names."""
-    return tree.part(state, owner)
-
-
 def prefix(owner: str) -> str:
     """Prefix of a member's options."""
     return owner if owner == STRATEGY else f"regularizer.{owner}"
@@ -283,4 +278,4 @@ def _server_name(owner: str) -> str:
 
 def _ctx_of(ctx: Ctx, owner: str) -> Ctx:
     """The context with one owner's state and its part of the broadcast."""
-    return ctx._replace(state=own_state(ctx.state, owner), sent=ctx.shared.get(_server_name(owner), {}))
+    return ctx._replace(state=tree.part(ctx.state, owner), sent=ctx.shared.get(_server_name(owner), {}))

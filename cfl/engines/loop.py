@@ -12,7 +12,7 @@ from torch import Tensor
 from cfl.aggregation.gaussian import SampleNoise
 from cfl.aggregation.plain import UploadSum
 from cfl.contract import MEMORY, Batch, Client, Gathers, RoundInfo, RoundInputs, Strategy, TreesByOwner
-from cfl.contract.composed import STRATEGY, ComposedMethod, own_state
+from cfl.contract.composed import STRATEGY, ComposedMethod
 from cfl.contract.finite import any_of
 from cfl.core import RAW, HookError, Tree, UpdateError, rng, tree
 from cfl.core.errors import MOST_NAMES, few
@@ -147,7 +147,7 @@ class LoopEngine(Engine):
         self, info: RoundInfo, shared: TreesByOwner, params: Tree, state: Tree, client: Client
     ) -> tuple[Tree, Tree]:
         """Run the strategy's `work` for a client: its upload and the client's new state."""
-        own, key = own_state(state, STRATEGY), rng.key(info.key, "work", client.id)
+        own, key = tree.part(state, STRATEGY), rng.key(info.key, "work", client.id)
         with (
             named(f"work of phase {info.phase.name}", [client], info),
             self.model.evaluation(),
@@ -230,7 +230,7 @@ def named(what: str, clients: Sequence[Client], info: RoundInfo) -> Iterator[Non
 def _check_memory(client: Client, before: Tree, after: Tree, info: RoundInfo) -> None:
     """Raise UpdateError if the new state's memory points to samples that the client may not store."""
     places = recorded(before, client)
-    stored = own_state(after, STRATEGY).get(MEMORY, places)
+    stored = tree.part(after, STRATEGY).get(MEMORY, places)
     if stored is not places and not client.may_store(stored, places):
         raise UpdateError(
             f"client {client.id} stores samples that it does not hold ({info.place}); a memory may contain only "

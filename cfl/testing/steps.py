@@ -6,7 +6,7 @@ import torch
 
 from cfl.contract import MEMORY, Batch, LocalRegularizer, RoundInputs, Strategy
 from cfl.contract.checked import with_hooks
-from cfl.contract.composed import STRATEGY, ComposedMethod, own_state
+from cfl.contract.composed import STRATEGY, ComposedMethod
 from cfl.core import RAW, HookError, Tree, optim, tree
 from cfl.engines.loop import recalled
 from cfl.engines.step import LocalStep, StepInputs
@@ -38,7 +38,7 @@ class _Steps:
         self.clients: list[tuple[Batch, Batch, Tree]] = []
         for client in prepared.clients:
             state, size = prepared.states[client.id], session.config.local.batch_size
-            places = own_state(state, STRATEGY).get(MEMORY, torch.empty(0, 2, dtype=torch.int64))
+            places = tree.part(state, STRATEGY).get(MEMORY, torch.empty(0, 2, dtype=torch.int64))
             memory = next(recalled(client, places, size, self.info.key))
             self.clients.append((next(client.batches(size)), memory, state))
         session.model.module.train()

@@ -11,8 +11,8 @@ from torch import nn
 
 from cfl.contract import MEMORY, Batch, Phase, Strategy
 from cfl.contract.combining import capped
-from cfl.contract.composed import ComposedMethod, own_state
-from cfl.core import optim
+from cfl.contract.composed import ComposedMethod
+from cfl.core import optim, tree
 from cfl.engines.step import LocalStep, StepInputs
 from cfl.methods.regularizers import FedAvgM, FedProx, LocalRegularizer
 from cfl.models import Model
@@ -86,12 +86,12 @@ def order(log):
 def test_each_members_initial_state_is_named_by_its_owner():
     _, ctx, _ = make(A, B)
     assert set(ctx.state) == {"strategy/count", "strategy/deep/er", "b/count", "b/deep/er"}
-    assert {name: leaf.item() for name, leaf in own_state(ctx.state, "b").items()} == {"count": 10, "deep/er": -1}
+    assert {name: leaf.item() for name, leaf in tree.part(ctx.state, "b").items()} == {"count": 10, "deep/er": -1}
 
 
 def test_owners_with_a_common_prefix_are_kept_apart():
     state = {"prox/a": torch.tensor(1), "prox2/a": torch.tensor(2)}
-    assert own_state(state, "prox") == {"a": torch.tensor(1)}
+    assert tree.part(state, "prox") == {"a": torch.tensor(1)}
 
 
 def test_every_hook_sees_only_its_own_state():
@@ -164,7 +164,7 @@ def test_hard_constraints_adjust_last_wherever_they_are_listed():
 def test_finish_keeps_uploads_and_states_apart():
     composed, ctx, _ = make(A, B)
     uploads, states = composed.finish({"w": torch.tensor(4.0)}, ctx, 5)
-    assert {owner: tree["sent"].item() for owner, tree in uploads.items()} == {"strategy": 8, "b": 40}
+    assert {owner: own["sent"].item() for owner, own in uploads.items()} == {"strategy": 8, "b": 40}
     assert {name: leaf.item() for name, leaf in states.items()} == {"strategy/count": 7, "b/count": 15}
 
 

@@ -9,9 +9,9 @@ from torch import nn
 
 import cfl
 from cfl.contract import Batch, Strategy
-from cfl.contract.composed import ComposedMethod, own_state
+from cfl.contract.composed import ComposedMethod
 from cfl.contract.losses import masked_mean
-from cfl.core import ConfigError, optim
+from cfl.core import ConfigError, optim, tree
 from cfl.core.options import build
 from cfl.engines.step import LocalStep, StepInputs
 from cfl.methods.regularizers import FedDyn
@@ -49,9 +49,9 @@ def test_the_servers_step_by_hand_with_half_of_the_clients():
 
 def test_statistics_have_no_term():
     model = Model(toy.net(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), (3,), [2, 2], multi_head=True)
-    for tree in (FedDyn().init_client(model.params, model), FedDyn().init_shared(model.params, model)):
-        assert set(tree) == {*model.trainable(0), *model.trainable(1)}
-        assert not any(leaf.any() for leaf in tree.values())
+    for own in (FedDyn().init_client(model.params, model), FedDyn().init_shared(model.params, model)):
+        assert set(own) == {*model.trainable(0), *model.trainable(1)}
+        assert not any(leaf.any() for leaf in own.values())
 
 
 @pytest.mark.parametrize("alpha", [0.2, 1.0])
@@ -133,7 +133,7 @@ def test_the_servers_term_is_the_mean_of_all_clients_terms():
     run = quadratics("agg.weights=uniform")
     for position in range(5):
         run.round(position)
-        mine = torch.stack([own_state(state, "feddyn")["0.weight"] for state in run.state.clients.values()])
+        mine = torch.stack([tree.part(state, "feddyn")["0.weight"] for state in run.state.clients.values()])
         assert len(mine) == 3 and mine.abs().max() > 0.01
         assert torch.allclose(run.state.server["local/feddyn"]["0.weight"], mine.mean(0), atol=1e-12, rtol=0)
 

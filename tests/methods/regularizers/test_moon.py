@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from cfl.contract import Batch, Strategy
-from cfl.contract.composed import ComposedMethod, own_state
-from cfl.core import ConfigError, optim, rng
+from cfl.contract.composed import ComposedMethod
+from cfl.core import ConfigError, optim, rng, tree
 from cfl.core.options import build
 from cfl.engines.step import LocalStep, StepInputs
 from cfl.methods.regularizers import Moon
@@ -46,7 +46,7 @@ def test_loss_by_hand_where_the_previous_features_are_opposite(tau):
 
 def test_the_loss_before_the_first_step_is_log_two():
     model, step = make(mu=1.0)
-    state = own_state(step.composed.client_state(None, model.params, model), "moon")  # z = z_g = z_prev
+    state = tree.part(step.composed.client_state(None, model.params, model), "moon")  # z = z_g = z_prev
     ctx = step.context(StepInputs({"params": model.params}, BATCH, state=state))
     ctx = ctx._replace(features=model.features(model.params, X, 0))
     assert Moon(mu=1.0).penalty(model.params, torch.zeros(6, 2), ctx).item() == pytest.approx(math.log(2), abs=1e-12)
@@ -125,7 +125,7 @@ def test_the_previous_model_is_the_clients_last_model_and_at_first_the_global_mo
         for id, state in states.items():
             expected = last.get((info.task, id), shared["params"])  # a model of another task is not used
             firsts, returns = firsts + ((info.task, id) not in last), returns + ((info.task, id) in last)
-            previous = own_state(state, "moon")
+            previous = tree.part(state, "moon")
             assert previous.keys() == expected.keys()
             assert all(torch.equal(previous[name], leaf) for name, leaf in expected.items())
         run.round(position, lambda info, id, params: last.update({(info.task, id): params}))
@@ -134,7 +134,7 @@ def test_the_previous_model_is_the_clients_last_model_and_at_first_the_global_mo
 
 def test_the_previous_model_has_its_own_statistics():
     model, step = make(nn.BatchNorm1d(4))
-    state = own_state(step.composed.client_state(None, model.params, model), "moon")
+    state = tree.part(step.composed.client_state(None, model.params, model), "moon")
     assert set(state) == set(model.params) and set(model.buffers(0)) < set(state)
     moved = {name: leaf + 1 for name, leaf in model.params.items()}
     upload, kept = Moon().finish(moved, step.context(StepInputs({"params": model.params}, state=state, step=1)), 1)

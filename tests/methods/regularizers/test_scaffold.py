@@ -9,8 +9,8 @@ from torch import nn
 
 import cfl
 from cfl.contract import EMPTY, Batch, Strategy
-from cfl.contract.composed import ComposedMethod, own_state
-from cfl.core import optim
+from cfl.contract.composed import ComposedMethod
+from cfl.core import optim, tree
 from cfl.engines.step import LocalStep, StepInputs
 from cfl.methods.regularizers import Scaffold
 from cfl.models import Model
@@ -124,7 +124,7 @@ def test_the_servers_variate_is_the_mean_of_all_clients():
     for position in range(8):
         run.round(position)
         for name, leaf in run.state.server["local/scaffold"].items():
-            mine = [own_state(state, "scaffold")[name] for state in run.state.clients.values()]
+            mine = [tree.part(state, "scaffold")[name] for state in run.state.clients.values()]
             assert torch.allclose(leaf, sum(mine) / 6, atol=1e-12, rtol=0)  # clients without a state count as 0
     assert len(run.state.clients) > 3
 
