@@ -337,3 +337,15 @@ def test_a_client_with_one_sample_for_a_network_that_takes_none_is_named_before_
         cfl.run(cfl.resolve("custom", overrides=few), stream=stream, model=net)
     with pytest.raises(ConfigError, match="local.batch_size=1, but the model fails on a batch of one sample"):
         cfl.run(cfl.resolve("custom", overrides=[*few, "local.batch_size=1"]), stream=stream, model=net)
+
+
+def test_a_client_with_one_sample_of_a_task_and_more_of_another_may_train_on_both_at_once():
+    """Client 3 has 1 + 20 samples if training sees all tasks, in batches of 8, 8 and 5. The one alone is refused."""
+    x, y = torch.randn(20, 4), torch.arange(20) % 2
+    stream = cfl.from_tensors([(x, y, x, y)] * 2, clients=[[1] * 19 + [3], [3] * 20])
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+    few = ["partition.name=stream", "partition.clients=4", "rounds=1", "local.batch_size=8", "model.norm_stats=running"]
+    with pytest.raises(ConfigError, match="client 3 has one sample to train on in task 0, but"):
+        cfl.run(cfl.resolve("custom", overrides=few), stream=stream, model=net)
+    result = cfl.run(cfl.resolve("custom", method="joint", overrides=few), stream=stream, model=net)
+    assert len(result.accuracy_matrix) == 2
