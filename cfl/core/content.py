@@ -67,7 +67,7 @@ class _Describer:
     """Describes values as JSON data; each function and class is described once."""
 
     def __init__(self) -> None:
-        self._met: set[int] = set()  # ids of functions and classes, which last
+        self._met: dict[int, Any] = {}  # functions and classes by their ids
         self._above: list[int] = []  # ids of the values that contain the current one
 
     def __call__(self, value: Any) -> Any:
@@ -105,13 +105,15 @@ class _Describer:
         return self._object(value)
 
     def _unordered(self, items: Collection[Any]) -> list[Any]:
-        """Describe each item as if it were the first: what two of them use may not count for the first one alone."""
-        met, found, every = self._met, [], set(self._met)
+        """Describe items in any order: each as if the functions and classes that it uses were known, then those."""
+        known = {*self._met}
         for item in items:
-            self._met = set(met)
-            found.append(self(item))
-            every |= self._met
-        self._met = every
+            self(item)
+        used = [each for id, each in self._met.items() if id not in known]
+        found = [self(item) for item in items]
+        for each in used:
+            del self._met[id(each)]
+            found.append(self(each))
         return sorted(found, key=json.dumps)
 
     def _array(self, value: np.ndarray) -> Any:
@@ -138,7 +140,7 @@ class _Describer:
     def _code(self, item: Any) -> Any:
         if id(item) in self._met or not isinstance(item, type) and not foreign(item):
             return _name(item)
-        self._met.add(id(item))
+        self._met[id(item)] = item
         if isinstance(item, FunctionType):
             return self._function(item)
         return [_name(item), *(self._class(base) for base in item.__mro__ if foreign(base))]

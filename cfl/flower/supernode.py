@@ -110,7 +110,8 @@ def _ended(process: subprocess.Popen[bytes], log: Path, address: str) -> Callabl
 
     def poll() -> int | None:
         nonlocal late
-        if time.monotonic() >= late:
+        status = process.poll()
+        if status is None and time.monotonic() >= late:
             late = math.inf
             if CONNECTED not in log.read_text(errors="replace"):
                 print(
@@ -118,7 +119,7 @@ def _ended(process: subprocess.Popen[bytes], log: Path, address: str) -> Callabl
                     "cfl-run serve runs there, and that both use TLS (--certificates, --certificate) or neither does",
                     flush=True,
                 )
-        return process.poll()
+        return status
 
     return poll
 

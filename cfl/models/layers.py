@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -92,9 +93,14 @@ def full_name(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def on_input(layer: nn.Module, see: Callable[[Tensor], None]) -> RemovableHandle:
-    """Call see(x) with the input of each call of a layer, which may be given by position or by name."""
-    return layer.register_forward_pre_hook(lambda _, args, named: see((*args, *named.values())[0]), with_kwargs=True)
+def input_of(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """The input of a layer's call, given by position or by name; None for a call without arguments."""
+    return next(iter((*args, *named.values())), None)
+
+
+def on_input(layer: nn.Module, see: Callable[[Any], None]) -> RemovableHandle:
+    """Call see(x) with the input of each call of a layer."""
+    return layer.register_forward_pre_hook(lambda _, args, named: see(input_of(args, named)), with_kwargs=True)
 
 
 def new_heads(module: nn.Module, path: str, classes: Sequence[int], seed: int) -> Tree:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cfl.core import Tree, tree
 from cfl.models.handle import Model
-from cfl.models.layers import Layer
+from cfl.models.layers import Layer, input_of
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 _NUMBERS = 2**24  # entries of single samples' gradients in memory at a time: 64 MiB in float32
@@ -34,7 +34,7 @@ def squared_gradients(
     sums: Tree = {}
     for layer in model.layers:
         seen = calls.get(layer.path, [])
-        if layer.weight in wanted and seen and not layer.mixed:
+        if layer.weight in wanted and seen and not layer.mixed and all(len(inputs) == len(y) for inputs, _ in seen):
             inputs = torch.cat([layer.inputs(inputs) for inputs, _ in seen], dim=1)
             deltas = torch.cat([_positions(delta, layer)[..., layer.rows] for _, delta in seen], dim=1)
             for name, own in ((layer.weight, _weight(inputs, deltas)), (layer.bias, deltas.sum(1).square().sum(0))):
@@ -55,7 +55,7 @@ def _calls(
     def hook(path: str) -> Callable[..., Tensor]:
         def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
             shift = torch.zeros_like(output, requires_grad=True)
-            seen.append((path, (*args, *kwargs.values())[0].detach(), shift))
+            seen.append((path, input_of(args, kwargs).detach(), shift))
             return output + shift
 
         return add

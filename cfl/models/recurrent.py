@@ -6,15 +6,18 @@ from torch import Tensor, nn
 
 from cfl.core.functorch import transforming
 
+_KINDS = (nn.RNN, nn.GRU, nn.LSTM, nn.RNNCell, nn.GRUCell, nn.LSTMCell)
+
 
 def prepare(module: nn.Module) -> None:
     """Let recurrent layers and cells run under vmap over the samples alone, with shared weights.
 
     The zeros with which such a layer starts are then the same for all samples, and torch adds the inputs to their
-    product in place, which vmap refuses. So they are made from the inputs.
+    product in place, which vmap refuses. So they are made from the inputs. Subclasses may take other arguments, and
+    stay as they are.
     """
     for layer in module.modules():
-        if isinstance(layer, (nn.RNNBase, nn.RNNCellBase)):
+        if type(layer) in _KINDS:
             layer.register_forward_pre_hook(_with_state, with_kwargs=True)
 
 

@@ -62,14 +62,14 @@ def trace(
     parameters, in both modes.
     """
     called: dict[str, nn.Module] = {}  # in the order of the first insertion
-    lengths: list[tuple[str, int]] = []
+    lengths: dict[str, set[int]] = {}  # of the first dimension of each layer's inputs
     own = (leaf.dtype for leaf in module.parameters() if leaf.is_floating_point())
     x = torch.zeros(2, *input_shape, device=device, dtype=dtype or next(own, torch.float32))
     other = copy.deepcopy(module)  # running statistics change in training mode
 
     def see(path: str, layer: nn.Module, x: Tensor) -> None:
         called[path] = layer
-        lengths.append((path, x.shape[0] if x.dim() else 0))
+        lengths.setdefault(path, set()).add(len(x) if isinstance(x, Tensor) and x.dim() else 0)
 
     hooks = [
         on_input(layer, partial(see, path, layer))
@@ -79,10 +79,10 @@ def trace(
     was_training = module.training
     try:
         outputs = _logits(module.eval(), x)
-        mixed = {path for path, length in lengths if length != 2}
+        mixed = {path for path, own in lengths.items() if own != {2}}
         lengths.clear()
         _takes(module, torch.cat([x, x[:1]]))  # a dimension of length 2 may be another one
-        mixed |= {path for path, length in lengths if length != 3}
+        mixed |= {path for path in called if lengths.get(path) != {3}}
     finally:
         module.train(was_training)
         for hook in hooks:

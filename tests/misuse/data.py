@@ -298,8 +298,8 @@ CASES: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     ),
     "clients an array": (
         lambda: test(clients=np.zeros(8, int)),
-        ConfigError,
-        "clients must be a list or a Tensor or None, not an object of type ndarray",
+        DataError,
+        "clients are given for 8 of 2 tasks; give an array for each task",
     ),
     "public a pair": (lambda: test(public=(X, Y)), DataError, f"public inputs are a tuple of 2 Tensor; {NUMBERS}"),
     "public a name": (lambda: test(public="stream"), DataError, f"public inputs are 'stream'; {NUMBERS}"),

@@ -93,6 +93,27 @@ def test_a_layer_that_has_other_rows_than_samples_is_mixed(way, length):
     assert {layer.name: layer.mixed for layer in model.layers} == {"body": way != "batch", "head": False}
 
 
+def test_inputs_that_are_no_tensors_and_trials_that_fail_count_as_mixed():
+    class Listed(nn.Linear):
+        def forward(self, parts):
+            return super().forward(torch.cat(parts, dim=1))
+
+    class Even(nn.Module):
+        """Positions first, two of them, for batches of an even number of samples."""
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 5), Listed(10, 3)
+
+        def forward(self, x):
+            x = self.first(x).unflatten(0, (-1, 2)).flatten(0, 1)
+            one, two = self.body(x.transpose(0, 1))
+            return self.head([one, two])
+
+    model = Model(Even(), (2, 4), [3], multi_head=False)
+    assert {layer.name: layer.mixed for layer in model.layers} == {"first": False, "body": True, "head": True}
+
+
 def test_layers_that_share_a_weight_are_not_projected():
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     second.weight = first.weight

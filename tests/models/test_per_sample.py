@@ -51,6 +51,24 @@ class SequenceFirst(nn.Module):
         return self.head(self.body(x.transpose(0, 1)).tanh().mean(0))
 
 
+class Pieces(nn.Module):
+    """A layer that sees four samples at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(torch.cat([self.body(part) for part in x.split(4)]).tanh())
+
+
+class Last(nn.LSTM):
+    """A recurrent layer with a forward of its own, which takes no state."""
+
+    def forward(self, x):
+        return super().forward(x)[0][:, -1]
+
+
 class Tied(nn.Module):
     """Two layers with the same weight."""
 
@@ -112,6 +130,7 @@ NETS = {
     "twice": ((4,), Twice),
     "tokens": ((12,), Tokens),
     "sequence first": ((7, 4), SequenceFirst),  # 7 samples below
+    "pieces": ((4,), Pieces),
     "tied": ((4,), Tied),
     "bare": ((4,), Bare),
     "recurrent": ((6, 3), Recurrent),
@@ -183,3 +202,15 @@ def test_only_the_named_leaves_are_returned_and_nothing_is_written():
     assert list(squared_gradients(model, model.params, ["0.bias", "4.weight"], LOSS, x, y, 0)) == ["0.bias", "4.weight"]
     assert all(torch.equal(model.params[name], leaf) for name, leaf in before.items())
     assert not model.module[0]._forward_hooks  # the hooks are removed
+
+
+def test_a_recurrent_layer_with_a_forward_of_its_own_gets_no_state():
+    model = Model(nn.Sequential(Last(3, 4, batch_first=True), nn.Linear(4, 3)), (6, 3), [3], multi_head=False)
+    x = toy.random(5, 6, 3).float()
+
+    def total(params, x):
+        return model.logits(params, x, 0).tanh().sum()
+
+    single = torch.func.vmap(lambda one: torch.func.grad(total)(model.params, one[None]))(x)
+    expected = torch.func.grad(total)(model.params, x)
+    torch.testing.assert_close({name: leaf.sum(0) for name, leaf in single.items()}, expected)

@@ -73,8 +73,10 @@ def add_inputs(
     """
     by_sample = any(isinstance(own, Direct) and own.by_sample for own in sums.values())
     bounded = info.privacy is not None and info.privacy.level == "example"
-    if bounded or by_sample or max_patches:
-        _check_rows(layers)
+    for option, on in (("dp.level=example", bounded), ("strategy.draw=sample", by_sample),
+                       ("strategy.max_patches", max_patches)):  # fmt: skip
+        if on:
+            _check_rows(layers, option)
     inputs = _Pass(sums, max_patches, info)
     batches = client.batches(BATCH, key=rng.key(info.key, "augment", client.id) if augmented else None)
     with rng.fork(rng.key(info.key, "dropout", client.id), client.device):
@@ -141,13 +143,13 @@ class _Pass:
         return private.unit_energy(vectors) if self.info.privacy else vectors
 
 
-def _check_rows(layers: Sequence[Layer]) -> None:
-    """Raise ConfigError for a layer whose inputs cannot be told apart by sample."""
+def _check_rows(layers: Sequence[Layer], option: str) -> None:
+    """Raise ConfigError for a layer whose inputs cannot be told apart by sample, as an option needs."""
     for layer in layers:
         if layer.mixed:
             raise ConfigError(
-                f"the samples are not the first dimension of the inputs of layer '{layer.name}', as "
-                "dp.level=example, strategy.draw=sample and strategy.max_patches need; bring them to (batch, ...)"
+                f"{option} needs inputs (batch, ...), but the samples are not the first dimension of the inputs of "
+                f"layer '{layer.name}'; change the network, or leave the option out"
             )
 
 

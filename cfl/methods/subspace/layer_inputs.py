@@ -15,7 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from cfl.contract import Batch
 from cfl.core import Tree, rng
 from cfl.models import Layer, Model
-from cfl.models.layers import margins, on_input
+from cfl.models.layers import input_of, margins, on_input
 
 FREQUENCIES = 32  # whose products are computed at a time: those of 256 channels take 8 MB
 
@@ -31,7 +31,7 @@ def watch(
     last: list[Tensor] = [torch.empty(0), torch.empty(0)]  # output and input of the last dropout
 
     def remember(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], out: Tensor) -> None:
-        last[:] = out, (*args, *named.values())[0]
+        last[:] = out, input_of(args, named)
 
     def see(layer: Layer, x: Tensor) -> None:
         x = (last[1] if x is last[0] else x).detach()
