@@ -79,7 +79,7 @@ def trace(
     was_training = module.training
     try:
         outputs = _logits(module.eval(), x)
-        mixed = {path for path, own in lengths.items() if own != {2}}
+        mixed = {path for path, seen in lengths.items() if seen != {2}}
         lengths.clear()
         _takes(module, torch.cat([x, x[:1]]))  # a dimension of length 2 may be another one
         mixed |= {path for path in called if lengths.get(path) != {3}}
