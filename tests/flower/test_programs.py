@@ -168,7 +168,7 @@ def test_without_flower_the_command_names_the_extra(command, tmp_path, monkeypat
 
 
 class Ended:
-    """A SuperNode that says something, and ends. said: of each of them, and its status."""
+    """A SuperNode that says something, and ends at the second look. said: of each of them, and its status."""
 
     def __init__(self, *said):
         self.said, self.commands = iter(said), []
@@ -178,10 +178,11 @@ class Ended:
         stdout.write(text.encode())
         stdout.flush()
         self.commands.append(command)
+        self.looks = iter([None])
         return self
 
     def poll(self):
-        return self.returncode
+        return next(self.looks, self.returncode)
 
     def terminate(self):
         pass
