@@ -179,6 +179,15 @@ class Net(nn.Sequential):
         return super().forward(x.to(next(self.parameters()).dtype))
 
 
+class ByKeyword(nn.Sequential):
+    """A sequence that names the input of each module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self:
+            x = part(input=x)
+        return x
+
+
 def net(*parts: nn.Module) -> Net:
     """The modules in float64, with weights that do not depend on the tests before."""
     made = Net(*parts)

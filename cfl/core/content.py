@@ -105,12 +105,15 @@ class _Describer:
         return self._object(value)
 
     def _unordered(self, items: Collection[Any]) -> list[Any]:
-        """Describe items in any order: each as if the functions and classes that it uses were known, then those."""
+        """Describe a set alike in whatever order: its items by the names of what they use, then each of these.
+
+        What they use are the functions and classes that were not met before.
+        """
         known = {*self._met}
-        for item in items:
-            self(item)
-        used = [each for id, each in self._met.items() if id not in known]
         found = [self(item) for item in items]
+        used = [each for id, each in self._met.items() if id not in known]
+        if used:  # once more, with names in place of what the first item that uses it has described
+            found = [self(item) for item in items]
         for each in used:
             del self._met[id(each)]
             found.append(self(each))

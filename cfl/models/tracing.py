@@ -67,7 +67,7 @@ def trace(
     x = torch.zeros(2, *input_shape, device=device, dtype=dtype or next(own, torch.float32))
     other = copy.deepcopy(module)  # running statistics change in training mode
 
-    def see(path: str, layer: nn.Module, x: Tensor) -> None:
+    def see(path: str, layer: nn.Module, x: Any) -> None:
         called[path] = layer
         lengths.setdefault(path, set()).add(len(x) if isinstance(x, Tensor) and x.dim() else 0)
 

@@ -9,6 +9,7 @@ import cfl
 from cfl.core import ConfigError, rng
 from cfl.models import Model
 from cfl.models.mlp import mlp
+from tests import toy
 
 
 def seeded(make):
@@ -223,16 +224,9 @@ def test_features_of_images_are_flat():
 
 
 def test_features_of_a_head_that_is_called_with_a_keyword():
-    class Keyword(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head = nn.Linear(4, 2)
-
-        def forward(self, x):
-            return self.head(input=2 * x)
-
-    model, x = Model(Keyword(), (4,), [2], multi_head=False), torch.randn(5, 4, generator=rng.generator(1))
-    assert torch.equal(model.features(model.params, x, 0), 2 * x)
+    model = Model(toy.ByKeyword(nn.Tanh(), nn.Linear(4, 2)), (4,), [2], multi_head=False)
+    x = torch.randn(5, 4, generator=rng.generator(1))
+    assert torch.equal(model.features(model.params, x, 0), x.tanh())
 
 
 def test_a_model_without_a_last_linear_layer_has_no_features():

@@ -73,10 +73,9 @@ def add_inputs(
     """
     by_sample = any(isinstance(own, Direct) and own.by_sample for own in sums.values())
     bounded = info.privacy is not None and info.privacy.level == "example"
-    for option, on in (("dp.level=example", bounded), ("strategy.draw=sample", by_sample),
-                       ("strategy.max_patches", max_patches)):  # fmt: skip
-        if on:
-            _check_rows(layers, option)
+    asks = {"dp.level=example": bounded, "strategy.draw=sample": by_sample, "strategy.max_patches": max_patches}
+    for option in (name for name, on in asks.items() if on):
+        _check_rows(layers, option)
     inputs = _Pass(sums, max_patches, info)
     batches = client.batches(BATCH, key=rng.key(info.key, "augment", client.id) if augmented else None)
     with rng.fork(rng.key(info.key, "dropout", client.id), client.device):

@@ -14,6 +14,7 @@ from cfl.core.options import build
 from cfl.methods.generative import generator
 from cfl.methods.generative.inversion import Inversion, Target, drawn, redrawn, watched
 from cfl.models import Model
+from tests import toy
 
 SHAPE = (1, 8, 8)
 SMALL = dict(samples=6, latent=5, width=3, g_steps=3, student_steps=2)
@@ -82,18 +83,11 @@ def test_r_bn_is_the_distance_of_batch_statistics_from_running_ones(later):
 
 
 def test_norms_that_are_called_with_a_keyword_are_watched():
-    class Keyword(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 2)
-
-        def forward(self, x):
-            return self.head(self.norm(input=x))
-
-    own, x = Model(Keyword(), (4,), [2], multi_head=False), torch.rand(6, 4, generator=rng.generator(4))
+    own = Model(toy.ByKeyword(nn.BatchNorm1d(4), nn.Linear(4, 2)), (4,), [2], multi_head=False)
+    x = torch.rand(6, 4, generator=rng.generator(4))
     with own.evaluation(), watched(own) as found:
         own.logits(own.params, x, 0)
-    assert torch.equal(found["norm.mean"][0], x.mean(0))
+    assert torch.equal(found["0.mean"][0], x.mean(0))
 
 
 def test_labels_and_disagreement_of_the_student_by_hand():

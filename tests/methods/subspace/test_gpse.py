@@ -14,6 +14,7 @@ from cfl.methods.strategies.fot import FOT
 from cfl.methods.subspace import basis as bases
 from cfl.methods.subspace import gpse as module
 from cfl.methods.subspace.sketch import pack, unpack
+from tests import toy
 from tests.gpse_round import (
     GPSE_PHASE,
     Net,
@@ -495,16 +496,9 @@ def test_a_convolution_that_sees_images_of_two_sizes():
 
 
 def test_a_layer_called_with_a_keyword_is_seen():
-    class Keyword(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(12, 3)
-
-        def forward(self, x):
-            return self.layer(input=x)
-
-    server, _ = one_gpse(FOT(sketch="gram", threshold=1.0, bias="free"), handle(Keyword(), (12,)), draws(5, 12))
-    assert server["basis"]["layer"].shape == (12, 5)
+    model = handle(toy.ByKeyword(nn.Linear(12, 3)), (12,))
+    server, _ = one_gpse(FOT(sketch="gram", threshold=1.0, bias="free"), model, draws(5, 12))
+    assert server["basis"]["0"].shape == (12, 5)
 
 
 @pytest.mark.parametrize("sketch", ["gram", "gaussian"])

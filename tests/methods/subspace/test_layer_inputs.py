@@ -10,6 +10,7 @@ from cfl.contract import Batch
 from cfl.core import tree
 from cfl.methods.subspace.input_sums import ImageEnergies
 from cfl.methods.subspace.layer_inputs import Patches, slides, stream, watch
+from tests import toy
 
 
 def _handle(module, input_shape, outputs):
@@ -290,17 +291,8 @@ def test_dropout_is_drawn_on_request_before_a_layer_but_for_its_own():
 
 def test_dropout_that_is_called_with_a_keyword():
     """Its input, which is that of the model, enters the layer after it."""
-
-    class Keyword(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.dropout, self.head = nn.Dropout(0.5), nn.Linear(6, 3)
-
-        def forward(self, x):
-            return self.head(input=self.dropout(input=x))
-
-    x = _random_images(50, 6, ())
-    assert torch.equal(_streamed(_handle(Keyword(), (6,), 3), x, dropout=True)["head"], x)
+    x, module = _random_images(50, 6, ()), toy.ByKeyword(nn.Dropout(0.5), nn.Linear(6, 3))
+    assert torch.equal(_streamed(_handle(module, (6,), 3), x, dropout=True)["1"], x)
 
 
 def test_without_dropout_layers_see_what_they_multiply():
