@@ -144,8 +144,9 @@ class _Queue:
             self._stopped = True
         try:
             for process in self._processes:
-                if process.is_alive() and process.pid:
-                    os.kill(process.pid, signal.SIGINT)
+                with suppress(ProcessLookupError):  # it may end meanwhile
+                    if process.is_alive() and process.pid:
+                        os.kill(process.pid, signal.SIGINT)
             for process in self._processes:
                 process.join()
         except KeyboardInterrupt:

@@ -438,6 +438,21 @@ def test_ctrl_c_tells_how_to_continue(tmp_path, monkeypatch, capsys):
     assert "each run is saved after its round; repeat the command" in capsys.readouterr().err
 
 
+def test_a_process_that_ends_while_all_are_interrupted_does_not_keep_the_others_from_it(monkeypatch):
+    """At the end of a comparison it was alive when asked, and is gone when it gets the signal."""
+    sent, queue = [], parallel._Queue([], parallel.Board(0, 0, quiet=True), None, False)
+
+    def kill(pid, number):
+        if pid == 1:
+            raise ProcessLookupError
+        sent.append((pid, number))
+
+    monkeypatch.setattr(parallel.os, "kill", kill)
+    queue._processes += [SimpleNamespace(pid=pid, is_alive=lambda: True, join=lambda: None) for pid in (1, 2)]
+    queue.stop()
+    assert sent == [(2, signal.SIGINT)]
+
+
 def test_a_run_that_fails_or_dies_does_not_stop_the_others(tmp_path):
     groups = plan("permuted-digits", "fedavg", "0..2", tmp_path, overrides=[*FEW, "rounds=200"])
     first, second, third = groups[0].runs
