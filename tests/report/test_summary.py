@@ -1,5 +1,7 @@
 """The summary as text: best cells, and Markdown and LaTeX tables."""
 
+from pathlib import Path
+
 import pytest
 
 from cfl.report import tables
@@ -25,11 +27,19 @@ def test_zero_prints_without_a_sign():
 
 
 def test_costs_have_the_units_of_their_titles_and_missing_costs_are_a_dash():
-    (line,) = tables.cells(
-        [row(0.5, bytes_up=2.5e6, seconds=3, seeds=2)], ["acc", "bytes_up", "seconds", "server_seconds", "seeds"]
-    )
-    assert tables.head(["bytes_up", "seconds"]) == ["up MB", "seconds"]
-    assert [cell.text for cell in line] == ["50.0 ± 0.0", "2.5", "3.0", "–", "2"]
+    names = ["acc", "bytes_up", "bytes_down", "client_bytes", "seconds", "server_seconds", "seeds"]
+    (line,) = tables.cells([row(0.5, bytes_up=2.5e6, bytes_down=7.5e6, client_bytes=4.5e3, seconds=3, seeds=2)], names)
+    assert tables.head(names[1:5]) == ["up MB", "down MB", "stored KB", "seconds"]
+    assert [cell.text for cell in line] == ["50.0 ± 0.0", "2.5", "7.5", "4.5", "3.0", "–", "2"]
+
+
+def test_results_of_a_run_are_lines_below_its_matrix():
+    """(20 % + 60 %) / 2 = 40 % for the local models; forgetting is undefined after one task."""
+    found = {"accuracy_matrix": [[0.5]], "local_accuracy": [0.2, 0.6], "acc": 0.5, "fgt": None}
+    assert list(tables.run(found, "title", Path("folder")))[1:] == [
+        "Local models of the last cohort: 40.0% on average, 20.0% for the worst",
+        "ACC 50.0%; results in folder",
+    ]
 
 
 def test_runs_that_failed_for_one_reason_share_a_row():
