@@ -155,6 +155,8 @@ def test_streams_without_tasks_or_with_unequal_tasks_are_refused():
     assert len(Stream("s", (_task(), _task(classes=3)), (3,), True)) == 2
     with pytest.raises(DataError, match=r"shape \(3,\), not \(4,\)"):
         Stream("s", (_task(),), (4,), False)
+    with pytest.raises(DataError, match="growing=True, so its head has parts: set multi_head=True"):
+        Stream("s", (_task(),), (3,), False, growing=True)
 
 
 def test_tasks_refuse_bad_samples():
@@ -170,6 +172,40 @@ def test_tasks_refuse_bad_samples():
         TaskSamples(pool, torch.tensor([0, 1]), torch.tensor([0]))
     with pytest.raises(DataError, match="float64"):
         Pool(torch.zeros(2, 2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.uint8, 24 * 1 + 8), (torch.float32, 24 * 4 + 8)])
+def test_a_stored_sample_is_its_numbers_and_a_label_of_eight_bytes(dtype, size):
+    one = torch.zeros(1).long()
+    assert TaskSamples(Pool(torch.zeros(5, 2, 3, 4, dtype=dtype)), one, one).sample_bytes == size
+
+
+def test_every_part_of_a_task_and_the_order_of_tasks_count_in_the_digests():
+    """All rows of the pool are equal, so nothing but the changed part tells the streams apart."""
+    part, other = torch.arange(4), torch.arange(4, 8)
+    plain = {"mean": 0.0, "std": 1.0, "train": part, "test": other, "labels": torch.tensor([0, 0, 1, 1])}
+    plain |= {"tested": plain["labels"], "order": None, "classes": 2, "names": "ab", "growing": False, "heads": True}
+
+    def digests(**changed):
+        one = {**plain, **changed}
+        pool = Pool(torch.zeros(8, 3), *(torch.full((3,), one[name]) for name in ("mean", "std")))
+        first = Task(
+            one["names"][0],
+            TaskSamples(pool, one["train"], one["labels"], one["order"]),
+            TaskSamples(pool, one["test"], one["tested"]),
+            one["classes"],
+        )
+        second = Task(one["names"][1], *(TaskSamples(pool, rows, plain["labels"]) for rows in (part, other)), 2)
+        tasks = (second, first) if changed.get("swapped") else (first, second)
+        return frozenset(Stream("s", tasks, (3,), one["heads"], growing=one["growing"]).digests(False).items())
+
+    labels = torch.tensor([0, 1, 0, 1])
+    changes = [
+        {}, {"mean": 1.0}, {"std": 2.0}, {"train": part.flip(0)}, {"test": other.flip(0)}, {"labels": labels},
+        {"tested": labels}, {"order": torch.tensor([2, 0, 1])}, {"classes": 3}, {"growing": True}, {"heads": False},
+        {"swapped": True}, {"names": "aa"}, {"names": "aa", "labels": labels},
+    ]  # fmt: skip
+    assert len({digests(**change) for change in changes}) == len(changes)
 
 
 def test_from_tensors_single_head_keeps_labels():
