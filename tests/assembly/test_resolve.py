@@ -1,8 +1,10 @@
+import copy
+
 import pytest
 import yaml
 
 from cfl.assembly.resolve import dump, json_schema, load, resolve
-from cfl.config.overrides import read_yaml
+from cfl.config.overrides import merged, read_yaml
 from cfl.config.presets import preset
 from cfl.config.schema import RunConfig
 from cfl.core import ConfigError, unknown
@@ -227,10 +229,19 @@ def test_a_file_of_the_wrong_shape_is_refused(text, message, tmp_path):
         resolve(file=file)
 
 
-@pytest.mark.parametrize("overrides", [["local=5", "local.lr=0.1"], ["local.lr=0.1", "local=5"]])
-def test_a_group_and_a_key_inside_it_are_refused_in_either_order(overrides):
-    with pytest.raises(ConfigError, match="--set sets local and also a key inside it"):
-        resolve("permuted-digits", overrides=overrides)
+@pytest.mark.parametrize(("group", "key"), [("local", "lr"), ("regularizer.fedprox", "mu")])
+def test_a_group_and_a_key_inside_it_are_refused_in_either_order(group, key):
+    both = [f"{group}=5", f"{group}.{key}=0.1"]
+    for overrides in (both, both[::-1]):
+        with pytest.raises(ConfigError, match=f"--set sets {group} and also a key inside it"):
+            resolve("permuted-digits", overrides=overrides)
+
+
+def test_merging_changes_neither_mapping():
+    low, high = {"local": {"lr": 0.1}, "rounds": 3}, {"local": {"epochs": 2}, "seed": 1}
+    kept = copy.deepcopy((low, high))
+    assert merged(low, high) == {"local": {"lr": 0.1, "epochs": 2}, "rounds": 3, "seed": 1}
+    assert (low, high) == kept
 
 
 def test_a_file_keeps_its_benchmark(tmp_path):
