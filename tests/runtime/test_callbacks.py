@@ -248,6 +248,7 @@ def test_a_run_resumes_with_the_decisions_that_it_began_with(tmp_path):
         with pytest.raises(CheckpointError, match="depend on callbacks, and '(At|Length)' is new, missing or changed"):
             run(*others, output=tmp_path, resume=True)
     run(At(0), Length(), output=tmp_path, resume=True)
+    run(output=tmp_path, resume=True)  # the run is over: no later round depends on a callback
 
 
 def test_observers_may_come_and_go(tmp_path):

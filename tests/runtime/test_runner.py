@@ -240,6 +240,10 @@ def test_seconds_are_those_of_clients_of_the_server_and_of_measuring(tmp_path) -
     assert set(spent["measurement"]) == {"coverage", "evaluate", "checkpoint"}
     total = sum(seconds for kind in spent.values() for seconds in kind.values())
     assert result.metrics["seconds"] == pytest.approx(total) and total > 0
+    rows = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
+    for phase in ("train", "gpse"):
+        own = sum(row["seconds"] for row in rows if row["phase"] == phase)
+        assert own == pytest.approx(spent["clients"][phase] + spent["server"][phase]) and spent["server"][phase] > 0
 
 
 def test_nan_is_named_or_left_out() -> None:
@@ -462,7 +466,11 @@ def test_a_look_at_local_models_counts_as_measurement(label: str, tmp_path, monk
     def look(info, client, params) -> None:  # noqa: ANN001
         now[0] += 100.0
 
-    sink = Recorder()
+    class Slow(Recorder):
+        def start(self, config: cfl.RunConfig, notes: list[str], total_rounds: int) -> None:
+            now[0] += 50.0
+
+    sink = Slow()
     config = toy.config("eval_local=1", method=label)
     result = cfl.run(config, stream=toy.stream(), output=tmp_path, sink=sink, observe=look)
     spent = json.loads((tmp_path / "timing.json").read_text())
