@@ -343,3 +343,6 @@ def test_a_client_with_one_sample_of_a_task_and_more_of_another_may_train_on_bot
         cfl.run(cfl.resolve("custom", overrides=few), stream=stream, model=net)
     result = cfl.run(cfl.resolve("custom", method="joint", overrides=few), stream=stream, model=net)
     assert len(result.accuracy_matrix) == 2
+    later = cfl.from_tensors([(x, y, x, y)] * 2, clients=[[3] * 20, [1] * 19 + [3]])
+    with pytest.raises(ConfigError, match="client 3 has one sample to train on in task 1, but"):
+        cfl.run(cfl.resolve("custom", overrides=few), stream=later, model=net)
