@@ -234,6 +234,21 @@ def test_the_quorum_leaves_no_room_for_two_lists(count):
             assert needed(enough, count) in (least, least + 1)
 
 
+def test_accomplices_among_all_clients_count_though_few_hold_data():
+    """Nodes do not know who holds data. Of 9 others, drawn from 99 with 10 accomplices, all are accomplices with a
+    probability of 10 / C(99, 9) = 5.8e-12, which is above 2^-40 = 9.1e-13. So 2 q > 10 + 9 needs all ten signatures."""
+    more = ("secagg=full", "secure.consistency=true", "partition.clients=100")
+    fault = unsafe(10, 10, toy.config(*more, "secure.quorum=0.7"))
+    assert fault.startswith("secure.quorum=0.7 lets a server with 9 accomplices") and fault.endswith("raise it to 1")
+    assert unsafe(10, 10, toy.config(*more, "secure.quorum=1.0")) is None
+
+
+def test_a_larger_cohort_is_a_remedy_where_there_are_more_clients():
+    """42 of 140 may collude, see test_secagg.py; two lists need more than (140 + 42) / 2: 92 / 140 = 0.6571."""
+    more = ("secagg=full", "secure.consistency=true", "partition.clients=1400", "secure.quorum=0.6")
+    assert unsafe(140, 1400, toy.config(*more)).endswith("clients signed; raise it to 0.658, or raise cohort")
+
+
 def test_options():
     fault = unsafe(10, 10, toy.config("secagg=full", "secure.consistency=true"))
     assert fault.startswith("secure.quorum=0.5 lets a server with 1 accomplices get two lists of")
