@@ -103,7 +103,7 @@ def deal(
         raise ConfigError(f"task_share must be in (0, 1], not {task_share}")
     for option, value in {"clients": clients, "alpha": alpha, "shards": shards, "min_samples": min_samples}.items():
         most = _LIMITS.get(option, np.inf)
-        if not 0 < value <= most or value == np.inf:
+        if not 0 < value <= most:
             limit = f" and at most {most:g}" if option in _LIMITS else ""
             raise ConfigError(f"{option} must be positive{limit}, not {value}")
     count = round(clients * task_share)

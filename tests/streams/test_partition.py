@@ -181,6 +181,18 @@ def test_lda_gives_an_owner_at_the_cap_nothing_of_later_classes():
         assert sorted(targets[rows].bincount(minlength=2).tolist() for rows in result.rows) == [[0, 10], [90, 0]]
 
 
+@pytest.mark.parametrize("least", [10, 20])
+def test_lda_of_tiny_alpha_deals_whole_classes_and_keeps_none_back(least):
+    """Class 0 goes to one owner, which is then at the cap of 40 / 2, so that the other gets both other classes.
+
+    In some draws its share of a class underflows to 0; they are repeated.
+    """
+    targets = torch.tensor([0] * 20 + [1] * 10 + [2] * 10)
+    for seed in range(20):
+        result = deal(targets, 0, name="lda", clients=2, alpha=1e-300, min_samples=least, seed=seed)
+        assert sorted(targets[rows].bincount(minlength=3).tolist() for rows in result.rows) == [[0, 10, 10], [20, 0, 0]]
+
+
 def test_lda_always_ends(monkeypatch):
     monkeypatch.setattr(partition, "_REDRAWS", 1000)  # a minute's worth otherwise
     monkeypatch.setattr(partition, "_LONG", 100)
@@ -339,7 +351,7 @@ def test_clients_may_be_an_array_of_all_tasks(kind):
 
 
 def test_what_the_stream_says_must_fit():
-    few = ["partition.name=stream", "partition.clients=2", "rounds=1"]
+    few = ["partition.name=stream", "partition.clients=3", "rounds=1"]  # 0, 1 and 2
     with pytest.raises(ConfigError, match=r"task 1 has samples of client 3; set partition.clients to 4 or more"):
         cfl.run(cfl.resolve("custom", overrides=few), stream=held([0] * 12, [3] * 12))
     with pytest.raises(ConfigError, match="needs a stream that says which client holds which sample; pass `clients`"):
