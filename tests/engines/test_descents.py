@@ -165,6 +165,38 @@ def test_factors_that_are_weights_stay():
     assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(found, expected, strict=True))
 
 
+def test_parts_of_weights_and_rates_that_are_computed_stay():
+    """A descent changes the whole of an input, at a rate that is an input."""
+
+    def part(weight, x, g, lr):
+        update([weight[1:]], [torch.bmm(g.transpose(1, 2), x)], lr)
+        return [g.sum()]
+
+    def halved(weight, x, g, lr):
+        update([weight], [torch.bmm(g.transpose(1, 2), x)], lr / 2)
+        return [g.sum()]
+
+    weight, x, g = leaves((3, 3, 4), (3, 5, 4), (3, 5, 3))
+    slope = torch.einsum("bno,bni->boi", g, x)
+    for work, first, rate in ((part, 1, 0.25), (halved, 0, 0.125)):
+        _, found, descents = both(work, [weight, x[first:], g[first:], LR])
+        by_hand = torch.cat([weight[:first], weight[first:] - rate * slope[first:]])
+        assert not descents and torch.allclose(found[1], by_hand, atol=1e-6)
+
+
+def test_factors_that_are_permuted_weights_stay():
+    """The update sees the weight in the order of memory; its slope has the weight itself as a factor."""
+
+    def work(weight, g, lr):
+        update([weight.permute(0, 2, 1)], [torch.bmm(g, weight).view(2, 4, 4)], lr)
+        return [g.sum()]
+
+    weight, g = leaves((2, 4, 4), (2, 4, 4))
+    last = weight.transpose(1, 2).contiguous().transpose(1, 2)
+    expected, found, descents = both(work, [last, g, LR])
+    assert not descents and torch.allclose(found[1], expected[1], atol=1e-6)
+
+
 def test_conversions_that_lose_something_stay():
     """A hook that rounds gradients to whole numbers."""
 
