@@ -246,6 +246,22 @@ def test_seconds_are_those_of_clients_of_the_server_and_of_measuring(tmp_path) -
         assert own == pytest.approx(spent["clients"][phase] + spent["server"][phase]) and spent["server"][phase] > 0
 
 
+def test_a_sink_hears_of_clients_without_data_and_of_each_task_by_its_name() -> None:
+    """Half of four clients hold each task."""
+    told: list[dict] = []
+
+    class Told(Recorder):
+        def task(self, row: dict) -> None:
+            told.append(row)
+
+    sink, stream = Told(), toy.stream()
+    config = toy.config("partition.task_share=0.5", "rounds=1", method="fedavg")
+    result = cfl.run(config, stream=stream, sink=sink)
+    assert "clients without data are never sampled: task 0: 2, task 1: 2, task 2: 2" in sink.notes
+    assert [(row["task"], row["name"]) for row in told] == [(n, task.name) for n, task in enumerate(stream.tasks)]
+    assert told[1]["accuracy"] == [*result.accuracy_matrix[1, :2].tolist(), None]
+
+
 def test_nan_is_named_or_left_out() -> None:
     @dataclass(frozen=True)
     class Breaks(cfl.Strategy):
