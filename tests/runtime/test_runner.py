@@ -13,6 +13,7 @@ import yaml
 from torch import nn
 
 import cfl
+from cfl.assembly import methods
 from cfl.core import ConfigError, DataError, UpdateError, rng, tree
 from cfl.methods.regularizers import FedProx, LocalRegularizer
 from cfl.methods.strategies import FOT
@@ -89,6 +90,13 @@ def test_clients_that_send_nothing_keep_their_states_and_leave_the_global_model_
     assert session.state.clients
     for state in session.state.clients.values():
         assert not any(leaf.equal(before[name.removeprefix("strategy/")]) for name, leaf in state.items())
+
+
+def test_an_object_of_ones_own_is_named_by_its_class_in_the_results_and_a_method_by_its_option() -> None:
+    config = toy.config("rounds=1", method="fedprox")
+    members = {**methods.build(config), "strategy": Alone()}
+    with contextlib.closing(build_session(config, toy.stream(1), members)) as session:
+        assert session.label == "Alone+fedprox"
 
 
 @pytest.mark.parametrize(("engine", "used"), [("auto", "loop"), ("vmapped", "vmapped")])
