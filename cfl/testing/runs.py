@@ -3,6 +3,7 @@
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,9 @@ def check_rounds(session: Session, plain: Session, faults: Faults) -> None:
         session.round(position)
         if faults:
             return
+        own = replace(info, model=plain.model)  # the model that its engine switches between the modes
         alone = [
-            plain.engine.round(RoundInputs(info, shared, [client], {client.id: states[client.id]}))
+            plain.engine.round(RoundInputs(own, shared, [client], {client.id: states[client.id]}))
             for client in reversed(clients)
         ]
         # The state of a regularizer ends with its task, so compare it within the task only.

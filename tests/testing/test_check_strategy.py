@@ -15,8 +15,8 @@ from cfl.core import plugins, rng, tree
 from cfl.methods.strategies import GPM
 from cfl.methods.strategies.replay import Replay
 from cfl.testing import ConformanceError, check_strategy, toy_config, toy_stream
-from cfl.testing.hooks import Faults
-from cfl.testing.runs import check_engines
+from cfl.testing.hooks import Faults, watched
+from cfl.testing.runs import check_engines, check_rounds, planned, session
 from tests import toy
 
 CALLS = itertools.count()
@@ -512,6 +512,27 @@ def test_the_growing_head_is_left_out_where_it_is_refused():
 def test_the_toy_stream_is_named():
     with pytest.raises(ConformanceError, match=r"^Halves breaks 1 rule on the toy stream with one head:\n  adjust: "):
         check_strategy(Halves())
+
+
+def test_work_finds_the_model_in_evaluation_mode_in_every_call_of_the_kit():
+    """In training mode, batch normalisation writes running statistics, which torch.func.grad refuses.
+
+    The first of two rounds is not evaluated, and an evaluation would leave the model in evaluation mode.
+    """
+    training, settings, found = [], toy_config("tasks=1", "rounds=2"), Faults()
+    module = torch.nn.Linear(8, 2)  # in training mode, like the network of a user
+
+    class Asks(cfl.Strategy):
+        def plan(self, task, tasks, rounds):
+            return [cfl.Phase("ask", rounds, train=False, work=True)]
+
+        def work(self, params, client, shared, state, info):
+            training.append(info.model.module.training)
+            return {}, state
+
+    run = planned(settings, toy_stream(1), watched(Asks(), found), module, found)
+    check_rounds(run, session(settings, toy_stream(1), Asks(), module), found)
+    assert not found and training and not any(training), (found.found, training)
 
 
 @pytest.mark.parametrize(
