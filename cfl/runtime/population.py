@@ -85,10 +85,17 @@ class Population:
         return int(weights[list(ids)].sum()) / total if total else 0.0  # nodes may have no data of a task
 
     def notes(self) -> list[str]:
-        """A line for the start of a run on clients without data, if any."""
+        """Lines for the start of a run: on clients without data, and on clients that the stream names in vain."""
         without = {task: int((dealt.sizes == 0).sum()) for task, dealt in enumerate(self.deals)}
         counts = ", ".join(f"task {task}: {count}" for task, count in without.items() if count)
-        return [f"clients without data are never sampled: {counts}"] if counts else []
+        lines = [f"clients without data are never sampled: {counts}"] if counts else []
+        name = self.config.partition.name
+        if name != "stream" and any(task.clients is not None for task in self.stream.tasks):
+            lines.append(
+                f"partition.name={name} deals all samples anew; partition.name=stream leaves each to the client that "
+                "the stream names"
+            )
+        return lines
 
     def _owners(self, tasks: tuple[int, ...]) -> tuple[int, ...]:
         """Ids of the clients with data of at least one of the tasks, ascending."""

@@ -59,6 +59,16 @@ def test_clients_without_data_are_named():
     assert population("partition.task_share=1.0").notes() == []
 
 
+def test_clients_that_the_stream_names_in_vain_are_told_of():
+    """A user who passes clients, and forgets the option, would compare methods on another partition."""
+    data = torch.zeros(8, 3), torch.arange(8) % 2
+    stream = cfl.from_tensors([(*data, *data)], clients=[torch.arange(8) % 2])
+    (line,) = Population(stream, cfl.resolve("own", overrides=["partition.clients=2", "local.batch_size=2"])).notes()
+    assert line.startswith("partition.name=iid deals all samples anew; partition.name=stream leaves each to the client")
+    named = cfl.resolve("own", overrides=["partition.clients=2", "partition.name=stream"])
+    assert Population(stream, named).notes() == []
+
+
 def test_batches_must_fit_but_where_sizes_are_up_to_chance():
     with pytest.raises(ConfigError, match="local.batch_size=17 is more than the 16 samples"):
         population("local.batch_size=17")
