@@ -61,7 +61,6 @@ class Model:
         precision: precisions.Precision = "float32",
     ) -> None:
         self.module, self.precision, self._lowered = own_copy(module, device), precision, False
-        recurrent.prepare(self.module)
         if precision != "float32":
             precisions.prepare(self.module)
         self.tasks, self.multi_head, self.growing, self.seed = len(classes), multi_head, growing, seed
@@ -281,9 +280,10 @@ class Model:
             for holder, key, leaf in slots:
                 holder[key] = leaf
             if not self._lowered:
-                return self.module(x)
+                return recurrent.call(self.module, x)
             with precisions.lowered(x.device):
-                return self.module(x).to(next(leaf.dtype for *_, leaf in slots if leaf.is_floating_point()))
+                outputs = recurrent.call(self.module, x)
+            return outputs.to(next(leaf.dtype for *_, leaf in slots if leaf.is_floating_point()))
         finally:
             for (holder, key, _), leaf in zip(slots, own, strict=True):
                 holder[key] = leaf

@@ -1,35 +1,62 @@
-"""Initial states of recurrent layers under `torch.func.vmap`."""
+"""Forward passes of modules under `torch.func.vmap`, with the states of recurrent layers and cells."""
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from cfl.core.functorch import transforming
 
-_KINDS = (nn.RNN, nn.GRU, nn.LSTM, nn.RNNCell, nn.GRUCell, nn.LSTMCell)
+# Called with inputs, state and weights. With packed sequences the arguments are others, but torch.func takes none.
+_KINDS = frozenset(
+    (
+        torch.gru, torch.lstm, torch.rnn_relu, torch.rnn_tanh,
+        torch.gru_cell, torch.lstm_cell, torch.rnn_relu_cell, torch.rnn_tanh_cell,
+    )
+)  # fmt: skip
 
 
-def prepare(module: nn.Module) -> None:
-    """Let recurrent layers and cells run under vmap over the samples alone, with shared weights.
+def call(module: nn.Module, x: Tensor) -> Any:
+    """Return module(x), also under vmap over the samples alone, where recurrent layers share their weights.
 
-    The zeros with which such a layer starts are then the same for all samples, and torch adds the inputs to their
-    product in place, which vmap refuses. So they are made from the inputs. Subclasses may take other arguments, and
-    stay as they are.
+    Raises RuntimeError for a forward that vmap does not run, with what to write in it.
     """
-    for layer in module.modules():
-        if type(layer) in _KINDS:
-            layer.register_forward_pre_hook(_with_state, with_kwargs=True)
+    if not transforming():
+        return module(x)
+    try:
+        if not any(isinstance(layer, nn.RNNBase | nn.RNNCellBase) for layer in module.modules()):
+            return module(x)
+        with _States():
+            return module(x)
+    except RuntimeError as error:
+        if not str(error).startswith("vmap: "):
+            raise
+        advice = "in forward, make new tensors from the inputs, such as x.new_zeros(...), and do not branch on values"
+        raise RuntimeError(f"vmap does not run the network: {advice} ({error})") from error
 
 
-def _with_state(layer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Add the initial state to a call that gives the inputs alone; a packed sequence is no tensor."""
-    if len(args) != 1 or named or not isinstance(args[0], Tensor) or not transforming():
-        return None
-    x, size = args[0], layer.hidden_size
-    if isinstance(layer, nn.RNNCellBase):
-        lead = [*x.shape[:-1]]
-    else:
-        rows = [x.shape[0 if layer.batch_first else 1]] if x.dim() == 3 else []
-        lead = [layer.num_layers * (1 + layer.bidirectional), *rows]
-    states = [x.new_zeros(*lead, width) for width in (getattr(layer, "proj_size", 0) or size, size)]
-    return (x, tuple(states) if isinstance(layer, (nn.LSTM, nn.LSTMCell)) else states[0]), named
+class _States(TorchFunctionMode):
+    """Make the states of recurrent layers from their inputs.
+
+    Zeros with which a layer, or a network, starts are the same for all samples, and torch adds the inputs to their
+    product with the weights in place, which vmap refuses.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _KINDS and not kwargs:
+            x, state, *rest = args
+            return func(x, _own(state, x) if isinstance(state, Tensor) else [_own(one, x) for one in state], *rest)
+        return func(*args, **(kwargs or {}))
+
+
+def _own(state: Tensor, x: Tensor) -> Tensor:
+    """The same numbers, for each sample of x."""
+    return state + x.new_zeros(state.shape, dtype=state.dtype)

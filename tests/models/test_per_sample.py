@@ -62,11 +62,40 @@ class Pieces(nn.Module):
         return self.head(torch.cat([self.body(part) for part in x.split(4)]).tanh())
 
 
-class Last(nn.LSTM):
+class Last(nn.GRU):
     """A recurrent layer with a forward of its own, which takes no state."""
 
     def forward(self, x):
         return super().forward(x)[0][:, -1]
+
+
+class OwnZeros(nn.Module):
+    """Cells, the first of which starts with zeros that are not made from the inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.gru, self.lstm, self.head = nn.GRUCell(3, 4), nn.LSTMCell(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        state = torch.zeros(len(x), 4, dtype=x.dtype)
+        pair = state, state
+        for step in x.unbind(1):
+            state = self.gru(step, state)
+            pair = self.lstm(state, pair)
+        return self.head(pair[0])
+
+
+class Filled(nn.Module):
+    """Writes to a tensor that is not made from the inputs, which vmap refuses."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x):
+        out = torch.zeros(len(x), 3, dtype=x.dtype)
+        out[:] = x @ self.weight
+        return out
 
 
 class Tied(nn.Module):
@@ -134,6 +163,8 @@ NETS = {
     "tied": ((4,), Tied),
     "bare": ((4,), Bare),
     "recurrent": ((6, 3), Recurrent),
+    "own forward": ((6, 3), lambda: nn.Sequential(Last(3, 4, batch_first=True), nn.Linear(4, 3))),
+    "own zeros": ((6, 3), OwnZeros),
 }
 
 
@@ -204,13 +235,7 @@ def test_only_the_named_leaves_are_returned_and_nothing_is_written():
     assert not model.module[0]._forward_hooks  # the hooks are removed
 
 
-def test_a_recurrent_layer_with_a_forward_of_its_own_gets_no_state():
-    model = Model(nn.Sequential(Last(3, 4, batch_first=True), nn.Linear(4, 3)), (6, 3), [3], multi_head=False)
-    x = toy.random(5, 6, 3).float()
-
-    def total(params, x):
-        return model.logits(params, x, 0).tanh().sum()
-
-    single = torch.func.vmap(lambda one: torch.func.grad(total)(model.params, one[None]))(x)
-    expected = torch.func.grad(total)(model.params, x)
-    torch.testing.assert_close({name: leaf.sum(0) for name, leaf in single.items()}, expected)
+def test_a_forward_that_vmap_does_not_run_is_told_what_to_write():
+    model = Model(Filled(), (4,), [3], multi_head=False)
+    with pytest.raises(RuntimeError, match=r"make new tensors from the inputs, such as x\.new_zeros\(\.\.\.\)"):
+        squared_gradients(model, model.params, ["weight"], LOSS, toy.random(5, 4).float(), torch.arange(5) % 3, 0)
