@@ -93,14 +93,14 @@ class GPSE:
         layers = [layer for layer in layers if not bases.full(known[layer.name])]
         sums = {layer.name: self._empty_sum(layer, known[layer.name], client, info) for layer in layers}
         drawn = {"augmented": self.augmented, "dropout": self.dropout}
-        add_inputs(sums, layers, params, client, info, max_patches=self.max_patches, **drawn)
+        rows = add_inputs(sums, layers, params, client, info, max_patches=self.max_patches, **drawn)
         at_client = self.project_at == "client"
         up: Tree = {}
         for layer in layers:
             inputs = sums[layer.name]
             if info.privacy:
                 parts = len(layers) * (2 if at_client else 1)
-                sketch, energies = private.scaled(inputs, info.privacy, len(client), parts)
+                sketch, energies = private.scaled(inputs, info.privacy, rows[layer.name], parts)
             else:
                 sketch, energies = inputs.release(), inputs.energies  # |X|^2, |X*|^2
             up[f"sketch/{layer.name}"] = sketch.to(params[layer.weight].dtype)

@@ -63,9 +63,10 @@ def add_inputs(
     max_patches: int = 0,
     augmented: bool = False,
     dropout: bool = False,
-) -> None:
+) -> Counter[str]:
     """Send the client's samples through the model once and add each layer's inputs to `sums`, by layer name.
 
+    Returns the number of each layer's inputs by their first dimensions: the client's samples, for each call once.
     max_patches: as in `some_patches`; augmented: apply the random changes of training images; dropout: draw dropout.
     With `info.privacy`, the inputs of each sample to a layer are scaled to unit energy.
     Raises ConfigError if a layer runs several times per pass and dp.level is "example", or if the samples are not the
@@ -83,7 +84,8 @@ def add_inputs(
     for into, patches in inputs.images.values():
         into.add_gram(patches.gram())
     if bounded:
-        _check_calls(inputs.calls, client.steps(BATCH))
+        _check_calls(inputs.rows, len(client))
+    return inputs.rows
 
 
 class ImageEnergies(Energies):
@@ -108,16 +110,16 @@ class ImageEnergies(Energies):
 
 
 class _Pass:
-    """State of a pass: sums by layer, calls by layer, and by layer and image size the products of whole images."""
+    """State of a pass: sums by layer, inputs by layer, and by layer and image size the products of whole images."""
 
     def __init__(self, sums: Mapping[str, Energies], max_patches: int, info: RoundInfo) -> None:
         self.sums, self.max_patches, self.info = sums, max_patches, info
         self.images: dict[tuple[str, torch.Size], tuple[Gram, Patches]] = {}
-        self.calls: Counter[str] = Counter()
+        self.rows: Counter[str] = Counter()
 
     def add(self, layer: Layer, x: Tensor, batch: Batch) -> None:
         """Add x, the input of a layer's module, to the layer's sum: as whole images if possible, else as vectors."""
-        self.calls[layer.name] += 1
+        self.rows[layer.name] += len(x)
         into = self.sums[layer.name]
         augment = len(into.basis) > layer.size
         images = slides(layer) and not (self.max_patches or self.info.privacy or augment)
@@ -152,10 +154,10 @@ def _check_rows(layers: Sequence[Layer], option: str) -> None:
             )
 
 
-def _check_calls(calls: Mapping[str, int], batches: int) -> None:
-    """Raise ConfigError for a layer with more calls than batches: each call adds a unit of energy per sample."""
-    for name, count in calls.items():
-        if count > batches:
+def _check_calls(rows: Mapping[str, int], samples: int) -> None:
+    """Raise ConfigError for a layer with more inputs than samples: each call adds a unit of energy per sample."""
+    for name, count in rows.items():
+        if count > samples:
             raise ConfigError(
                 f"layer '{name}' runs several times per forward pass, so a sample's contribution to its sketch is not "
                 "bounded; set dp.level=client"

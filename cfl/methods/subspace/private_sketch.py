@@ -31,12 +31,13 @@ def share(privacy: Privacy, parts: int) -> float:
     return privacy.clip / math.sqrt(parts)
 
 
-def scaled(sums: Gram | Direct, privacy: Privacy, samples: int, parts: int) -> tuple[Tensor, Tensor]:
+def scaled(sums: Gram | Direct, privacy: Privacy, rows: int, parts: int) -> tuple[Tensor, Tensor]:
     """Upload of a client for unit-energy inputs: the sketch or packed Gram matrix, and the residual's energy ().
 
-    Both are means over the client's samples if dp.level is "client", and sums if it is "example".
+    rows: inputs of unit energy in the sums, of which a layer that runs twice per pass has two for each sample.
+    Both are means over these inputs if dp.level is "client", and sums if it is "example".
     """
-    released, whole = sums.release(), samples if privacy.level == "client" else 1
+    released, whole = sums.release(), max(rows, 1) if privacy.level == "client" else 1
     # A Gram matrix is quadratic in the inputs. A sketch (d, s) is linear in them, with s draws for each.
     scale = whole if released.dim() == 1 else math.sqrt(whole * released.shape[1])
     return share(privacy, parts) * released / scale, share(privacy, parts) * sums.energies[1] / whole

@@ -256,6 +256,32 @@ def test_a_layer_that_runs_several_times_a_pass_is_refused_for_single_samples():
     assert set(released(strategy, twice, x, None)) == {"sketch/0", "sketch/1"}
 
 
+class Again(nn.Sequential):
+    """Sends each sample through its first layer once, in two calls, or as two rows of one call."""
+
+    way: str
+
+    def forward(self, x):
+        x = x.to(self[0].weight)
+        hidden = self[0](x.repeat(2, 1) if self.way == "rows" else x)[: len(x)]
+        return self[1]((self[0](x) if self.way == "calls" else hidden).relu())
+
+
+@pytest.mark.parametrize("way", ["calls", "rows"])
+def test_inputs_that_come_twice_count_once_at_client_level(way):
+    """The inputs to a layer are twice as many, with the same directions, and a client sends means over them: its upload
+    is that of a network in which they come once. So the server, which expects an energy of 1 x the share 1 / sqrt(4) of
+    inputs that no basis covers, finds that nothing is covered."""
+    layers, x = toy.net(nn.Linear(5, 5), nn.Linear(5, 3)), torch.randn(9, 5, generator=rng.generator(0))
+    once, twice = (Again(*layers) for _ in range(2))
+    once.way, twice.way = "once", way
+    first, second = (
+        released(FOT(sketch="gram"), handle(net, (5,)), x, Privacy("client", 1.0)) for net in (once, twice)
+    )
+    assert float(second["energy/0"]) == pytest.approx(0.5)
+    torch.testing.assert_close(second, first)
+
+
 class Rows(nn.Sequential):
     """A layer whose rows are positions of samples: positions first, or samples and positions in one dimension."""
 
