@@ -188,6 +188,19 @@ class ByKeyword(nn.Sequential):
         return x
 
 
+class ManyRows(nn.Module):
+    """A Linear layer as the last one, to which positions are the first dimension, or samples and positions are one."""
+
+    def __init__(self, features: int, outputs: int, *, folded: bool) -> None:
+        super().__init__()
+        self.head, self.folded, self.positions = nn.Linear(1, outputs), folded, features
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x[..., None].flatten(0, 1) if self.folded else x.T[..., None]
+        out = self.head(rows)
+        return out.unflatten(0, (-1, self.positions)).mean(1) if self.folded else out.mean(0)
+
+
 def net(*parts: nn.Module) -> Net:
     """The modules in float64, with weights that do not depend on the tests before."""
     made = Net(*parts)

@@ -22,7 +22,7 @@ from cfl.models.dropout import switched_off
 from cfl.models.layers import drop_running_stats, full_name, layers_of, leaf_slots, new_heads, norm_parameters, on_input
 from cfl.models.memory_format import Layout, is_channels_last
 from cfl.models.passes import couples, passes
-from cfl.models.tracing import check_outputs, constants, frozen_names, own_copy, trace
+from cfl.models.tracing import check_outputs, constants, features_fault, frozen_names, own_copy, trace
 
 NormStats = Literal["per_task", "batch", "running"]
 NO_CLASS = -1e9  # logit of a class that a narrower head does not have: its softmax is 0, its logarithm is finite
@@ -42,7 +42,8 @@ class Model:
     norms: affine parameters of normalisation layers, name to the number of projected modules called before the layer;
     couples_samples: whether a sample's outputs in training depend on the others of its batch, see `couples`;
     takes_one: whether a batch in training may be a single sample; masks: buffers that no client sends, see `constants`;
-    layout: memory layout of leaves in which the module is fastest; classifier: path of the last Linear layer, or None.
+    layout: memory layout of leaves in which the module is fastest; classifier: path of the last Linear layer, or None;
+    no_features: what to change in a module whose `features` cannot be told apart by sample, empty for all others.
     Raises ConfigError for a module that cannot be trained, whose outputs do not fit the stream, or that is all frozen.
     """
 
@@ -77,6 +78,7 @@ class Model:
         if paths and isinstance(last := called[paths[-1]], nn.Linear):
             self.classifier = paths[-1]
             self._head_names = [full_name(paths[-1], name) for name, _ in last.named_parameters()]
+        self.no_features = features_fault(self.classifier, mixed)
         check_outputs(self.module, self.classifier, outputs, classes, multi_head)
         self._parameter_names = [name for name, _ in self.module.named_parameters()]
         self.masks = constants(self.module, self.moving)
@@ -222,26 +224,23 @@ class Model:
         return every.gather(1, chosen.argmax(1)[:, None, None].expand(-1, 1, every.shape[2]))[:, 0]
 
     def features(self, params: Mapping[str, Tensor], x: Tensor, task: int) -> Tensor:
-        """Inputs of the last Linear layer: (batch, d). Raises ConfigError for a module that does not end in one."""
-        if self.classifier is None:
-            raise ConfigError("features are the inputs of the last Linear layer; end the model in nn.Linear")
+        """Inputs of the last Linear layer: (batch, d). Raises ConfigError for a module with `no_features`."""
+        if self.no_features:
+            raise ConfigError(f"features are the inputs of the last Linear layer; {self.no_features}")
         with self.watched_features() as seen:
             self.logits(params, x, task)
         return seen[-1]
 
     @contextlib.contextmanager
     def watched_features(self) -> Iterator[list[Tensor]]:
-        """Collect the inputs (batch, d) of the last Linear layer in each pass; empty for a model without that layer."""
+        """Collect the inputs (batch, d) of the last Linear layer in each pass; none for a module with `no_features`."""
         seen: list[Tensor] = []
-        if self.classifier is None:
+        with contextlib.ExitStack() as hooks:
+            if not self.no_features:
+                layer: Any = self.module.get_submodule(str(self.classifier))
+                hook = on_input(layer, lambda x: seen.append(x.flatten(1).to(layer.weight.dtype)))
+                hooks.callback(hook.remove)
             yield seen
-            return
-        layer: Any = self.module.get_submodule(self.classifier)
-        hook = on_input(layer, lambda x: seen.append(x.flatten(1).to(layer.weight.dtype)))
-        try:
-            yield seen
-        finally:
-            hook.remove()
 
     @contextlib.contextmanager
     def evaluation(self, dropout: bool = False) -> Iterator[None]:

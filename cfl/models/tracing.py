@@ -129,6 +129,18 @@ def check_outputs(
         )
 
 
+def features_fault(classifier: str | None, mixed: Collection[str]) -> str:
+    """What to change so that each sample has its own inputs to the last Linear layer; empty if it has.
+
+    mixed: as in `Traced`.
+    """
+    if classifier is None:
+        return "end the model in nn.Linear"
+    if classifier in mixed:
+        return f"let the inputs of that layer, '{classifier}', have the samples as their first dimension"
+    return ""
+
+
 def constants(module: nn.Module, moving: Collection[str]) -> Tree:
     """Return the buffers of a module that no client sends: masks, which have no mean over clients.
 

@@ -229,6 +229,17 @@ def test_features_of_a_head_that_is_called_with_a_keyword():
     assert torch.equal(model.features(model.params, x, 0), x.tanh())
 
 
+@pytest.mark.parametrize("multi_head", [False, True])
+@pytest.mark.parametrize("folded", [True, False])
+def test_a_last_layer_whose_rows_are_no_samples_gives_no_features(folded, multi_head):
+    model = Model(toy.ManyRows(4, 2, folded=folded), (4,), [2, 2], multi_head=multi_head)
+    with pytest.raises(ConfigError, match="let the inputs of that layer, 'head', have the samples as their first dim"):
+        model.features(model.params, torch.zeros(5, 4), 0)
+    with model.watched_features() as seen:
+        model.logits(model.params, torch.zeros(5, 4), 0)
+    assert seen == []
+
+
 def test_a_model_without_a_last_linear_layer_has_no_features():
     model = Model(nn.Sequential(nn.Conv2d(1, 3, 4), nn.Flatten()), (1, 4, 4), [3], multi_head=False)
     with pytest.raises(

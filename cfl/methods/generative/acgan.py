@@ -98,9 +98,9 @@ def _mlp(shape: Sequence[int], latent: int, hidden: int) -> nn.Module:
 
 
 def initial_critic(model: Model, key: int) -> Tree:
-    """Initial weight (1, d) and bias (1,) of the critic. Raises ConfigError for a model without a last Linear layer."""
-    if model.classifier is None:
-        raise ConfigError("the critic reads the inputs of the model's last Linear layer; end the model in nn.Linear")
+    """Initial weight (1, d) and bias (1,) of the critic. Raises ConfigError for a model with `no_features`."""
+    if model.no_features:
+        raise ConfigError(f"the critic reads the inputs of the model's last Linear layer; {model.no_features}")
     like = model.params[model.head(0)[0]]
     with model.evaluation(), torch.no_grad():
         features = model.features(model.params, like.new_zeros(2, *model.input_shape), 0)

@@ -37,8 +37,8 @@ class FedRCL(LocalRegularizer):
     threshold: float = option(0.7, "similarity above which a pair of one class is pushed apart", source="official code")
 
     def init_client(self, params: Tree, model: Model) -> Tree:
-        if model.classifier is None:
-            raise ConfigError("'fedrcl' compares the inputs of a last linear layer; end the model in nn.Linear")
+        if model.no_features:
+            raise ConfigError(f"'fedrcl' compares the inputs of a last linear layer; {model.no_features}")
         return {}
 
     def penalty(self, params: Tree, logits: Tensor, ctx: Ctx) -> Tensor | float:

@@ -34,8 +34,8 @@ class Moon(LocalRegularizer):
 
     def init_client(self, params: Tree, model: Model) -> Tree:
         """The last local model; before a client's first round of a task, the global model."""
-        if model.classifier is None:
-            raise ConfigError("'moon' compares the inputs of a last linear layer; end the model in nn.Linear")
+        if model.no_features:
+            raise ConfigError(f"'moon' compares the inputs of a last linear layer; {model.no_features}")
         return dict(params)
 
     def penalty(self, params: Tree, logits: Tensor, ctx: Ctx) -> Tensor | float:

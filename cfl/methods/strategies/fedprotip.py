@@ -65,7 +65,8 @@ class FedProTIP(TaskInference, Strategy):
 
     def init_server(self, params: Tree, model: Model) -> Server:
         device = next(iter(params.values())).device
-        return {"basis": {layer.name: bases.empty(layer.size, device) for layer in model.layers}}
+        basis = {layer.name: bases.empty(layer.size, device) for layer in model.layers}
+        return {**super().init_server(params, model), "basis": basis}
 
     def notes(self, model: Model) -> list[str]:
         return covered(model, model.layers, self.frozen(1, model), augment=False)

@@ -77,7 +77,8 @@ class FOT(OptionalTaskInference, LayerPolicy, GPSE, Strategy):
     def init_server(self, params: Tree, model: Model) -> Server:
         device = next(iter(params.values())).device
         basis = {layer.name: bases.empty(self.width(layer), device) for layer in self.projected(model)}
-        return self.begin_task({"basis": basis, "removed": {}}, 0, model)
+        empty = {**super().init_server(params, model), "basis": basis, "removed": {}}
+        return self.begin_task(empty, 0, model)
 
     def begin_task(self, server: Server, task: int, model: Model) -> Server:
         return {**server, **removed_energy.for_new_task(server)}

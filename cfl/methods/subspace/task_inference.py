@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from cfl.contract import Client, Phase, RoundInfo, Server
-from cfl.core import Tree, option
+from cfl.core import ConfigError, Tree, option
 from cfl.methods.subspace import basis as bases
 from cfl.methods.subspace.input_sums import drawn_batches
 from cfl.methods.subspace.sketch import pack, packed_size, unpack
@@ -55,6 +55,12 @@ class TaskInference:
     def infers(self) -> bool:
         """Whether the method infers tasks."""
         return True
+
+    def init_server(self, params: Tree, model: Model) -> Server:
+        """No trees before the first task. Raises ConfigError for a model with `no_features` whose head grows."""
+        if self.infers and model.growing and model.no_features:
+            raise ConfigError(f"tasks are inferred from the inputs of the last linear layer; {model.no_features}")
+        return {}
 
     def feature_phases(self) -> list[Phase]:
         """The round after a task's training in which clients send sums over their features."""

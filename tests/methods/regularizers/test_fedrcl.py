@@ -150,6 +150,14 @@ def test_a_dead_layer_gives_a_finite_gradient(dtype):
     assert all(leaf.isfinite().all() for leaf in gradient.values()) and not gradient["0.weight"].any()
 
 
+@pytest.mark.parametrize("folded", [True, False])
+def test_a_last_layer_whose_rows_are_no_samples_is_refused(folded):
+    """Rows of its inputs are positions, or samples and positions: they would be compared as samples."""
+    model = Model(toy.ManyRows(4, 3, folded=folded), (4,), [3], multi_head=False)
+    with pytest.raises(ConfigError, match="'fedrcl' .*; let the inputs of that layer, 'head', have the samples"):
+        FedRCL().init_client(model.params, model)
+
+
 def test_a_model_without_a_last_layer_and_values_out_of_range_are_refused():
     model = Model(nn.Sequential(nn.Conv2d(1, 3, 4), nn.Flatten()), (1, 4, 4), [3], multi_head=False)
     with pytest.raises(ConfigError, match="'fedrcl' compares the inputs of .*; end the model in nn.Linear"):

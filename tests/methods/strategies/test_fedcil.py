@@ -407,6 +407,13 @@ def test_a_model_needs_a_last_linear_layer():
         cfl.run(toy.config(method="fedcil"), stream=toy.stream(), strategy=FedCIL(**SMALL), model=model)
 
 
+@pytest.mark.parametrize("folded", [True, False])
+def test_a_last_layer_whose_rows_are_no_samples_is_refused(folded):
+    with pytest.raises(ConfigError, match="the critic reads .*; let the inputs of that layer, 'head', have the"):
+        model = toy.ManyRows(8, 2, folded=folded)
+        cfl.run(toy.config(method="fedcil"), stream=toy.stream(), strategy=FedCIL(**SMALL), model=model)
+
+
 def test_frozen_parameters_stay():
     module = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
     module[0].requires_grad_(False)

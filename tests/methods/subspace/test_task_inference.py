@@ -269,3 +269,15 @@ def test_secure_sums_are_the_plain_ones(strategy):
 @pytest.mark.parametrize("strategy", INFERRING, ids=lambda s: type(s).__name__)
 def test_conformance(strategy):
     check_strategy(strategy, config=toy.config("scenario=class", "tasks=2", "rounds=1", method="fedavg"))
+
+
+@pytest.mark.parametrize("folded", [True, False])
+@pytest.mark.parametrize("strategy", INFERRING, ids=lambda each: type(each).__name__)
+def test_a_last_layer_whose_rows_are_no_samples_is_refused_at_the_start(strategy, folded):
+    """The sum of f f^T would count positions as samples, and `infer_task` return a task for each of them."""
+    module = toy.ManyRows(6, 2, folded=folded)
+    model = _growing(module)
+    with pytest.raises(ConfigError, match="tasks are inferred from .*; let the inputs of that layer, 'head', have the"):
+        strategy.init_server(model.params, model)
+    plain = cfl.Model(module, (6,), (2,) * 3, multi_head=True)  # nothing is inferred
+    assert strategy.init_server(plain.params, plain) is not None
