@@ -3,7 +3,7 @@
 For a Linear layer that a sample enters once, the gradient of a sample's loss is an outer product, delta x^T. Its square
 is the outer product of squared delta and squared x, so the sum over samples is one matrix product. For a layer that a
 sample enters at many positions (convolutions, tokens), each sample's gradient is formed. All other parameters use
-`torch.func.vmap`.
+`torch.func.vmap`, as do subclasses of layers with a forward of their own.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,7 +34,8 @@ def squared_gradients(
     sums: Tree = {}
     for layer in model.layers:
         seen = calls.get(layer.path, [])
-        if layer.weight in wanted and seen and not layer.mixed and all(len(inputs) == len(y) for inputs, _ in seen):
+        apart = seen and not layer.mixed and all(len(inputs) == len(y) for inputs, _ in seen)
+        if layer.weight in wanted and apart and _plain(layer.module):
             inputs = torch.cat([layer.inputs(inputs) for inputs, _ in seen], dim=1)
             deltas = torch.cat([_positions(delta, layer)[..., layer.rows] for _, delta in seen], dim=1)
             for name, own in ((layer.weight, _weight(inputs, deltas)), (layer.bias, deltas.sum(1).square().sum(0))):
@@ -44,6 +45,13 @@ def squared_gradients(
     rest = [name for name in wanted if name not in sums]
     sums |= _by_vmap(model, params, rest, loss, x, y, task) if rest else {}
     return tree.select(sums, wanted)
+
+
+def _plain(layer: nn.Linear | nn.Conv2d) -> bool:
+    """True if a layer computes what torch's does: a subclass may change its inputs, its weight or its output."""
+    kind = nn.Linear if isinstance(layer, nn.Linear) else nn.Conv2d
+    names = ("forward", "_conv_forward") if kind is nn.Conv2d else ("forward",)
+    return all(getattr(type(layer), name) is getattr(kind, name) for name in names)
 
 
 def _calls(

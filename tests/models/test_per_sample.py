@@ -98,6 +98,19 @@ class Filled(nn.Module):
         return out
 
 
+class Standardised(nn.Conv2d):
+    """A convolution whose filters have mean 0 and deviation 1 (Qiao et al., 2019)."""
+
+    def forward(self, x):
+        deviation, mean = torch.std_mean(self.weight, (1, 2, 3), keepdim=True)
+        return self._conv_forward(x, (self.weight - mean) / deviation, self.bias)
+
+
+class Rectified(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
 class Tied(nn.Module):
     """Two layers with the same weight."""
 
@@ -163,6 +176,10 @@ NETS = {
     "tied": ((4,), Tied),
     "bare": ((4,), Bare),
     "recurrent": ((6, 3), Recurrent),
+    "subclasses": (
+        (2, 4, 4),
+        lambda: nn.Sequential(Standardised(2, 3, 3), nn.Tanh(), nn.Flatten(), Rectified(12, 6), nn.Linear(6, 3)),
+    ),
     "own forward": ((6, 3), lambda: nn.Sequential(Last(3, 4, batch_first=True), nn.Linear(4, 3))),
     "own zeros": ((6, 3), OwnZeros),
 }
