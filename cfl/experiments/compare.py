@@ -24,7 +24,7 @@ from cfl.core.plugins import roles
 from cfl.experiments.settings import VALIDATION, Settings
 from cfl.experiments.settings import label as labelled
 from cfl.runtime import checkpoint, fingerprint
-from cfl.runtime.run_folder import MADE_OF, read_json
+from cfl.runtime.run_folder import read_json, read_made_of
 from cfl.runtime.table import spent, stoppers
 
 HOW = ("engine", "block", "compile", "workers", "threads", "device", "checkpoint_every", "flower")
@@ -75,7 +75,7 @@ def _network_draws(name: str, options: str) -> bool:
 
 def _answers(config: RunConfig, folder: Path) -> Iterator[str]:
     """The digests of all plans that a finished run fulfils: its own plan, and plans that leave block or engine open."""
-    code = read_json(folder / MADE_OF).get("code", {})
+    code = read_made_of(folder).get("code", {})
     plain = {name: own for name, own in code.items() if not name.startswith(fingerprint.SOURCES)}
     opened: list[dict[str, Any]] = [{}, {"block": None}, {"block": None, "engine": "auto"}]
     for known, left_open in product((code, plain), opened):

@@ -17,7 +17,7 @@ from cfl.core import ConfigError, content
 from cfl.experiments.compare import HOW, continuation
 from cfl.report import tables
 from cfl.report.repeat import resolved
-from cfl.runtime.run_folder import ERROR, MADE_OF, MODEL, read_json, runs_in, sheets
+from cfl.runtime.run_folder import ERROR, MODEL, read_json, read_made_of, runs_in, sheets
 from cfl.runtime.table import spent, stoppers
 
 _TRAINING = ("rounds", "local.", "agg.", "server.")  # options that are often chosen for each method
@@ -208,7 +208,7 @@ def _run(folder: Path) -> FinishedRun:
         config = None
     # With an unknown method, options that the run's version lacked have to be filled in here.
     options = flat(dump(config) if config else merged(RunConfig(benchmark="").model_dump(mode="json"), data))
-    about, parts = read_json(folder / MODEL), read_json(folder / MADE_OF).get("run", {})
+    about, parts = read_json(folder / MODEL), read_made_of(folder).get("run", {})
     options |= _objects(about, parts)
     data = {name: own for name, own in parts.items() if name.startswith("the data of ")}
     rounds = folder / "rounds.jsonl"

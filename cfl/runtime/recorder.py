@@ -20,7 +20,7 @@ from cfl.runtime.callback_set import CallbackSet
 from cfl.runtime.fingerprint import Fingerprint, code
 from cfl.runtime.privacy_budget import Budget
 from cfl.runtime.rounds import Rounds
-from cfl.runtime.run_folder import RunFolder, has_rounds, plain, read_config
+from cfl.runtime.run_folder import RunFolder, has_rounds, plain, read_config, read_made_of
 from cfl.runtime.sinks import Sink
 from cfl.runtime.state import RunState
 
@@ -190,7 +190,7 @@ class Recorder:
 
     def _last(self, folder: RunFolder) -> tuple[dict[str, Tree], dict[str, Any]] | None:
         """Load the last checkpoint. Raises CheckpointError that names what differs from the run in the folder."""
-        there, made_of = read_config(folder.path), folder.read_made_of()
+        there, made_of = read_config(folder.path), read_made_of(folder.path)
         parts, place = made_of.get("run", {}), made_of.get("place", {}).get("states", self.fingerprint.states)
         if place != self.fingerprint.states:
             raise CheckpointError(

@@ -90,10 +90,6 @@ class RunFolder:
         """Write `made_of.json`: hashes of what the options do not describe, see `cfl.runtime.fingerprint`."""
         write_json(self.path / MADE_OF, hashes)
 
-    def read_made_of(self) -> dict[str, dict[str, str]]:
-        """Read `made_of.json`; empty without one. Raises ConfigError for a damaged file."""
-        return read_json(self.path / MADE_OF)
-
     def has_results(self) -> bool:
         """Whether a run has ended in the folder."""
         return self._metrics.exists()
@@ -247,8 +243,17 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError:
         data = None
     if not isinstance(data, dict):
-        raise ConfigError(f"'{path}' is damaged; move its folder away, then repeat the run")
+        raise _damaged(path)
     return data
+
+
+def read_made_of(folder: Path) -> dict[str, dict[str, str]]:
+    """Read a run's `made_of.json`; empty if the file does not exist. Raises ConfigError for a damaged file."""
+    found = read_json(folder / MADE_OF)
+    for part in found.values():
+        if not isinstance(part, dict) or not all(isinstance(own, str) for own in part.values()):
+            raise _damaged(folder / MADE_OF)
+    return found
 
 
 def plain(value: Any) -> Any:
@@ -267,6 +272,10 @@ def _write(path: Path, data: bytes) -> None:
         files.replace(path, data, path.with_name(f".{path.name}.{os.getpid()}.tmp"))
     except OSError as error:
         raise _unwritable(path, error) from None
+
+
+def _damaged(path: Path) -> ConfigError:
+    return ConfigError(f"'{path}' is damaged; move its folder away, then repeat the run")
 
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:

@@ -143,6 +143,11 @@ CASES = {
         ConfigError,
         r"made_of\.json' is damaged; move",
     ),
+    "a number in made_of.json in place of hashes": (
+        resumed(text("made_of.json", '{"place": 3}')),
+        ConfigError,
+        r"made_of\.json' is damaged; move",
+    ),
     "a run where another process runs": (in_use(False), Busy, r"process \d+ uses '.*'; wait for it, or choose another"),
     "a resume where another process runs": (
         in_use(True),

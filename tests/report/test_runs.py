@@ -97,6 +97,7 @@ def test_a_failed_run_is_told_from_an_unfinished_one(stored, tmp_path):
         ("metrics.json", '{"method": "fot"}', "is not the result of a run: it lacks 'benchmark'"),
         ("rounds.jsonl", '{"task": 0}\n{"ta', "rounds.jsonl' is damaged"),
         ("timing.json", "", "timing.json' is damaged"),
+        ("made_of.json", '{"run": ["a hash"]}', "made_of.json' is damaged"),
     ],
 )
 def test_damaged_files_are_named(stored, tmp_path, name, text, fault):
