@@ -10,7 +10,7 @@ from cfl.config.schema import RunConfig
 from cfl.core import ConfigError
 from cfl.core.version import __version__
 from cfl.flower import apps, forward, own_data, programs
-from cfl.runtime.run_folder import PROJECT
+from cfl.runtime.run_folder import PROJECT, make_folder
 from cfl.runtime.runner import stream_of
 
 PACKAGE = "cfl_app"
@@ -76,13 +76,15 @@ def write(folder: Path, config: RunConfig, output: Path, data_root: Path | None 
 
     wait_for: number of clients that have to be there before the first round, 0 for all.
     The project tells nodes the tasks of the run, for which the server reads its benchmark.
-    Raises ConfigError if the folder holds something else.
+    Raises ConfigError if the folder holds something else or cannot be written, and as the benchmark does.
     """
     apps.check(config, wait_for)
     package = folder / PACKAGE
     if folder.exists() and any(folder.iterdir()) and not (package / "config.yaml").exists():
         raise ConfigError(f"'{folder}' holds something else than a project of cfl's; choose another folder")
-    package.mkdir(parents=True, exist_ok=True)
+    stream = stream_of(config, data_root, False, public=methods.need_public(methods.build(config)))
+    described = own_data.described(stream, config)  # before anything is written: data may be missing
+    make_folder(package, folder, "--output")
     pyproject = _PYPROJECT.format(
         title=programs.quoted(config.title), version=__version__, package=PACKAGE, wait_for=wait_for,
         output=programs.quoted(str(output.absolute())),
@@ -94,5 +96,4 @@ def write(folder: Path, config: RunConfig, output: Path, data_root: Path | None 
     shutil.copy(Path(forward.__file__), package / PROJECT)
     text = yaml.safe_dump(resolve.dump(config), sort_keys=False, allow_unicode=True)
     (package / "config.yaml").write_text(text, encoding="utf-8")
-    stream = stream_of(config, data_root, False, public=methods.need_public(methods.build(config)))
-    (package / apps.STREAM).write_text(own_data.described(stream, config), encoding="utf-8")
+    (package / apps.STREAM).write_text(described, encoding="utf-8")

@@ -14,7 +14,7 @@ from cfl.config.schema import RunConfig
 from cfl.core import CflError, ConfigError
 from cfl.flower import apps, programs, project
 from cfl.runtime.fingerprint import decisive
-from cfl.runtime.run_folder import has_rounds, make_folder, read_config
+from cfl.runtime.run_folder import has_rounds, read_config
 
 CONNECTION = "cfl"  # name of the SuperLink in Flower's configuration
 START = 60.0  # seconds in which a SuperLink has to listen
@@ -55,14 +55,13 @@ def serve(
     if not running:
         _check_free(host, port)
     home = (output / "flower").absolute()
-    make_folder(home, output, "--output")
     files = _checked(certificates, [CA] if running else [CA, CERTIFICATE, KEY])
+    project.write(home / "project", config, output, data_root, wait_for)
     security = f"root-certificates = {programs.quoted(str(files[CA]))}" if files else "insecure = true"
     (home / "config.toml").write_text(
         f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\naddress = "{host}:{port}"\n{security}\n',
         encoding="utf-8",
     )
-    project.write(home / "project", config, output, data_root, wait_for)
     environment = programs.environment(home)
     programs.end_with_this()
     with contextlib.nullcontext() if running else _superlink(host, port, files, node_keys, home, environment):

@@ -98,7 +98,7 @@ REFUSED = {
         lambda folder: over_another_run(folder, "", node_keys=folder), "over TLS only; give --certificates, too",
     ),
     "serve: a file in place of the folder": (
-        lambda folder: serve(written(folder / "out")), r"folder '.*out/out' cannot be written \(Not a dir.*--output",
+        lambda folder: serve(written(folder / "out")), r"folder '.*out/out/.*' cannot be written \(Not a dir.*--output",
     ),
     "serve: a certificate is missing": (
         lambda folder: serve(folder, certificates=certificates(folder, "server.crt")),
@@ -150,6 +150,20 @@ def test_bad_options_are_refused_before_anything_is_started(name, tmp_path):
     with pytest.raises((ConfigError, DataError), match=message) as found:
         call(tmp_path)
     assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (CONFIG.model_copy(update={"benchmark": "digitz"}), {}, "unknown benchmark 'digitz'"),
+        (cfl.resolve("mnist", overrides=["engine=loop"]), {"data_root": Path("nowhere")}, "nowhere"),
+        (CONFIG, {"certificates": Path("nowhere")}, "'nowhere' lacks ca.crt"),
+    ],
+)
+def test_what_cannot_be_served_leaves_no_folder(config, options, message, tmp_path):
+    with pytest.raises((ConfigError, DataError), match=message):
+        superlink.serve(config, tmp_path / "out", HERE, running=True, **options)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
