@@ -217,10 +217,7 @@ def plan(
     groups: dict[str, Group] = {}
     # By content: an earlier version may have named a folder by another hash.
     stored = {own: path for path, config in finished_in(folder).items() for own in _answers(config, path)}
-    settings = Settings(vary, grid, (*HOW, *OWN), overrides)
-    for flag, valued in (("--vary", settings.varied), ("--grid", settings.searched)):
-        if scale is not None and "scale" in valued:  # `resolve` lets the argument win
-            raise ConfigError(f"scale is in --scale and in {flag}; leave it out of one of them")
+    settings = Settings(vary, grid, (*HOW, *OWN), overrides, scale)
     for setting in settings:
         texts = {name: f"{name}={json.dumps(value, default=str)}" for name, value in setting.items()}
         own = for_methods(names, [*overrides, *texts.values()])

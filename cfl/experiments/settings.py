@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from cfl.config.overrides import parse, read_value
+from cfl.config.overrides import flat, parse, read_value
 from cfl.core import ConfigError
 
 VALIDATION = 0.1
@@ -14,23 +14,31 @@ VALIDATION = 0.1
 class Settings:
     """Combinations of values. varied, searched: the options of `--vary` and of `--grid`, each with its values.
 
-    vary, grid: texts such as "key=a,b"; fixed: options, or groups of them, that cannot vary; overrides: of all runs.
-    Raises ConfigError for another text, a fixed option, an option with two lists of values, and for a grid whose runs
-    would hold out no samples, or different ones.
+    vary, grid: texts such as "key=a,b"; fixed: options, or groups of them, that cannot vary; overrides, scale: of all
+    runs. Raises ConfigError for another text, a fixed option, an option that is given in two places, and for a grid
+    whose runs would hold out no samples, or different ones.
     """
 
     def __init__(
-        self, vary: Sequence[str], grid: Sequence[str], fixed: Collection[str], overrides: Sequence[str]
+        self,
+        vary: Sequence[str],
+        grid: Sequence[str],
+        fixed: Collection[str],
+        overrides: Sequence[str],
+        scale: str | None,
     ) -> None:
         self.varied, self.searched = _values(vary, "--vary", fixed), _values(grid, "--grid", fixed)
-        for name in self.searched:
-            if name in self.varied:
-                raise ConfigError(f"{name} is in --vary and in --grid; leave it out of one of them")
+        given, scales = parse(overrides), [] if scale is None else ["scale"]
+        places: dict[str, Collection[str]] = {"--set": flat(given), "--scale": scales}  # one would win silently
+        for flag, options in (("--vary", self.varied), ("--grid", self.searched)):
+            for place, name in ((place, name) for place, names in places.items() for name in options if name in names):
+                raise ConfigError(f"{name} is in {place} and in {flag}; leave it out of one of them")
+            places[flag] = options
         if not grid:
             return
         if "validation" in {**self.varied, **self.searched}:
             raise ConfigError("with --grid, all runs hold out the same samples: set validation once, by --set")
-        if not parse(overrides).get("validation", VALIDATION):
+        if not given.get("validation", VALIDATION):
             raise ConfigError("--grid chooses by held-out samples; set validation above 0, or leave it out")
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

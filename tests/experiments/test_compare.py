@@ -236,6 +236,14 @@ def test_scales_to_compare_beside_a_scale_for_all_runs_are_an_error(flag):
     assert [group.runs[0].config.scale for group in groups] == ["smoke", "paper"]
 
 
+@pytest.mark.parametrize("flag", ["vary", "grid"])
+@pytest.mark.parametrize("given", ["strategy.threshold=0.8", "strategy={threshold: 0.8}"])
+def test_an_option_that_is_set_for_all_runs_cannot_vary(given, flag):
+    """The values of the setting won without a word, so no run had the value that --set names."""
+    with pytest.raises(ConfigError, match=f"strategy.threshold is in --set and in --{flag}; leave it out of one of"):
+        plan("permuted-digits", "fot", "0", Path(), overrides=[given], **{flag: ["strategy.threshold=0.85,0.9"]})
+
+
 @pytest.mark.parametrize(
     ("methods", "text", "message"),
     [
