@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+import cfl
 from cfl import streams
 from cfl.core import ConfigError, DataError
 from cfl.streams.public import public, with_public
@@ -118,6 +119,12 @@ def test_the_clients_own_data_are_refused(root):
         public("mnist", _stream("permuted-mnist", root), data_root=root)
     _save(root, "fashion-mnist", (8, 8))
     assert len(public("mnist", _stream("fashion-mnist", root), data_root=root)) == 12  # another data set
+
+
+def test_a_data_set_beside_the_public_data_of_a_stream_is_named():
+    config = toy.config("tasks=1", "rounds=1", "public.name=mnist", method="feddf")
+    with pytest.warns(UserWarning, match=r"^public.name=mnist has no effect: stream '.*' has public data of its own; "):
+        cfl.run(config, stream=toy.stream(1))
 
 
 def test_iris_has_public_inputs_of_its_own():
