@@ -263,6 +263,8 @@ def _missing(found: Found) -> Iterator[str]:
     """Sentences on what the page leaves out of the finished runs, and why."""
     for path, first in found.twice.items():
         yield f"Left out because it has the configuration and the seed of {first}: {path}"
+    for fault in found.damaged.values():
+        yield f"A run is left out: {fault}"
     for what, file in (("training loss", "rounds.jsonl"), ("seconds by phase", "timing.json")):
         without = [run for run in found.runs if not (run.path / file).is_file()]
         if without:

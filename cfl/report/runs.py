@@ -13,16 +13,16 @@ from cfl.assembly.resolve import dump, load
 from cfl.config.overrides import assignment, flat, merged, read_yaml
 from cfl.config.presets import preset
 from cfl.config.schema import RunConfig
-from cfl.core import ConfigError, content
+from cfl.core import ConfigError, content, warn
 from cfl.experiments.compare import HOW, continuation
 from cfl.report import tables
 from cfl.report.repeat import resolved
-from cfl.runtime.run_folder import ERROR, MODEL, read_json, read_made_of, runs_in, sheets
+from cfl.runtime.run_folder import ERROR, MODEL, read_json, read_made_of, read_rows, runs_in, sheets
 from cfl.runtime.table import spent, stoppers
 
 _TRAINING = ("rounds", "local.", "agg.", "server.")  # options that are often chosen for each method
-_METHODS = ("strategy.", "regularizer.")
 OBJECTS, DATA, SCENARIO = "objects", "data", "scenario"
+_METHODS = ("strategy.", "regularizer.", OBJECTS)
 _NEEDED = ("method", "benchmark", "seed", "acc", "accuracy_matrix")
 
 
@@ -72,14 +72,15 @@ class FinishedRun:
 class Found:
     """Contents of some folders.
 
-    unfinished: folders of runs without results that no error has ended; twice: folder of a run that is left out, to the
-    folder of an equal run; failed: folder of a run that an error has ended, to the contents of its error.json.
+    unfinished: folders of runs without results that no error has ended; twice: folder that is left out, to that of an
+    equal run; failed: folder of a run that an error has ended, to its error.json; damaged: folder to what is damaged.
     """
 
     runs: list[FinishedRun]
     unfinished: list[Path]
     twice: dict[Path, Path]
     failed: dict[Path, dict[str, Any]]
+    damaged: dict[Path, str]
 
 
 @dataclass(frozen=True)
@@ -105,9 +106,10 @@ class Scene:
 
 
 def read(paths: Iterable[Path]) -> Found:
-    """Read all runs in these folders, at any depth; ConfigError for a path without runs, and for a damaged file.
+    """Read all runs in these folders, at any depth; ConfigError for a path without runs.
 
-    Runs of equal options and seed on other data are told apart by an option `DATA`.
+    A run with a damaged file is left out with a warning, and a ConfigError if there is no other. Runs of equal options
+    and seed on other data are told apart by an option `DATA`.
     """
     folders: dict[Path, None] = {}  # ordered, without duplicates
     for path in paths:
@@ -115,26 +117,35 @@ def read(paths: Iterable[Path]) -> Found:
             raise ConfigError(f"'{path}' contains no run; the folder of a run has config.yaml and metrics.json")
         folders |= dict.fromkeys(found)
     runs: dict[tuple[str, int], list[FinishedRun]] = {}
-    unfinished, twice, failed = [], {}, {}
+    unfinished, twice, failed, damaged = [], {}, {}, {}
     for folder in folders:
-        if not (folder / "metrics.json").is_file():
-            if error := read_json(folder / ERROR):
+        try:
+            data, error = read_yaml(folder / "config.yaml"), read_json(folder / ERROR)
+            run = _run(folder, data) if (folder / "metrics.json").is_file() else None
+        except ConfigError as caught:
+            damaged[folder] = str(caught)
+            continue
+        if run is None:
+            if error:
                 failed[folder] = {"error": "an error", "message": "without a message", **error}
             else:
                 unfinished.append(folder)
             continue
-        run = _run(folder)
         others = runs.setdefault((run.key, run.metrics["seed"]), [])
         first = next((own for own in others if own.data == run.data or not (own.data and run.data)), None)
         if first is None:
             others.append(run)
         elif first.path.resolve() != folder.resolve():
             twice[folder] = first.path
+    if damaged and not (runs or unfinished or failed):
+        raise ConfigError(next(iter(damaged.values())))
+    for fault in damaged.values():
+        warn(f"a run is left out: {fault}")
     if not runs:
         raise _none_finished(unfinished, failed)
     mixed = {key for (key, _), same in runs.items() if len(same) > 1}
     every = [_of_data(run) if run.key in mixed else run for same in runs.values() for run in same]
-    return Found(every, unfinished, twice, failed)
+    return Found(every, unfinished, twice, failed, damaged)
 
 
 def _of_data(run: FinishedRun) -> FinishedRun:
@@ -147,9 +158,8 @@ def _none_finished(unfinished: Sequence[Path], failed: Mapping[Path, Mapping[str
         folder, error = next(iter(failed.items()))
         return ConfigError(f"no run is finished in {names}; '{folder}' failed: {error['error']}: {error['message']}")
     others = ", or repeat the command that began them all" if len(unfinished) + len(failed) > 1 else ""
-    return ConfigError(
-        f"no run is finished in {names}; continue with: {shlex.join(continuation(unfinished[0]))}{others}"
-    )
+    again = shlex.join(continuation(unfinished[0]))
+    return ConfigError(f"no run is finished in {names}; continue with: {again}{others}")
 
 
 def scenes(runs: Sequence[FinishedRun]) -> list[Scene]:
@@ -198,8 +208,8 @@ def option_text(run: FinishedRun, name: str) -> str:
     return assignment(name, run.options[name]).partition("=")[2] if name in run.options else tables.NONE
 
 
-def _run(folder: Path) -> FinishedRun:
-    metrics, data = read_json(folder / "metrics.json"), read_yaml(folder / "config.yaml")
+def _run(folder: Path, data: Mapping[str, Any]) -> FinishedRun:
+    metrics = read_json(folder / "metrics.json")
     if missing := [name for name in _NEEDED if name not in metrics]:
         raise ConfigError(f"'{folder / 'metrics.json'}' is not the result of a run: it lacks '{missing[0]}'")
     try:
@@ -210,16 +220,10 @@ def _run(folder: Path) -> FinishedRun:
     options = flat(dump(config) if config else merged(RunConfig(benchmark="").model_dump(mode="json"), data))
     about, parts = read_json(folder / MODEL), read_made_of(folder).get("run", {})
     options |= _objects(about, parts)
-    data = {name: own for name, own in parts.items() if name.startswith("the data of ")}
-    rounds = folder / "rounds.jsonl"
-    try:
-        lines = rounds.read_text(encoding="utf-8").splitlines() if rounds.is_file() else []
-        rows = [dict(json.loads(line)) for line in lines]
-    except (ValueError, TypeError):  # bytes that are no text, text that is no JSON, or JSON that is no row
-        raise ConfigError(f"'{rounds}' is damaged; repeat the run, or move the file away") from None
+    hashes = {name: own for name, own in parts.items() if name.startswith("the data of ")}
     timing, machine = (read_json(folder / name) for name in ("timing.json", "machine.json"))
-    origin = content.digest(data) if data else "", about.get("scenario", "")
-    return FinishedRun(folder, metrics, options, config, rows, timing, machine, sheets(folder), *origin)
+    origin = content.digest(hashes) if hashes else "", about.get("scenario", "")
+    return FinishedRun(folder, metrics, options, config, read_rows(folder), timing, machine, sheets(folder), *origin)
 
 
 def _objects(about: Mapping[str, Any], parts: Mapping[str, str]) -> dict[str, str]:
@@ -277,13 +281,9 @@ def _label(run: FinishedRun, texts: Iterable[str]) -> str:
     return f"{run.metrics['method']} ({shown})" if shown else run.metrics["method"]
 
 
-def _of_method(name: str) -> bool:
-    return name.startswith(_METHODS) or name == OBJECTS
-
-
 def _setting(run: FinishedRun, name: str) -> str:
     """An option as text; empty for an option that belongs to the method."""
-    return "" if _of_method(name) or name in run.given else _text(run, name)
+    return "" if name.startswith(_METHODS) or name in run.given else _text(run, name)
 
 
 def _text(run: FinishedRun, name: str) -> str:
@@ -294,7 +294,7 @@ def _text(run: FinishedRun, name: str) -> str:
 
 def _order(run: FinishedRun, names: Iterable[str]) -> list[Any]:
     """Key for sorting by setting, then method, then the method's options; numbers are sorted by value."""
-    own = [value for name, value in run.options.items() if _of_method(name)]
+    own = [value for name, value in run.options.items() if name.startswith(_METHODS)]
     settings = (None if name in run.given else run.options.get(name) for name in names)
     values = [*settings, run.metrics["method"], *own]
     return [(isinstance(v, (int, float)), v if isinstance(v, (int, float)) else str(v)) for v in values]

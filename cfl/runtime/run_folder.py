@@ -231,9 +231,19 @@ def has_rounds(folder: Path) -> bool:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Folders of runs at any depth, sorted; a project of Flower's, with the config.yaml of a served run, is none."""
+    """Folders of runs at any depth, sorted, also with a damaged config.yaml; without projects of Flower's."""
     found = (path for path in sorted(folder.rglob("config.yaml")) if not path.with_name(PROJECT).exists())
-    return [path.parent for path in found if "benchmark" in read_yaml(path)]
+    return [path.parent for path in found if _of_run(path)]
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """Read the rows of a finished run's `rounds.jsonl`; none without the file. ConfigError for a damaged file."""
+    path = folder / "rounds.jsonl"
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        return [dict(json.loads(line)) for line in lines]
+    except (ValueError, TypeError):  # bytes that are no text, text that is no JSON, or JSON that is no row
+        raise ConfigError(f"'{path}' is damaged; repeat the run, or move the file away") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -265,6 +275,13 @@ def plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return plain(value.tolist())
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _of_run(config: Path) -> bool:
+    try:
+        return "benchmark" in read_yaml(config)
+    except ConfigError:  # for who reads the run to tell
+        return True
 
 
 def _write(path: Path, data: bytes) -> None:

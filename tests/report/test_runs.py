@@ -2,6 +2,7 @@ import json
 import re
 import shlex
 import shutil
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,24 @@ def test_damaged_files_are_named(stored, tmp_path, name, text, fault):
     (tmp_path / "run" / name).write_text(text)
     with pytest.raises(ConfigError, match=fault):
         read([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fault"),
+    [
+        ("config.yaml", "method: [fot\n", "the configuration '{}' is not valid YAML at line 2"),
+        ("metrics.json", "{", "'{}' is damaged; move its folder away, then repeat the run"),
+        ("rounds.jsonl", '{"ta', "'{}' is damaged; repeat the run, or move the file away"),
+    ],
+)
+def test_a_damaged_run_among_others_is_left_out_and_named(stored, tmp_path, name, text, fault):
+    shutil.copytree(stored / "seed0", tmp_path / "run")
+    (tmp_path / "run" / name).write_text(text)
+    fault = fault.format(tmp_path / "run" / name)
+    with pytest.warns(UserWarning, match=f"^a run is left out: {fault}$"):
+        found = read([stored / "seed1", tmp_path])
+    assert [run.path for run in found.runs] == [stored / "seed1"] and found.damaged == {tmp_path / "run": fault}
+    assert f"A run is left out: {escape(fault)}" in html.page(found, date="")
 
 
 def test_results_alone_are_enough(stored, tmp_path):
