@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 from cfl.report.plots import Style
-from cfl.report.tables import Cell
+from cfl.report.tables import Cell, unbroken
 
 Rows = Sequence[Sequence[Cell]]
 
@@ -42,8 +42,8 @@ def grouped(titles: Sequence[str], blocks: Sequence[tuple[str, Rows]], labels: i
 
 
 def breaking(name: str) -> str:
-    """A name that may break after punctuation, but not within a number."""
-    return "<wbr>".join(escape(part) for part in re.split(r"(?<=[_,=+])|(?<=\.)(?=\D)", name))
+    """A name that may break after punctuation, but neither within a number nor within an entry such as 9 x 100."""
+    return "<wbr>".join(escape(part) for part in re.split(r"(?<=[_,=+])|(?<=\.)(?=\D)", unbroken(name)))
 
 
 def folded(title: str, text: str) -> str:

@@ -114,7 +114,7 @@ def _summary(shown: Sequence[Scene], several: bool) -> str:
 def _scene(scene: Scene, styles: Styles, several: bool) -> str:
     """Section with the figures and costs of the groups of a scene."""
     groups = scene.groups
-    items = "".join(f"<li>{mark(styles[group.label])} {escape(group.label)}</li>" for group in groups)
+    items = "".join(f"<li>{mark(styles[group.label])} {escape(tables.unbroken(group.label))}</li>" for group in groups)
     key = f'<ul class="key">{items}</ul>' if len(groups) > 1 else ""
     accuracy = "".join(_figure(figure) for figure in figures.accuracy(groups, styles))
     matrices = _panels(notebook.MATRIX, figures.matrices(groups), styles)

@@ -15,6 +15,7 @@ from zlib import crc32
 import numpy as np
 
 from cfl.core import ConfigError
+from cfl.report import tables
 from cfl.runtime.notebook import MOST_NUMBERS
 
 # Okabe and Ito (2008), with grey and purple for black and yellow: for colour-blind readers, on white and on black.
@@ -118,8 +119,8 @@ def _curve(plot: Any, one: Series, marker: str) -> Any:
 
 
 def _wrapped(text: str, width: int) -> str:
-    """Text in lines of `width` characters; values of a list are kept whole."""
-    return fill(re.sub(r",(?=\S)", ", ", text), width)
+    """Text in lines of `width` characters; values of a list are kept whole, also those written as 9 x 100."""
+    return fill(re.sub(r",(?=\S)", ", ", tables.unbroken(text)), width)
 
 
 def bars(names: Sequence[str], series: Sequence[Series], *, about: str, **axes: Any) -> str:

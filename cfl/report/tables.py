@@ -47,6 +47,11 @@ def shortened(text: str) -> str:
     return re.sub(entries, lambda found: f"{found[0].count(',') + 1} x {found[1]}", text)
 
 
+def unbroken(text: str) -> str:
+    """The text with no-break spaces in entries that `shortened` has written."""
+    return re.sub(r"(?<=[\[, ])(\d+) x (?=[^\[\], ]+[\],])", "\\1\u00a0x\u00a0", text)
+
+
 class Cell(NamedTuple):
     """A cell of a table of results. best: mark it as the best of the compared results."""
 

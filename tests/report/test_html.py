@@ -225,6 +225,7 @@ def test_the_page_names_what_it_leaves_out(stored, tmp_path):
 
 def test_a_long_name_breaks_between_methods_and_not_within_a_number():
     assert elements.breaking("fot+fedsol (local.lr=0.5)") == "fot+<wbr>fedsol (local.<wbr>lr=<wbr>0.5)"
+    assert elements.breaking("fot (rounds=[200,9 x 100])") == "fot (rounds=<wbr>[200,<wbr>9\u00a0x\u00a0100])"
 
 
 def test_names_are_escaped(stored, tmp_path):

@@ -101,3 +101,4 @@ def test_a_column_of_inferred_tasks_is_there_if_a_run_infers_them():
 )
 def test_equal_entries_of_a_list_are_written_once(text, short):
     assert tables.shortened(text) == short
+    assert tables.unbroken(short) == short.replace("3 x ", "3\u00a0x\u00a0")  # the only spaces that may not break
