@@ -35,7 +35,7 @@ def squared_gradients(
     for layer in model.layers:
         seen = calls.get(layer.path, [])
         apart = seen and not layer.mixed and all(len(inputs) == len(y) for inputs, _ in seen)
-        if layer.weight in wanted and apart and _plain(layer.module):
+        if layer.weight in wanted and apart and not layer.own_forward:
             inputs = torch.cat([layer.inputs(inputs) for inputs, _ in seen], dim=1)
             deltas = torch.cat([_positions(delta, layer)[..., layer.rows] for _, delta in seen], dim=1)
             for name, own in ((layer.weight, _weight(inputs, deltas)), (layer.bias, deltas.sum(1).square().sum(0))):
@@ -45,13 +45,6 @@ def squared_gradients(
     rest = [name for name in wanted if name not in sums]
     sums |= _by_vmap(model, params, rest, loss, x, y, task) if rest else {}
     return tree.select(sums, wanted)
-
-
-def _plain(layer: nn.Linear | nn.Conv2d) -> bool:
-    """True if a layer computes what torch's does: a subclass may change its inputs, its weight or its output."""
-    kind = nn.Linear if isinstance(layer, nn.Linear) else nn.Conv2d
-    names = ("forward", "_conv_forward") if kind is nn.Conv2d else ("forward",)
-    return all(getattr(type(layer), name) is getattr(kind, name) for name in names)
 
 
 def _calls(

@@ -62,6 +62,9 @@ def covered(model: Model, layers: Sequence[Layer], frozen: Collection[str], augm
     moving = set(model.trainable(0)) - model.frozen - heads
     groups = {
         "projected": [f"{'+'.join(names(layer, augment))} (d={width(layer, augment)})" for layer in layers],
+        "projected, but outputs for earlier inputs may change, since the layer has a forward of its own": [
+            layer.name for layer in layers if layer.own_forward
+        ],
         "frozen after the first task": sorted(moving & set(frozen)),
         "not protected, free to change in every task": sorted(moving - projected - set(frozen)),
         "one per task, not projected": ["heads"] if heads else [],

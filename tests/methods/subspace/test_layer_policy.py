@@ -1,6 +1,7 @@
 """Projected, frozen and fine-tuned layers after the first task, by kind of layer."""
 
 import pytest
+import torch
 from torch import nn
 
 import cfl
@@ -88,6 +89,24 @@ def test_notes_say_what_is_covered_and_what_is_not():
     assert all(name in unprotected for name in (*NORMS, "0.bias", "9.bias")) and "weight (d" not in unprotected
     text = "\n".join(FOT().notes(model))
     assert "0.weight+0.bias (d=9)" in text and "not protected" not in text
+
+
+class Standardised(nn.Conv2d):
+    """A convolution whose filters have mean 0 and deviation 1."""
+
+    def forward(self, x):
+        deviation, mean = torch.std_mean(self.weight, (1, 2, 3), keepdim=True)
+        return self._conv_forward(x, (self.weight - mean) / deviation, self.bias)
+
+
+def test_layers_with_a_forward_of_their_own_are_named():
+    """Delta W x = 0 says nothing of the outputs where the filters are not W, but standardised."""
+    found = []
+    for kind in (Standardised, nn.Conv2d):
+        model = handle(Net(kind(1, 2, 2), nn.Flatten(), nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 3)), (1, 3, 3))
+        found.append([line for line in FOT().notes(model) if "forward of its own" in line])
+    line = "projected, but outputs for earlier inputs may change, since the layer has a forward of its own: 0"
+    assert found == [[line], []]
 
 
 def test_a_model_of_a_norm_and_a_head_alone_has_nothing_to_project():
