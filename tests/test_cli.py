@@ -552,7 +552,7 @@ def test_evaluate_repeats_the_last_evaluation_and_takes_own_samples(tmp_path, mo
     [
         (("evaluate", "nothing"), 2, "'nothing' holds no run"),
         (("evaluate", "run", "--task", "0"), 2, "--task is for samples in --data"),
-        (("evaluate", "run", "--data", "absent.npz"), 1, "'absent.npz' must be an .npz file with arrays x and y"),
+        (("evaluate", "run", "--data", "absent.npz"), 1, "cannot read 'absent.npz': No such file or directory"),
         (("evaluate", "run", "--data", "array.npy"), 1, "with arrays x and y of numbers; it is no npz archive"),
         (("evaluate", "run", "--data", "labels.npz"), 1, "has labels 5 to 6, and the head has classes 0 to 1"),
         (("evaluate", "run", "--data", "nan.npz"), 1, "x has NaN or infinity"),

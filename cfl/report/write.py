@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from cfl.core import ConfigError, warn
+from cfl.core.files import replace
 from cfl.report import figures, html, runs, spreadsheet, tables, unfinished
 from cfl.report.overview import overview
 from cfl.report.runs import Found
@@ -48,7 +49,8 @@ def files(folders: Sequence[Path], outputs: Sequence[Path], highlight: str | Non
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             content = _KINDS[path.suffix](found, highlight)
-            path.write_bytes(content.encode() if isinstance(content, str) else content)
+            data = content.encode() if isinstance(content, str) else content
+            replace(path, data, path.with_name(f".{path.name}.tmp"))
         except OSError as error:
             raise ConfigError(f"'{path}' cannot be written ({error.strerror}); choose another --output") from None
     return outputs

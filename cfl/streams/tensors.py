@@ -108,7 +108,9 @@ def from_npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
             return file["x"], file["y"]
     except ValueError as error:  # whose text advises to allow pickles
         raise DataError(f"{wanted}; it holds objects, or is damaged") from error
-    except (OSError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except OSError as error:
+        raise DataError(f"cannot read '{path}': {error.strerror or error}") from None
+    except (KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{wanted}: {error}") from error
 
 

@@ -1,5 +1,7 @@
 """The figure of accuracy over the tasks, as a file of its own."""
 
+import errno
+import os
 from dataclasses import replace
 
 import matplotlib.figure
@@ -99,6 +101,18 @@ def test_the_same_runs_give_the_same_file(kind, begin, stored, tmp_path):
     write.files([stored], paths)
     one, two = (path.read_bytes() for path in paths)
     assert one == two and one.startswith(begin)
+
+
+def test_a_report_that_cannot_be_written_leaves_the_last_one(stored, tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    table = tmp_path / "table.md"
+    table.write_text("of last week")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ConfigError, match=r"table\.md' cannot be written \(No space left on device\)"):
+        write.files([stored], [table])
+    assert [path.name for path in tmp_path.iterdir()] == ["table.md"] and table.read_text() == "of last week"
 
 
 def test_runs_of_one_task_have_no_figure(tmp_path):
