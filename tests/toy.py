@@ -188,6 +188,14 @@ class ByKeyword(nn.Sequential):
         return x
 
 
+class Standardised(nn.Conv2d):
+    """A convolution whose filters have mean 0 and deviation 1 (Qiao et al., 2019)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        deviation, mean = torch.std_mean(self.weight, (1, 2, 3), keepdim=True)
+        return self._conv_forward(x, (self.weight - mean) / deviation, self.bias)
+
+
 class ManyRows(nn.Module):
     """A Linear layer as the last one, to which positions are the first dimension, or samples and positions are one."""
 

@@ -10,7 +10,7 @@ from cfl.assembly.resolve import dump, load
 from cfl.config.schema import RunConfig
 from cfl.contract import Gathers, LocalRegularizer, Strategy
 from cfl.contract.composed import STRATEGY, prefix
-from cfl.core import ConfigError, options, plugins, unknown, warn
+from cfl.core import ConfigError, options, plugins, unknown
 from cfl.core.typed import described
 from cfl.streams import Stream
 
@@ -27,19 +27,13 @@ def configured(
 ) -> RunConfig:
     """Return the configuration of a run, changed by the arguments that are registered names.
 
-    A name comes with its default options, unless the configuration already has this name. Raises ConfigError. Warns of
-    a data set in `public.name` beside a stream with public data, which are used instead.
+    A name comes with its default options, unless the configuration already has this name. Raises ConfigError.
     """
     config = load(config) if isinstance(config, Mapping) else RunConfig.model_validate(config)
     changed: dict[str, Any] = {}
     if isinstance(stream, str):
         plugins.benchmarks.get(stream)  # `load` accepts benchmarks that are not registered
         changed["benchmark"] = stream
-    elif stream is not None and stream.public is not None and config.public.name not in (None, "stream"):
-        warn(
-            f"public.name={config.public.name} has no effect: stream '{stream.name}' has public data of its own; set "
-            "public.name=stream"
-        )
     if isinstance(model, str) and model != config.model.name:
         changed["model"] = config.model.model_dump(mode="json", exclude={"options"}) | {"name": model}
     if isinstance(strategy, str) and strategy != config.method:

@@ -49,7 +49,8 @@ class Ctx(NamedTuple):
     sent: the regularizer's own part of the broadcast, as its `provide` returned it.
     client: () int64, the client's id, to index per-client entries of the broadcast; public: the public data, or None.
     lent: in `finish`, True if another regularizer borrows this one's terms.
-    features: in `penalty`, (batch, d): the inputs of the last Linear layer in the pass that gave the logits.
+    features: in `penalty`, (batch, d): the inputs of the last Linear layer in the pass that gave the logits; None for a
+        model with `no_features`.
     correction: in `around`, the gradient, as a function of `params`, of the terms borrowed through `borrows`.
     """
 

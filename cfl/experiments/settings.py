@@ -1,6 +1,7 @@
 """The settings of a comparison: options to vary, and options of a grid, each with its values."""
 
 import itertools
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,9 +32,11 @@ class Settings:
         given, scales = parse(overrides), [] if scale is None else ["scale"]
         places: dict[str, Collection[str]] = {"--set": flat(given), "--scale": scales}  # one would win silently
         for flag, options in (("--vary", self.varied), ("--grid", self.searched)):
-            for place, name in ((place, name) for place, names in places.items() for name in options if name in names):
-                raise ConfigError(f"{name} is in {place} and in {flag}; leave it out of one of them")
-            places[flag] = options
+            single = _single(options)
+            for place, names in places.items():
+                if both := [name for name in single if name in names]:
+                    raise ConfigError(f"{both[0]} is in {place} and in {flag}; leave it out of one of them")
+            places[flag] = single
         if not grid:
             return
         if "validation" in {**self.varied, **self.searched}:
@@ -51,6 +54,12 @@ class Settings:
 def label(method: str, setting: Mapping[str, Any]) -> str:
     """Name a method with a setting."""
     return ", ".join([method, *(f"{name}={value}" for name, value in setting.items())])
+
+
+def _single(options: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Names of the options that the values set, also where a value is a group of options."""
+    texts = [f"{name}={json.dumps(value, default=str)}" for name, values in options.items() for value in values]
+    return [name for text in texts for name in flat(parse(text))]
 
 
 def _values(texts: Sequence[str], flag: str, fixed: Collection[str]) -> dict[str, list[Any]]:

@@ -76,7 +76,7 @@ def write(folder: Path, config: RunConfig, output: Path, data_root: Path | None 
 
     wait_for: number of clients that have to be there before the first round, 0 for all.
     The project tells nodes the tasks of the run, for which the server reads its benchmark.
-    Raises ConfigError if the folder holds something else or cannot be written, and as the benchmark does.
+    Raises ConfigError if the folder holds something else or cannot be written, and the errors of the benchmark.
     """
     apps.check(config, wait_for)
     package = folder / PACKAGE
@@ -84,7 +84,7 @@ def write(folder: Path, config: RunConfig, output: Path, data_root: Path | None 
         raise ConfigError(f"'{folder}' holds something else than a project of cfl's; choose another folder")
     stream = stream_of(config, data_root, False, public=methods.need_public(methods.build(config)))
     described = own_data.described(stream, config)  # before anything is written: data may be missing
-    make_folder(package, folder, "--output")
+    make_folder(package, output, "--output")
     pyproject = _PYPROJECT.format(
         title=programs.quoted(config.title), version=__version__, package=PACKAGE, wait_for=wait_for,
         output=programs.quoted(str(output.absolute())),

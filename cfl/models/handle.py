@@ -43,7 +43,7 @@ class Model:
     couples_samples: whether a sample's outputs in training depend on the others of its batch, see `couples`;
     takes_one: whether a batch in training may be a single sample; masks: buffers that no client sends, see `constants`;
     layout: memory layout of leaves in which the module is fastest; classifier: path of the last Linear layer, or None;
-    no_features: what to change in a module whose `features` cannot be told apart by sample, empty for all others.
+    no_features: what to change in the module so that `features` works; empty if it does.
     Raises ConfigError for a module that cannot be trained, whose outputs do not fit the stream, or that is all frozen.
     """
 

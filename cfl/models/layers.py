@@ -42,10 +42,11 @@ class Layer:
 
     @property
     def own_forward(self) -> bool:
-        """True for a subclass with a forward of its own, which may change the layer's inputs, weight or outputs."""
+        """True for a layer with another forward than torch's, which may change its inputs, weight or outputs."""
         kind = nn.Linear if isinstance(self.module, nn.Linear) else nn.Conv2d
         names = ("forward", "_conv_forward") if kind is nn.Conv2d else ("forward",)
-        return any(getattr(type(self.module), name) is not getattr(kind, name) for name in names)
+        own = type(self.module)
+        return any(name in vars(self.module) or getattr(own, name) is not getattr(kind, name) for name in names)
 
     def put(self, leaf: Tensor, part: Tensor) -> Tensor:
         """Replace this group's rows of a weight or bias by `part`, of any shape with as many numbers."""

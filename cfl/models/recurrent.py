@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from cfl.core.functorch import transforming
 
-# Called with inputs, state and weights. With packed sequences the arguments are others, but torch.func takes none.
+# Called with inputs, state and weights. Calls with packed sequences have other arguments; torch.func cannot run them.
 _KINDS = frozenset(
     (
         torch.gru, torch.lstm, torch.rnn_relu, torch.rnn_tanh,
@@ -33,7 +33,7 @@ def call(module: nn.Module, x: Tensor) -> Any:
     except RuntimeError as error:
         if not str(error).startswith("vmap: "):
             raise
-        advice = "in forward, make new tensors from the inputs, such as x.new_zeros(...), and do not branch on values"
+        advice = "in forward, make tensors of the inputs, as by x.new_zeros(...), and neither draw nor branch on values"
         raise RuntimeError(f"vmap does not run the network: {advice} ({error})") from error
 
 

@@ -22,7 +22,7 @@ from cfl.runtime.table import spent, stoppers
 
 _TRAINING = ("rounds", "local.", "agg.", "server.")  # options that are often chosen for each method
 OBJECTS, DATA, SCENARIO = "objects", "data", "scenario"
-_METHODS = ("strategy.", "regularizer.", OBJECTS)
+_METHODS = ("strategy.", "regularizer.")
 _NEEDED = ("method", "benchmark", "seed", "acc", "accuracy_matrix")
 
 
@@ -120,8 +120,8 @@ def read(paths: Iterable[Path]) -> Found:
     unfinished, twice, failed, damaged = [], {}, {}, {}
     for folder in folders:
         try:
-            data, error = read_yaml(folder / "config.yaml"), read_json(folder / ERROR)
-            run = _run(folder, data) if (folder / "metrics.json").is_file() else None
+            data, ended = read_yaml(folder / "config.yaml"), (folder / "metrics.json").is_file()
+            run, error = (_run(folder, data), {}) if ended else (None, read_json(folder / ERROR))
         except ConfigError as caught:
             damaged[folder] = str(caught)
             continue
@@ -283,7 +283,7 @@ def _label(run: FinishedRun, texts: Iterable[str]) -> str:
 
 def _setting(run: FinishedRun, name: str) -> str:
     """An option as text; empty for an option that belongs to the method."""
-    return "" if name.startswith(_METHODS) or name in run.given else _text(run, name)
+    return "" if name.startswith((*_METHODS, OBJECTS)) or name in run.given else _text(run, name)
 
 
 def _text(run: FinishedRun, name: str) -> str:
@@ -294,7 +294,7 @@ def _text(run: FinishedRun, name: str) -> str:
 
 def _order(run: FinishedRun, names: Iterable[str]) -> list[Any]:
     """Key for sorting by setting, then method, then the method's options; numbers are sorted by value."""
-    own = [value for name, value in run.options.items() if name.startswith(_METHODS)]
+    own = [value for name, value in run.options.items() if name.startswith((*_METHODS, OBJECTS))]
     settings = (None if name in run.given else run.options.get(name) for name in names)
     values = [*settings, run.metrics["method"], *own]
     return [(isinstance(v, (int, float)), v if isinstance(v, (int, float)) else str(v)) for v in values]

@@ -48,7 +48,7 @@ def shortened(text: str) -> str:
 
 
 def unbroken(text: str) -> str:
-    """The text with no-break spaces in entries that `shortened` has written."""
+    """The text with no-break spaces in entries of one word that `shortened` has written."""
     return re.sub(r"(?<=[\[, ])(\d+) x (?=[^\[\], ]+[\],])", "\\1\u00a0x\u00a0", text)
 
 

@@ -1,5 +1,6 @@
 """Write reports to files; the suffix selects the format."""
 
+import os
 from collections.abc import Callable, Sequence
 from datetime import date
 from functools import partial
@@ -50,7 +51,8 @@ def files(folders: Sequence[Path], outputs: Sequence[Path], highlight: str | Non
             path.parent.mkdir(parents=True, exist_ok=True)
             content = _KINDS[path.suffix](found, highlight)
             data = content.encode() if isinstance(content, str) else content
-            replace(path, data, path.with_name(f".{path.name}.tmp"))
+            target = path.resolve()  # of a link
+            replace(target, data, target.with_name(f".{target.name}.{os.getpid()}.tmp"))
         except OSError as error:
             raise ConfigError(f"'{path}' cannot be written ({error.strerror}); choose another --output") from None
     return outputs

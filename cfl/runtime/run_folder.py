@@ -280,7 +280,7 @@ def plain(value: Any) -> Any:
 def _of_run(config: Path) -> bool:
     try:
         return "benchmark" in read_yaml(config)
-    except ConfigError:  # for who reads the run to tell
+    except ConfigError:  # the reader of the run reports it
         return True
 
 

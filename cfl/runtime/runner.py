@@ -17,7 +17,7 @@ from cfl.assembly import arguments, methods, resolve
 from cfl.config import presets
 from cfl.config.schema import RunConfig
 from cfl.contract import LocalRegularizer, Strategy
-from cfl.core import CflError, ConfigError, DataError, machine
+from cfl.core import CflError, ConfigError, DataError, machine, warn
 from cfl.core.errors import reason
 from cfl.core.typed import typed
 from cfl.engines.choose import Choice, undecided
@@ -75,6 +75,7 @@ def run(
     root = Path(data_root) if data_root else None
     with machine.threads(settings.threads), contextlib.ExitStack() as at_end:
         if isinstance(stream, Stream):
+            _warn_of_public(stream, settings, members)
             if settings.tasks == presets.tasks_of(settings.benchmark, settings.scale):
                 settings = settings.model_copy(update={"tasks": None})  # is for the stream of the benchmark
             stream = streams.selected(stream, settings.tasks)
@@ -83,6 +84,16 @@ def run(
         if sink is None:  # not its truth value: a sink may be an empty list
             sink = at_end.enter_context(contextlib.closing(usual_sink(progress)))
         return carry_out(settings, stream, members, network, output, resume, sink, root, observe, callbacks=callbacks)
+
+
+def _warn_of_public(stream: Stream, settings: RunConfig, members: Mapping[str, LocalRegularizer]) -> None:
+    """Warn of a data set in `public.name` that a method would read if the user's stream had no public data."""
+    name = settings.public.name
+    if stream.public is not None and name not in (None, "stream") and methods.need_public(members):
+        warn(
+            f"public.name={name} has no effect: stream '{stream.name}' has public data of its own; set "
+            "public.name=stream"
+        )
 
 
 def carry_out(

@@ -238,10 +238,11 @@ def test_scales_to_compare_beside_a_scale_for_all_runs_are_an_error(flag):
 
 @pytest.mark.parametrize("flag", ["vary", "grid"])
 @pytest.mark.parametrize("given", ["strategy.threshold=0.8", "strategy={threshold: 0.8}"])
-def test_an_option_that_is_set_for_all_runs_cannot_vary(given, flag):
+@pytest.mark.parametrize("varied", ["strategy.threshold=0.85,0.9", "strategy={threshold: 0.85},{threshold: 0.9}"])
+def test_an_option_that_is_set_for_all_runs_cannot_vary(given, varied, flag):
     """The values of the setting won without a word, so no run had the value that --set names."""
     with pytest.raises(ConfigError, match=f"strategy.threshold is in --set and in --{flag}; leave it out of one of"):
-        plan("permuted-digits", "fot", "0", Path(), overrides=[given], **{flag: ["strategy.threshold=0.85,0.9"]})
+        plan("permuted-digits", "fot", "0", Path(), overrides=[given], **{flag: [varied]})
 
 
 @pytest.mark.parametrize(

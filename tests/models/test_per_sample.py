@@ -98,14 +98,6 @@ class Filled(nn.Module):
         return out
 
 
-class Standardised(nn.Conv2d):
-    """A convolution whose filters have mean 0 and deviation 1 (Qiao et al., 2019)."""
-
-    def forward(self, x):
-        deviation, mean = torch.std_mean(self.weight, (1, 2, 3), keepdim=True)
-        return self._conv_forward(x, (self.weight - mean) / deviation, self.bias)
-
-
 class Rectified(nn.Linear):
     def forward(self, x):
         return super().forward(x).relu()
@@ -178,7 +170,7 @@ NETS = {
     "recurrent": ((6, 3), Recurrent),
     "subclasses": (
         (2, 4, 4),
-        lambda: nn.Sequential(Standardised(2, 3, 3), nn.Tanh(), nn.Flatten(), Rectified(12, 6), nn.Linear(6, 3)),
+        lambda: nn.Sequential(toy.Standardised(2, 3, 3), nn.Tanh(), nn.Flatten(), Rectified(12, 6), nn.Linear(6, 3)),
     ),
     "own forward": ((6, 3), lambda: nn.Sequential(Last(3, 4, batch_first=True), nn.Linear(4, 3))),
     "own zeros": ((6, 3), OwnZeros),
@@ -254,5 +246,5 @@ def test_only_the_named_leaves_are_returned_and_nothing_is_written():
 
 def test_a_forward_that_vmap_does_not_run_is_told_what_to_write():
     model = Model(Filled(), (4,), [3], multi_head=False)
-    with pytest.raises(RuntimeError, match=r"make new tensors from the inputs, such as x\.new_zeros\(\.\.\.\)"):
+    with pytest.raises(RuntimeError, match=r"make tensors of the inputs, as by x\.new_zeros\(\.\.\.\)"):
         squared_gradients(model, model.params, ["weight"], LOSS, toy.random(5, 4).float(), torch.arange(5) % 3, 0)

@@ -1,5 +1,7 @@
 """Unlabelled inputs of another data set for a stream."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -125,6 +127,9 @@ def test_a_data_set_beside_the_public_data_of_a_stream_is_named():
     config = toy.config("tasks=1", "rounds=1", "public.name=mnist", method="feddf")
     with pytest.warns(UserWarning, match=r"^public.name=mnist has no effect: stream '.*' has public data of its own; "):
         cfl.run(config, stream=toy.stream(1))
+    with warnings.catch_warnings():  # a method that reads no public data
+        warnings.simplefilter("error", UserWarning)
+        cfl.run(toy.config("tasks=1", "rounds=1", "public.name=mnist", method="fedavg"), stream=toy.stream(1))
 
 
 def test_iris_has_public_inputs_of_its_own():

@@ -208,7 +208,7 @@ def _remaining(name: str, estimate: float, sums: Tree, info: RoundInfo) -> float
     energies = sums.get(f"energy/{name}")
     if energies is None:
         return estimate
-    if info.privacy:  # the energies of a client's samples have mean 1
+    if info.privacy:  # the energies of a client's inputs have mean 1
         whole = info.expected * private.share(info.privacy, len(sums))
         return min(1.0, max(0.0, float(energies) / whole))
     full, residual = energies.tolist()

@@ -84,7 +84,7 @@ def add_inputs(
     for into, patches in inputs.images.values():
         into.add_gram(patches.gram())
     if bounded:
-        _check_calls(inputs.rows, len(client))
+        _check_calls(inputs.calls, client.steps(BATCH))
     return inputs.rows
 
 
@@ -110,15 +110,17 @@ class ImageEnergies(Energies):
 
 
 class _Pass:
-    """State of a pass: sums by layer, inputs by layer, and by layer and image size the products of whole images."""
+    """State of a pass: sums, calls and inputs by layer, and by layer and image size the products of whole images."""
 
     def __init__(self, sums: Mapping[str, Energies], max_patches: int, info: RoundInfo) -> None:
         self.sums, self.max_patches, self.info = sums, max_patches, info
         self.images: dict[tuple[str, torch.Size], tuple[Gram, Patches]] = {}
+        self.calls: Counter[str] = Counter()
         self.rows: Counter[str] = Counter()
 
     def add(self, layer: Layer, x: Tensor, batch: Batch) -> None:
         """Add x, the input of a layer's module, to the layer's sum: as whole images if possible, else as vectors."""
+        self.calls[layer.name] += 1
         self.rows[layer.name] += len(x)
         into = self.sums[layer.name]
         augment = len(into.basis) > layer.size
@@ -154,10 +156,10 @@ def _check_rows(layers: Sequence[Layer], option: str) -> None:
             )
 
 
-def _check_calls(rows: Mapping[str, int], samples: int) -> None:
-    """Raise ConfigError for a layer with more inputs than samples: each call adds a unit of energy per sample."""
-    for name, count in rows.items():
-        if count > samples:
+def _check_calls(calls: Mapping[str, int], batches: int) -> None:
+    """Raise ConfigError for a layer with more calls than batches: each call adds a unit of energy per sample."""
+    for name, count in calls.items():
+        if count > batches:
             raise ConfigError(
                 f"layer '{name}' runs several times per forward pass, so a sample's contribution to its sketch is not "
                 "bounded; set dp.level=client"

@@ -256,6 +256,24 @@ def test_a_layer_that_runs_several_times_a_pass_is_refused_for_single_samples():
     assert set(released(strategy, twice, x, None)) == {"sketch/0", "sketch/1"}
 
 
+class Routed(nn.Sequential):
+    """A layer runs twice per pass, for the samples whose first number is not negative."""
+
+    def forward(self, x):
+        x = x.to(self[0].weight)
+        positive = x[:, 0] >= 0
+        hidden = self[0](torch.relu(self[0](x[positive])))
+        return self[1](x.masked_scatter(positive[:, None], hidden))
+
+
+def test_a_layer_that_sees_no_more_inputs_than_samples_but_some_of_them_twice_is_refused():
+    net = toy.net(nn.Linear(5, 5), nn.Linear(5, 3))
+    x = torch.randn(40, 5, generator=rng.generator(0))
+    x[:, 0] = torch.tensor([1.0, -1.0]).repeat(20)  # 20 samples, twice: 40 inputs of 40 samples
+    with pytest.raises(ConfigError, match="layer '0' runs several times per forward pass"):
+        released(FOT(sketch="gram", project_at="server"), handle(Routed(*net), (5,)), x, Privacy("example", 1.0))
+
+
 class Again(nn.Sequential):
     """Sends each sample through its first layer once, in two calls, or as two rows of one call."""
 
