@@ -150,8 +150,8 @@ def test_a_figure_that_cannot_be_written_comes_after_the_table(tmp_path, capsys)
 
 def test_compare_tabulates_and_skips_finished_runs(tmp_path, capsys):
     args = ("compare", "permuted-digits", "--methods", "fedavg,fot", "--seeds", "0..1", *SMALL, "--quiet", "--matrix")
-    args += ("--set", "strategy.threshold=0.8")  # fedavg has no such option
-    assert invoke(*args, "--output", str(tmp_path)) == 0
+    args += ("--output", str(tmp_path))
+    assert invoke(*args, "--set", "strategy.threshold=0.8") == 0  # fedavg has no such option
     assert "±" in capsys.readouterr().out
     kept = {name: read_yaml(run_of(tmp_path, name) / "config.yaml")["strategy"] for name in ("fedavg", "fot")}
     assert kept["fedavg"] == {} and kept["fot"]["threshold"] == 0.8
@@ -162,7 +162,7 @@ def test_compare_tabulates_and_skips_finished_runs(tmp_path, capsys):
     assert (tmp_path / "compare.png").exists()
 
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/metrics.json")}
-    assert invoke(*args, "--output", str(tmp_path), "--vary", "strategy.threshold=0.8,0.85") == 0  # two more runs
+    assert invoke(*args, "--vary", "strategy.threshold=0.8,0.85") == 0  # two more runs
     after = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/metrics.json")}
     assert len(after) == 6 and before.items() < after.items()
 

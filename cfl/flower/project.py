@@ -84,7 +84,7 @@ def write(folder: Path, config: RunConfig, output: Path, data_root: Path | None 
         raise ConfigError(f"'{folder}' holds something else than a project of cfl's; choose another folder")
     stream = stream_of(config, data_root, False, public=methods.need_public(methods.build(config)))
     described = own_data.described(stream, config)  # before anything is written: data may be missing
-    make_folder(package, output, "--output")
+    make_folder(package, folder, "--output")
     pyproject = _PYPROJECT.format(
         title=programs.quoted(config.title), version=__version__, package=PACKAGE, wait_for=wait_for,
         output=programs.quoted(str(output.absolute())),
