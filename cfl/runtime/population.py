@@ -85,7 +85,7 @@ class Population:
         return int(weights[list(ids)].sum()) / total if total else 0.0  # nodes may have no data of a task
 
     def notes(self) -> list[str]:
-        """Lines for the start of a run: on clients without data, and on clients that the stream names in vain."""
+        """Lines for the start of a run: clients without data, and a partition that ignores the stream's clients."""
         without = {task: int((dealt.sizes == 0).sum()) for task, dealt in enumerate(self.deals)}
         counts = ", ".join(f"task {task}: {count}" for task, count in without.items() if count)
         lines = [f"clients without data are never sampled: {counts}"] if counts else []

@@ -59,7 +59,7 @@ def test_clients_without_data_are_named():
     assert population("partition.task_share=1.0").notes() == []
 
 
-def test_clients_that_the_stream_names_in_vain_are_told_of():
+def test_a_partition_that_ignores_the_clients_of_the_stream_is_noted():
     """A user who passes clients, and forgets the option, would compare methods on another partition."""
     data = torch.zeros(8, 3), torch.arange(8) % 2
     stream = cfl.from_tensors([(*data, *data)], clients=[torch.arange(8) % 2])
