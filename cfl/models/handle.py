@@ -62,6 +62,7 @@ class Model:
         precision: precisions.Precision = "float32",
     ) -> None:
         self.module, self.precision, self._lowered = own_copy(module, device), precision, False
+        self._recurrent = recurrent.has_layers(self.module)
         if precision != "float32":
             precisions.prepare(self.module)
         self.tasks, self.multi_head, self.growing, self.seed = len(classes), multi_head, growing, seed
@@ -279,9 +280,9 @@ class Model:
             for holder, key, leaf in slots:
                 holder[key] = leaf
             if not self._lowered:
-                return recurrent.call(self.module, x)
+                return recurrent.call(self.module, x, self._recurrent)
             with precisions.lowered(x.device):
-                outputs = recurrent.call(self.module, x)
+                outputs = recurrent.call(self.module, x, self._recurrent)
             return outputs.to(next(leaf.dtype for *_, leaf in slots if leaf.is_floating_point()))
         finally:
             for (holder, key, _), leaf in zip(slots, own, strict=True):

@@ -3,7 +3,7 @@
 For a Linear layer that a sample enters once, the gradient of a sample's loss is an outer product, delta x^T. Its square
 is the outer product of squared delta and squared x, so the sum over samples is one matrix product. For a layer that a
 sample enters at many positions (convolutions, tokens), each sample's gradient is formed. All other parameters use
-`torch.func.vmap`, as do subclasses of layers with a forward of their own.
+`torch.func.vmap`, as do layers with a forward of their own.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,5 +1,6 @@
 """Forward passes of modules under `torch.func.vmap`, with the states of recurrent layers and cells."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,17 +19,21 @@ _KINDS = frozenset(
 )  # fmt: skip
 
 
-def call(module: nn.Module, x: Tensor) -> Any:
+def has_layers(module: nn.Module) -> bool:
+    """Whether a module has a recurrent layer or cell."""
+    return any(isinstance(layer, nn.RNNBase | nn.RNNCellBase) for layer in module.modules())
+
+
+def call(module: nn.Module, x: Tensor, recurrent: bool) -> Any:
     """Return module(x), also under vmap over the samples alone, where recurrent layers share their weights.
 
+    recurrent: what `has_layers` returned once, since this runs in each local step.
     Raises RuntimeError for a forward that vmap does not run, with what to write in it.
     """
     if not transforming():
         return module(x)
     try:
-        if not any(isinstance(layer, nn.RNNBase | nn.RNNCellBase) for layer in module.modules()):
-            return module(x)
-        with _States():
+        with _States() if recurrent else contextlib.nullcontext():
             return module(x)
     except RuntimeError as error:
         if not str(error).startswith("vmap: "):
