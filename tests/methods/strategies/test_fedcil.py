@@ -72,83 +72,161 @@ def uploads_of(*clients, shape=(4,), classes=6):
     return network, {**tree.stack([generator] * len(clients)), "labels": labels}
 
 
-# --- the limit: FedAvg over (D, G) -----------------------------------------------------------------------------------
+# --- rounds against plain torch ---------------------------------------------------------------------------------------
+
+
+class Plain:
+    """An AC-GAN in training as plain modules of torch: one head of two outputs, class = 2 task + label."""
+
+    def __init__(self, rule, body, leaves):
+        self.rule, self.body, self.critic, self.network = rule, copy.deepcopy(body), nn.Linear(6, 1), generator(rule)
+        self.parts = {"": self.body, "critic/": self.critic, "generator/": self.network}
+        for mark, module in self.parts.items():
+            module.load_state_dict({name: leaves[mark + name] for name in module.state_dict()})
+        adam = {"lr": rule.lr, "betas": (rule.beta1, rule.beta2), "weight_decay": rule.weight_decay}
+        self.adam_d = torch.optim.Adam([*self.body.parameters(), *self.critic.parameters()], **adam)
+        self.adam_g = torch.optim.Adam(self.network.parameters(), **adam)
+
+    def loss(self, x, classes, value):
+        features = self.body[:-1](x)
+        said = self.critic(features)[:, 0].sigmoid()
+        bce = nn.functional.binary_cross_entropy(said, torch.full((len(x),), value))
+        return bce + nn.functional.cross_entropy(self.body[-1](features), classes % 2)
+
+    def step(self, reals, known, source, extra=lambda: 0.0):
+        """A step on L_D + extra, and one on L_G (section 2.2); reals: pairs (x, classes)."""
+        count = len(reals[0][1])
+        classes = known[torch.randint(len(known), (count,), generator=source)]
+        fakes = draw(self.network, classes, source).detach()
+        self.adam_d.zero_grad()
+        real = sum(self.loss(*batch, 1.0) for batch in reals) / len(reals)
+        (real + self.loss(fakes, classes, 0.0) + extra()).backward()
+        self.adam_d.step()
+        classes = known[torch.randint(len(known), (count,), generator=source)]
+        self.adam_g.zero_grad()
+        self.loss(draw(self.network, classes, source), classes, 1.0).backward()
+        self.adam_g.step()
+
+    def consistency(self, teacher, x, classes, known, source):
+        """The terms of the consistency enforcement, from the global generator `teacher`."""
+        with torch.no_grad():
+            alike = draw(teacher, classes, source)
+            c = known[torch.randint(len(known), (len(x),), generator=source)]
+            theirs, own = draw(teacher, c, source), draw(self.network, c, source)
+
+        def terms():
+            of_alike, of_x, of_theirs, of_own = (self.body(images).softmax(dim=1) for images in (alike, x, theirs, own))
+            kd_d = (of_alike.detach() * (of_alike.detach() / of_x).log()).sum() / len(x)
+            kd_g1 = (of_theirs.detach() * (of_theirs.detach() / of_own).log()).sum() / len(x)
+            kd_g2 = -of_theirs[torch.arange(len(x)), c % 2].log().mean()
+            return self.rule.alpha * kd_d + self.rule.beta * kd_g1 + self.rule.gamma * kd_g2
+
+        return terms
+
+    def leaves(self):
+        return {
+            mark + name: leaf.clone() for mark, part in self.parts.items() for name, leaf in part.state_dict().items()
+        }
+
+
+def generator(rule, leaves=None):
+    network = acgan.generator_network((8,), rule.latent, rule.width, key=0)
+    if leaves is not None:
+        network.load_state_dict(leaves)
+    return network
+
+
+def draw(network, classes, source):
+    """Images of these classes, of four; the first entries of z are the one-hot class (section 2.1)."""
+    z = torch.randn(len(classes), network[0].in_features, generator=source)
+    z[:, :4] = torch.eye(4)[classes]
+    return network(z)
 
 
 class Clients:
-    """Every client's AC-GAN as plain modules of torch, on two tasks with one head: class = 2 task + label."""
+    """What each client keeps over the rounds: its classes and its generator, now and at the end of its last task."""
 
-    def __init__(self, rule, model):
-        self.rule, self.model, self.own, self.old = rule, model, {}, {}
-        self.network = acgan.generator_network((8,), rule.latent, rule.width, key=0)
-
-    def draw(self, network, classes, source):
-        z = torch.randn(len(classes), self.rule.latent, generator=source)
-        z[:, :4] = torch.eye(4)[classes]
-        return network(z)
+    def __init__(self, rule, body):
+        self.rule, self.body, self.own, self.old = rule, body, {}, {}
 
     def train(self, x, y, down, info, id):
         """The client's weights after a round, as a tree with the names of an upload."""
         rule, source = self.rule, rng.generator(rng.key(info.key, "gan", id))
-        body, critic, network = copy.deepcopy(self.model.module), nn.Linear(6, 1), copy.deepcopy(self.network)
-        body.load_state_dict(down["params"])
-        critic.load_state_dict(down["critic"])
-        network.load_state_dict(down["generator"])
+        plain = Plain(rule, self.body, whole(down))
         now = sorted({2 * info.task + label for label in y.tolist()})
         if info.round == 0:  # every client takes part in every round
             self.old[id] = self.own.get(id, ([], None))
         past, frozen = self.old[id]
-        adam = {"lr": rule.lr, "betas": (rule.beta1, rule.beta2), "weight_decay": rule.weight_decay}
-        adam_d = torch.optim.Adam([*body.parameters(), *critic.parameters()], **adam)
-        adam_g = torch.optim.Adam(network.parameters(), **adam)
-        known = torch.tensor([*past, *now])
-
-        def loss(x, classes, value):
-            features = body[:-1](x)
-            bce = nn.functional.binary_cross_entropy(critic(features)[:, 0].sigmoid(), torch.full((len(x),), value))
-            return bce + nn.functional.cross_entropy(body[-1](features), classes % 2)
-
+        seen, known = torch.tensor([*past, *now]), torch.arange(2 * (info.task + 1))
+        weights = any((rule.alpha, rule.beta, rule.gamma))
         for _ in range(rule.iterations):
             rows = torch.randperm(len(y), generator=source)[: rule.batch]
-            reals = [(x[rows], y[rows])]
+            reals, extra = [(x[rows], 2 * info.task + y[rows])], lambda: 0.0
             if past:
                 classes = torch.tensor(past)[torch.randint(len(past), (len(rows),), generator=source)]
-                reals.append((self.draw(frozen, classes, source).detach(), classes))
-            classes = known[torch.randint(len(known), (len(rows),), generator=source)]
-            fakes = self.draw(network, classes, source).detach()
-            adam_d.zero_grad()
-            (sum(loss(*batch, 1.0) for batch in reals) / len(reals) + loss(fakes, classes, 0.0)).backward()
-            adam_d.step()
-            classes = known[torch.randint(len(known), (len(rows),), generator=source)]
-            adam_g.zero_grad()
-            loss(self.draw(network, classes, source), classes, 1.0).backward()
-            adam_g.step()
-        self.own[id] = [*past, *now], network
-        parts = {"": body, "critic/": critic, "generator/": network}
-        return {mark + name: leaf for mark, module in parts.items() for name, leaf in module.state_dict().items()}
+                reals.append((draw(frozen, classes, source).detach(), classes))
+            if info.round and weights:
+                extra = plain.consistency(generator(rule, down["generator"]), *reals[0], known, source)
+            plain.step(reals, seen, source, extra)
+        self.own[id] = [*past, *now], plain.network
+        return plain.leaves()
+
+    def consolidate(self, mean, info):
+        """The mean of the uploads after the server's steps on images of the clients' generators (section 2.3)."""
+        rule, first = self.rule, 2 * info.task
+        source, plain = rng.generator(rng.key(info.key, "consolidate")), Plain(rule, self.body, mean)
+        for _ in range(rule.consolidation):
+            reals = []
+            for part in (range(first, first + 2), range(first)):  # classes of the task, and earlier ones
+                owners = [(sorted({*part} & {*seen}), network) for _, (seen, network) in sorted(self.own.items())]
+                pairs = [self.images(torch.tensor(seen), network, source) for seen, network in owners if seen]
+                if pairs:
+                    reals.append(self.resampled(*map(torch.cat, zip(*pairs, strict=True)), source))
+            plain.step(reals, torch.arange(first + 2), source)
+        return plain.leaves()
+
+    def images(self, seen, network, source):
+        classes = seen[torch.randint(len(seen), (self.rule.batch,), generator=source)]
+        return draw(network, classes, source).detach(), classes
+
+    def resampled(self, x, classes, source):
+        """One image of each class in turn, each time the first one left of the class in a random order."""
+        order = torch.randperm(len(x), generator=source).tolist()
+        turns = [(sum(classes[j] == classes[i] for j in order[:place]), place, i) for place, i in enumerate(order)]
+        rows = [i for *_, i in sorted(turns)][: self.rule.batch]
+        return x[rows], classes[rows]
 
 
-@pytest.mark.parametrize("weights", ["samples", "uniform"])
-def test_without_consistency_and_consolidation_it_is_fedavg_over_discriminators_and_generators(weights):
-    rule = Recorder(**{**SMALL, **AVERAGE}, lr=0.01, share="always", weights=weights)
+def whole(trees):
+    """The weights of a broadcast, or of the server, in one tree."""
+    return {
+        **trees["params"],
+        **tree.under("critic", trees["critic"]),
+        **tree.under("generator", trees["generator"]),
+    }
+
+
+@pytest.mark.parametrize(
+    "weights,more",
+    [("samples", AVERAGE), ("uniform", AVERAGE), ("samples", {"alpha": 0.5, "beta": 2.0, "gamma": 1.5})],
+)
+def test_rounds_are_those_of_clients_in_torch_their_mean_and_its_consolidation(weights, more):
+    """Without consistency and consolidation it is FedAvg over discriminators and generators."""
+    rule = Recorder(**{**SMALL, **more}, lr=0.01, share="always", weights=weights)
     result = run("partition.name=dirichlet", "partition.alpha=1", "cohort=4", rule=rule, stream=toy.stream(tasks=2))
-    clients, replayed = Clients(rule, result.model), 0
+    clients, replayed = Clients(rule, result.model.module), 0
     for (info, down, after), held in zip(rule.done, rule.held, strict=False):
         trees = [clients.train(*held[id], down, info, id) for id in info.clients]
         sizes = [len(held[id][1]) for id in info.clients]
         assert len(set(sizes)) > 1
         replayed += sum(bool(past) for past, _ in clients.old.values())
         shares = [size / sum(sizes) if weights == "samples" else 1 / len(sizes) for size in sizes]
-        found = {
-            **after["params"],
-            **tree.under("critic", after["critic"]),
-            **tree.under("generator", after["generator"]),
-        }
-        assert found.keys() == trees[0].keys()
+        mean = {name: sum(share * each[name] for share, each in zip(shares, trees, strict=True)) for name in trees[0]}
+        expected, found = clients.consolidate(mean, info) if rule.consolidation else mean, whole(after)
+        assert found.keys() == expected.keys()
         for name, leaf in found.items():
-            mean = sum(share * each[name] for share, each in zip(shares, trees, strict=True))
             # Adam divides by the size of a gradient, and so enlarges the rounding of small ones; its steps are of 0.01
-            torch.testing.assert_close(leaf, mean, atol=2e-5, rtol=0)
+            torch.testing.assert_close(leaf, expected[name], atol=2e-5, rtol=0)
     assert replayed
 
 
