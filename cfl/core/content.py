@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import json
 import sys
+import tokenize
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
@@ -220,10 +221,10 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _source(item: Any) -> str:
-    """The source text; empty if there is none."""
+    """The source text; empty if there is none, or if the file has changed and its lines are no longer Python."""
     try:
         return inspect.getsource(item)
-    except (OSError, TypeError):
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):
         return ""
 
 

@@ -7,8 +7,10 @@ trace. A trace with other draws is not compiled.
 """
 
 import copy
+import sysconfig
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ def obstacle(device: torch.device) -> str:
         get_cpp_compiler()
     except InvalidCxxCompiler:
         return "no C++ compiler is found (g++, or the one that CXX names)"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return "the C headers of Python are missing (Debian's package python3-dev)"
     return ""
 
 

@@ -285,6 +285,18 @@ def test_the_code_of_another_package_counts_and_that_of_this_one_does_not(tmp_pa
     assert not content.foreign(nn.Linear) and not content.foreign(content.digest) and not content.foreign(np.mean)
 
 
+def test_a_function_whose_file_has_changed_counts_by_its_code(tmp_path):
+    """A script is edited while it runs: the lines at which a function stood may not even be Python any more."""
+
+    def double(file):
+        namespace = {"__name__": "script"}
+        exec(compile("def double(x):\n    return 2 * x\n", file, "exec"), namespace)
+        return namespace["double"]
+
+    (tmp_path / "script.py").write_text("values = (\n    '''")
+    assert content.digest(double(str(tmp_path / "script.py"))) == content.digest(double("<no file>"))
+
+
 @pytest.mark.slow
 def test_a_script_counts_by_what_its_classes_use(tmp_path):
     """The call that resumes a run stands in the same file."""

@@ -250,8 +250,10 @@ def test_a_run_that_auto_compiled_needs_a_compiler_to_resume(tmp_path: Path, mon
         cfl.run(config, stream=toy.stream(), output=tmp_path / "run", resume=True)
 
 
-def test_obstacles():
+def test_obstacles(tmp_path: Path, monkeypatch):
     assert "cuda" in module.obstacle(torch.device("cuda")) and not module.obstacle(torch.device("cpu"))
+    monkeypatch.setattr(module.sysconfig, "get_path", lambda _: str(tmp_path))  # the compiled code includes Python.h
+    assert module.obstacle(torch.device("cpu")).startswith("the C headers of Python are missing")
 
 
 def test_a_compiler_that_fails_ends_the_run_with_the_option_at_fault(monkeypatch):

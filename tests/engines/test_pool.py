@@ -203,7 +203,8 @@ def test_close_ends_the_workers_of_a_round():
 def test_warnings_of_clients_reach_the_caller():
     with pytest.warns(UserWarning, match="^odd$") as said:
         a_round(pooled(Trips("warn")), samples_of(30), ROWS)
-    assert said[0].filename == a_round.__code__.co_filename  # the line that calls cfl
+    odd = [each for each in said if each.category is UserWarning]  # Python 3.12 adds a warning of its own on forks
+    assert odd[0].filename == a_round.__code__.co_filename  # the line that calls cfl
 
 
 def gone(pids, seconds=20.0):
