@@ -67,7 +67,11 @@ class Fingerprint:
         if text := self.changed_option(there):
             return text
         for name in {**self.parts, **parts} if parts else ():
-            if parts.get(name) != self.parts.get(name):
+            if name not in parts:
+                return f"{name}: not in that run"
+            if name not in self.parts:
+                return f"{name}: in that run alone"
+            if parts[name] != self.parts[name]:
                 return f"{name} changed since the run began"
         source = self.config.start or self.config.model.weights
         return f"the model in '{source}' changed since the run began" if self._start else ""

@@ -167,7 +167,12 @@ CASES = {
     "a resume with fewer tasks": (
         lambda tmp_path: [run(tmp_path), run(tmp_path, stream=toy.stream(2), resume=True)],
         CheckpointError,
-        "the data of task 'task 2' changed since the run began",
+        "the data of task 'task 2': in that run alone",
+    ),
+    "a resume with more tasks": (  # the data of task 2 did not change: the run began without them
+        lambda tmp_path: [run(tmp_path, stream=toy.stream(2)), run(tmp_path, resume=True)],
+        CheckpointError,
+        "the data of task 'task 2': not in that run",
     ),
     "a resume with an attribute that is another function": (
         with_strategies(torch.relu, torch.tanh),
