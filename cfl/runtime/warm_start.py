@@ -39,7 +39,7 @@ def started(model: Model, folder: str, config: ModelConfig) -> tuple[Tree, str]:
             there = f"shape {tuple(given[name].shape)}" if name in given else "no such parameter"
             raise ConfigError(
                 f"start: '{name}' has shape {tuple(model.params[name].shape)} here, and '{folder}' has {there}; "
-                f"{_remedy(model, Path(folder))}"
+                f"{_remedy(model, config, Path(folder), name)}"
             )
     return {**model.params, **taken}, f"starts from the model in '{folder}'{_listed(left)}"
 
@@ -57,9 +57,12 @@ def _check_adapters(config: ModelConfig, folder: Path) -> None:
         )
 
 
-def _remedy(model: Model, folder: Path) -> str:
-    """What makes a model fit the run in a folder: its adapters if it has some and the model has none, or its model."""
+def _remedy(model: Model, config: ModelConfig, folder: Path, name: str) -> str:
+    """What gives a model the parameter or buffer `name` of the run in a folder: an option of that run, or its model."""
     options = flat(read_yaml(folder / "config.yaml"))
+    statistics = options.get("model.norm_stats", config.norm_stats)
+    if not model.is_parameter(name) and statistics != config.norm_stats:
+        return f"set {assignment('model.norm_stats', statistics)}, as in that run"
     if options.get("model.adapter", "none") == "none" or adapters.pairs(model.module):
         return "use the model of that run"
     default = flat({"model": ModelConfig().model_dump(mode="json")})

@@ -360,6 +360,16 @@ def test_a_run_without_adapters_cannot_start_from_one_with_adapters(tmp_path):
         trained(tmp_path / "second", f"start={tmp_path / 'first'}")
 
 
+@pytest.mark.parametrize("there", ["per_task", "batch"])
+def test_a_run_with_shared_statistics_needs_them_in_the_run_it_starts_from(there, tmp_path):
+    """Both runs have one network: only the option gives the statistics other names, or leaves them out."""
+    stream = toy.stream(2)
+    trained(tmp_path / "first", f"model.norm_stats={there}", stream=stream, model=normalised())
+    options = [f"start={tmp_path / 'first'}", "model.norm_stats=running"]
+    with pytest.raises(ConfigError, match=f"has no such parameter; set model.norm_stats={there}, as in that run"):
+        trained(tmp_path / "second", *options, stream=stream, model=normalised())
+
+
 def test_adapters_of_another_rank_or_alpha_are_no_start(tmp_path):
     """Else the run would lose what the adapters there learned, or count it another number of times."""
     lora = ["model.adapter=lora", "model.adapter_rank=4"]
