@@ -183,7 +183,8 @@ def load(
         config = resolve.load(read_yaml(file))
     for name, given in (("model", model), ("strategy", strategy)):
         if given is None and about[name] is not None:
-            raise ConfigError(f"the run in '{folder}' has a {name} of its own, {about[name]}; pass it as {name}=...")
+            held = f"a {name} of its own, {about[name]}"
+            raise ConfigError(f"the run in '{folder}' has {held}; pass it to cfl.load as {name}=...")
     if model is None:  # not its truth value: a network may have a length of 0
         model = network.build(config, about["input_shape"], about["outputs"], about.get("vocabulary"))
     handle = network.handle(config, model, about["input_shape"], about["classes"], about["scenario"], "cpu")

@@ -119,9 +119,9 @@ def test_an_interrupted_run_gives_the_model_of_its_last_checkpoint(tmp_path):
 def test_own_networks_and_strategies_are_passed_again(tmp_path):
     network = toy.mlp(toy.DIMENSIONS, 5, toy.CLASSES)
     result = trained(tmp_path, model=network, strategy=KeepsTasks())
-    with pytest.raises(ConfigError, match=r"has a model of its own, Net; pass it as model="):
+    with pytest.raises(ConfigError, match=r"has a model of its own, Net; pass it to cfl.load as model="):
         cfl.load(tmp_path, strategy=KeepsTasks())
-    with pytest.raises(ConfigError, match=r"has a strategy of its own, KeepsTasks; pass it as strategy="):
+    with pytest.raises(ConfigError, match=r"has a strategy of its own, KeepsTasks; pass it to cfl.load as strategy="):
         cfl.load(tmp_path, model=network)
     with pytest.raises(ConfigError, match="the network does not fit the parameters"):
         cfl.load(tmp_path, model=toy.mlp(toy.DIMENSIONS, 6, toy.CLASSES), strategy=KeepsTasks)
