@@ -31,6 +31,8 @@ HOW = ("engine", "block", "compile", "workers", "threads", "device", "checkpoint
 """Options of how a run is computed. They change results by rounding, and by draws in the network, see `digest`."""
 OWN = ("benchmark", "method", "seed")
 """Options that tell runs apart; commands take them as arguments, not by `--set`."""
+BY_ARGUMENT = "the command sets it by an argument of its own, see --help"
+OTHER_FOLDER = "runs that differ in it alone share a folder: give each value a comparison with an --output of its own"
 MOST_SEEDS = 10_000
 
 
@@ -217,7 +219,8 @@ def plan(
     groups: dict[str, Group] = {}
     # By content: an earlier version may have named a folder by another hash.
     stored = {own: path for path, config in finished_in(folder).items() for own in _answers(config, path)}
-    settings = Settings(vary, grid, (*HOW, *OWN), overrides, scale)
+    fixed = dict.fromkeys(HOW, OTHER_FOLDER) | dict.fromkeys(OWN, BY_ARGUMENT)
+    settings = Settings(vary, grid, fixed, overrides, scale)
     for setting in settings:
         texts = {name: f"{name}={json.dumps(value, default=str)}" for name, value in setting.items()}
         own = for_methods(names, [*overrides, *texts.values()])
@@ -251,7 +254,7 @@ def for_methods(names: Sequence[str], overrides: Sequence[str], fixed: Sequence[
     """
     for name in (text.partition("=")[0].strip() for text in overrides):
         if name in fixed:
-            raise ConfigError(f"--set cannot take {name}; the command sets it by an argument of its own, see --help")
+            raise ConfigError(f"--set cannot take {name}; {BY_ARGUMENT}")
     known: dict[str, list[str]] = {}
     for name in names:
         method, regularizers = roles(name)

@@ -15,16 +15,16 @@ VALIDATION = 0.1
 class Settings:
     """Combinations of values. varied, searched: the options of `--vary` and of `--grid`, each with its values.
 
-    vary, grid: texts such as "key=a,b"; fixed: options, or groups of them, that cannot vary; overrides, scale: of all
-    runs. Raises ConfigError for another text, a fixed option, an option that is given in two places, and for a grid
-    whose runs would hold out no samples, or different ones.
+    vary, grid: texts such as "key=a,b"; fixed: options, or groups of them, that cannot vary, with what to do instead;
+    overrides, scale: of all runs. Raises ConfigError for another text, a fixed option, an option that is given in two
+    places, and for a grid whose runs would hold out no samples, or different ones.
     """
 
     def __init__(
         self,
         vary: Sequence[str],
         grid: Sequence[str],
-        fixed: Collection[str],
+        fixed: Mapping[str, str],
         overrides: Sequence[str],
         scale: str | None,
     ) -> None:
@@ -62,7 +62,7 @@ def _single(options: Mapping[str, Sequence[Any]]) -> list[str]:
     return [name for text in texts for name in flat(parse(text))]
 
 
-def _values(texts: Sequence[str], flag: str, fixed: Collection[str]) -> dict[str, list[Any]]:
+def _values(texts: Sequence[str], flag: str, fixed: Mapping[str, str]) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for text in texts:
         name, equals, values = text.partition("=")
@@ -70,10 +70,8 @@ def _values(texts: Sequence[str], flag: str, fixed: Collection[str]) -> dict[str
         read = read_value(name, f"[{values}]") if equals and name else []
         if not read:
             raise ConfigError(f"{flag} takes key=value,value, such as strategy.threshold=0.8,0.9, not '{text}'")
-        if name.partition(".")[0] in fixed:
-            raise ConfigError(
-                f"{flag} cannot take {name}: it is not an option of a method; see 'cfl-run compare --help'"
-            )
+        if remedy := fixed.get(name.partition(".")[0]):
+            raise ConfigError(f"{flag} cannot take {name}; {remedy}")
         if name in found:
             raise ConfigError(f"{flag} takes {name} once, with all its values: {flag} {name}=A,B")
         found[name] = read

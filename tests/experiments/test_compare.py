@@ -217,7 +217,7 @@ def test_the_folder_of_a_single_run_has_a_hash_if_options_are_set():
     [
         ("strategy.threshold", "--vary takes key=value,value"),
         ("local.lr=", "--vary takes key=value,value"),
-        ("engine=loop,pool", "--vary cannot take engine"),
+        ("engine=loop,pool", "--vary cannot take engine; .* give each value a comparison with an --output"),
         ("local.lrr=1,2", "did you mean 'local.lr'"),
         ("strategy.threshold=0.8,2", r"strategy.threshold must be a number in \(0, 1\], not 2"),
     ],
