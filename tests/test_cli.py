@@ -138,6 +138,15 @@ def test_train_writes_the_folder_and_its_config_repeats_it(tmp_path, capsys):
     assert invoke("train", "--config", config, "--output", str(again), "--quiet") == 2  # already holds a run
 
 
+def test_the_configuration_of_a_run_on_a_stream_object_says_how_to_name_the_benchmark(tmp_path, capsys):
+    """Its benchmark is recorded only; the list of benchmarks alone does not say that a file may register one."""
+    config = tmp_path / "config.yaml"
+    config.write_text("benchmark: sensors\n")
+    assert invoke("train", "--config", str(config), "--output", str(tmp_path / "run")) == 2
+    said = capsys.readouterr().err
+    assert "unknown benchmark 'sensors'" in said and "give that file to cfl-run --plugin" in said
+
+
 def test_a_figure_that_cannot_be_written_comes_after_the_table(tmp_path, capsys):
     (tmp_path / "accuracy.png").mkdir()
     assert invoke("train", "permuted-digits", *SMALL, "--output", str(tmp_path), "--quiet") == 2

@@ -72,7 +72,8 @@ def _resolved(benchmark: str | None, **layers: Any) -> RunConfig:
     if benchmark is not None:
         plugins.benchmarks.get(benchmark)
     config = resolve(benchmark, **layers)
-    plugins.benchmarks.get(config.benchmark)
+    with plugins.read_from(layers.get("file")):
+        plugins.benchmarks.get(config.benchmark)
     return config
 
 
