@@ -1,4 +1,4 @@
-"""SCAFFOLD: gradients by hand, exact mean gradients, whole runs against the paper's algorithm, and a killed run."""
+"""SCAFFOLD: gradients by hand, exact mean gradients, the end of training, and a killed run."""
 
 import math
 
@@ -65,12 +65,9 @@ def test_a_constant_gradient_becomes_the_control_variate(steps, momentum):
             assert torch.allclose(state[f"scaffold/{name}"], leaf, atol=1e-12, rtol=0), name
 
 
-LR, EPOCHS = 0.2, 3
-
-
 def session(*overrides, regularizers=None, clients=4, model=None):
     """A run whose clients take full-batch steps: 12 samples each, in one batch."""
-    options = ("tasks=1", "rounds=6", "cohort=2", f"local.lr={LR}", f"local.epochs={EPOCHS}", "local.batch_size=12")
+    options = ("tasks=1", "rounds=6", "cohort=2", "local.lr=0.2", "local.epochs=3", "local.batch_size=12")
     config = toy.config(*options, f"partition.clients={clients}", "seed=2", *overrides, method="fedavg")
     members = {"strategy": Strategy(), **({"scaffold": Scaffold()} if regularizers is None else regularizers)}
     return build_session(config, toy.stream(tasks=1), members, model or toy.mlp(8, 5, 2))
@@ -83,40 +80,6 @@ def gradients(model, params, client):
     x, y = samples.gather(rows)
     grads = torch.autograd.grad(F.cross_entropy(model.logits(leaves, x, 0), y), list(leaves.values()))
     return dict(zip(leaves, grads, strict=True))
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_rounds_with_partial_participation_are_the_papers_algorithm(momentum):
-    run = session(f"local.momentum={momentum}")
-    names, absent = list(run.model.params), set(range(4))
-    w = {name: leaf.clone() for name, leaf in run.model.params.items()}
-    c = {name: torch.zeros_like(leaf) for name, leaf in w.items()}
-    own = {client: dict(c) for client in range(4)}
-    # distance of equal gradients of size 1 under heavy-ball momentum, in units of lr: 1, then 1 + (1 + m), ...
-    length = sum(sum(momentum**i for i in range(step + 1)) for step in range(EPOCHS))
-    for position in range(6):
-        clients = run.prepare(position).clients
-        absent -= {client.id for client in clients}
-        ends = {}
-        for client in clients:
-            local, velocity = dict(w), {name: torch.zeros_like(leaf) for name, leaf in w.items()}
-            for _ in range(EPOCHS):
-                g = gradients(run.model, local, client)
-                for name in names:
-                    velocity[name] = momentum * velocity[name] + g[name] - own[client.id][name] + c[name]
-                    local[name] = local[name] - LR * velocity[name]
-            ends[client.id] = local
-        for id, local in ends.items():
-            own[id] = {name: own[id][name] - c[name] + (w[name] - local[name]) / (length * LR) for name in names}
-        w = {name: sum(local[name] for local in ends.values()) / 2 for name in names}
-        c = {name: sum(own[id][name] for id in own) / 4 for name in names}  # clients yet to take part count as 0
-        run.round(position)
-        for name in names:
-            assert torch.allclose(run.state.server["params"][name], w[name], atol=1e-10, rtol=0)
-            assert torch.allclose(run.state.server["local/scaffold"][name], c[name], atol=1e-10, rtol=0)
-        if position == 0:
-            assert len(absent) == 2 and any(leaf.abs().max() > 0.01 for leaf in c.values())
-    assert not absent
 
 
 def test_the_servers_variate_is_the_mean_of_all_clients():

@@ -5,14 +5,12 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import cfl
-from cfl.core import ConfigError, UpdateError, rng, tree
+from cfl.core import ConfigError, UpdateError, tree
 from cfl.methods.strategies.fot import FOT
 from cfl.methods.subspace.projection import names, width
-from cfl.runtime.builder import build_session
 from tests.gpse_round import Net, draws, handle, label, mlp, one_gpse, projector, ranks_of
 
 # --- helpers ---------------------------------------------------------------------------------------------------------
@@ -95,64 +93,6 @@ def test_first_task_of_many_is_fedavg_to_the_bit(options):
     alone = _run(_tasks(1), "cohort=2", method="fedavg", model=mlp(12, 10, 3))
     after = next(before for info, before, _, _ in recorder.rounds if info.task == 1)
     assert all(torch.equal(after["params"][name], leaf) for name, leaf in alone.params.items())
-
-
-def _trained(w, info, client, x, y):
-    """A client's model after two epochs of torch.optim.SGD from the weights w; the round's key orders the samples."""
-    net = mlp(12, 10, 3)
-    net.load_state_dict(w)
-    sgd = torch.optim.SGD(net.parameters(), lr=0.1 * 0.8**info.round, momentum=0.6, weight_decay=0.02)
-    for epoch in range(2):
-        source = rng.generator(rng.key(info.key, "order", client.id, epoch))
-        for part in torch.randperm(len(y), generator=source).split(5):
-            sgd.zero_grad()
-            F.cross_entropy(net(x[part]), y[part]).backward()
-            sgd.step()
-    return net.state_dict()
-
-
-def _extended(basis, x, threshold):
-    """O with the fewest left singular vectors of X* = X - O O^T X for which it covers the threshold of |X|^2."""
-    x = torch.cat([x, torch.ones(len(x), 1)], dim=1).T  # the bias' input is 1
-    rest = x - basis @ basis.T @ x
-    u, s, _ = torch.linalg.svd(rest, full_matrices=False)
-    covered = [1 - (rest.square().sum() - s[:rank].square().sum()) / x.square().sum() for rank in range(len(s) + 1)]
-    return torch.cat([basis, u[:, : next(rank for rank, share in enumerate(covered) if share >= threshold)]], dim=1)
-
-
-@pytest.mark.parametrize("engine, weights", [("loop", "samples"), ("vmapped", "uniform")])
-def test_a_run_of_unequal_clients_is_that_of_plain_torch(engine, weights):
-    options = ["partition.name=lda", "partition.min_samples=3", "cohort=3", "drop_rate=0.25", "local.epochs=2"]
-    options += ["local.momentum=0.6", "local.weight_decay=0.02", "local.lr_decay=0.8", "server.lr=0.7"]
-    config = _config(*options, f"engine={engine}", "block=2", f"agg.weights={weights}", tasks=3)
-    fot = FOT(threshold=0.8, measure_coverage=False)
-    run = build_session(config, cfl.from_tensors(_tasks(3)), {"strategy": fot}, mlp(12, 10, 3))
-    w, ranks, dropped, sizes = dict(run.model.params), [], {}, set()
-    basis = {"0": torch.zeros(13, 0).double(), "2": torch.zeros(11, 0).double()}
-    for position in range(len(run.schedule)):
-        info, _, clients, _ = run.prepare(position)
-        held = [(client, *client.shares[info.task].samples.gather(client.shares[info.task].rows)) for client in clients]
-        if info.phase.train:
-            shares = [len(y) if weights == "samples" else 1 for _, _, y in held]
-            pairs = [(share / sum(shares), _trained(w, info, *own)) for share, own in zip(shares, held)]
-            step = {name: w[name] - sum(share * end[name] for share, end in pairs) for name in w}
-            for layer, own in basis.items():
-                joint = torch.cat([step[f"{layer}.weight"], step[f"{layer}.bias"][:, None]], dim=1)
-                joint = joint - joint @ own @ own.T  # eq. 6
-                step |= {f"{layer}.weight": joint[:, :-1], f"{layer}.bias": joint[:, -1]}
-            w = {name: w[name] - 0.7 * step[name] for name in w}
-        else:
-            x = torch.cat([x for _, x, _ in held]).double()
-            hidden = (x @ w["0.weight"].T + w["0.bias"]).relu()
-            basis = {layer: _extended(basis[layer], inputs, 0.8) for layer, inputs in (("0", x), ("2", hidden))}
-            ranks.append([own.shape[1] for own in basis.values()])
-        run.round(position)
-        for name, leaf in w.items():
-            assert torch.allclose(run.state.server["params"][name], leaf, atol=1e-10, rtol=0)
-        dropped |= info.dropped
-        sizes |= {len(y) for _, _, y in held}
-    assert dropped and any(size % 5 for size in sizes) and len(sizes) > 3
-    assert all(0 < a < b < full for a, b, full in zip(*ranks, (13, 11)))  # both tasks add directions, and room is left
 
 
 @pytest.mark.parametrize(
