@@ -6,8 +6,9 @@ regularizers act is written once, in `trained` and `served`. After every round t
 recomputed one to 1e-10.
 
 Clients hold unlike numbers of samples, and some hold none of a task. Three of six are in a cohort, and some of them
-drop out. They train for two epochs by SGD with momentum, weight decay and a falling learning rate; the server's rate is
-not 1. The network has one head, a head for each task, or a head that grows with the tasks.
+drop out; the first task has four rounds, in which clients come back with their states. They train for two epochs by SGD
+with momentum, weight decay and a falling learning rate; the server's rate is not 1. The network has one head, a head
+for each task, or a head that grows with the tasks.
 """
 
 from collections import defaultdict
@@ -797,11 +798,11 @@ def stream(multi_head):
 
 def session(parts, setting):
     engine, scenario, weights = SETTINGS[setting]
-    options = [f"tasks={TASKS}", "rounds=2", f"partition.clients={CLIENTS}", "cohort=3", "drop_rate=0.2"]
+    options = [f"tasks={TASKS}", "rounds=[4,1,2]", f"partition.clients={CLIENTS}", "cohort=3", "drop_rate=0.2"]
     options += ["partition.name=lda", "partition.task_share=0.8", "partition.min_samples=3", f"agg.weights={weights}"]
     options += [f"local.batch_size={BATCH}", f"local.epochs={EPOCHS}", f"local.lr={LR}", f"local.lr_decay={LR_DECAY}"]
     options += [f"local.momentum={MOMENTUM}", f"local.weight_decay={WEIGHT_DECAY}", f"server.lr={SERVER_LR}"]
-    options += [f"engine={engine}", "block=2", f"scenario={scenario}"]
+    options += ["seed=4", f"engine={engine}", "block=2", f"scenario={scenario}"]
     options += [option for part in parts for option in part.options]
     label = "+".join(VARIANTS.get(part, part.__name__.lower()) for part in parts)
     config = cfl.resolve("permuted-digits", method=label, overrides=options)
@@ -848,6 +849,7 @@ def recomputed(parts, setting):
             server = Round(p, sum(n > 0 for n in held), total / sum(measure))
             w = served(rules, w, {me.id: trained(rules, me) for me in there}, server)
             met |= {("held", n) for n in held} | {("arrived", len(there)), ("dropped", bool(info.dropped))}
+            met |= {(me.id, info.round) for me in there if info.task == 0}
         else:
             rules[0].consolidate(there, info.clients)
         run.round(position)
@@ -874,4 +876,5 @@ def test_the_runs_are_as_uneven_as_they_are_meant_to_be(setting):
     _, met = recomputed((FedAvg,), setting)
     sizes = {n for what, n in met if what == "held"}
     assert 0 in sizes and len(sizes) > 4 and any(0 < n < BATCH for n in sizes) and any(n % BATCH for n in sizes)
+    assert max(sum((id, round) in met for round in range(4)) for id in range(CLIENTS)) >= 3  # its state came back twice
     assert ("dropped", True) in met and {n for what, n in met if what == "arrived"} >= {2, 3}
