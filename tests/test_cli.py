@@ -138,7 +138,7 @@ def test_train_writes_the_folder_and_its_config_repeats_it(tmp_path, capsys):
     assert invoke("train", "--config", config, "--output", str(again), "--quiet") == 2  # already holds a run
 
 
-def test_the_configuration_of_a_run_on_a_stream_object_says_how_to_name_the_benchmark(tmp_path, capsys):
+def test_a_configuration_with_an_unknown_benchmark_says_how_to_make_it_known(tmp_path, capsys):
     """Its benchmark is recorded only; the list of benchmarks alone does not say that a file may register one."""
     config = tmp_path / "config.yaml"
     config.write_text("benchmark: sensors\n")

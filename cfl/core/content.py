@@ -221,10 +221,10 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _source(item: Any) -> str:
-    """The source text; empty if there is none, or if the file has changed and its lines are no longer Python."""
+    """The source text; empty if there is none, or if its lines in a file that has changed are not Python."""
     try:
         return inspect.getsource(item)
-    except (OSError, TypeError, SyntaxError, tokenize.TokenError):
+    except (OSError, TypeError, tokenize.TokenError):
         return ""
 
 

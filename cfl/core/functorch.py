@@ -1,4 +1,4 @@
-"""The one private torch function that `cfl` uses, and a fallback for torch versions without it."""
+"""Whether a `torch.func` transform is running, by a private function of torch, or a fallback without it."""
 
 try:
     from torch._C._functorch import peek_interpreter_stack

@@ -7,6 +7,7 @@ trace. A trace with other draws is not compiled.
 """
 
 import copy
+import sys
 import sysconfig
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,7 +31,8 @@ def obstacle(device: torch.device) -> str:
         get_cpp_compiler()
     except InvalidCxxCompiler:
         return "no C++ compiler is found (g++, or the one that CXX names)"
-    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+    folders = sysconfig.get_path("include"), sysconfig.get_path("include", "posix_prefix")  # those that torch names
+    if sys.platform == "linux" and not any(Path(folder, "Python.h").is_file() for folder in folders):
         return "the C headers of Python are missing (Debian's package python3-dev)"
     return ""
 

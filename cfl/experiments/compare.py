@@ -7,7 +7,7 @@ again, comparisons can share a folder, and finished runs are read instead of rep
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -29,10 +29,13 @@ from cfl.runtime.table import spent, stoppers
 
 HOW = ("engine", "block", "compile", "workers", "threads", "device", "checkpoint_every", "flower")
 """Options of how a run is computed. They change results by rounding, and by draws in the network, see `digest`."""
-OWN = ("benchmark", "method", "seed")
-"""Options that tell runs apart; commands take them as arguments, not by `--set`."""
-BY_ARGUMENT = "the command sets it by an argument of its own, see --help"
-OTHER_FOLDER = "runs that differ in it alone share a folder: give each value a comparison with an --output of its own"
+OWN = {
+    "benchmark": "compare on one benchmark at a time",
+    "method": "name the methods in --methods",
+    "seed": "name the seeds in --seeds",
+}
+"""Options that tell runs apart, with the arguments that commands have for them."""
+OTHER_FOLDER = "it says how runs are computed: give each value a comparison with an --output of its own"
 MOST_SEEDS = 10_000
 
 
@@ -219,7 +222,7 @@ def plan(
     groups: dict[str, Group] = {}
     # By content: an earlier version may have named a folder by another hash.
     stored = {own: path for path, config in finished_in(folder).items() for own in _answers(config, path)}
-    fixed = dict.fromkeys(HOW, OTHER_FOLDER) | dict.fromkeys(OWN, BY_ARGUMENT)
+    fixed = dict.fromkeys(HOW, OTHER_FOLDER) | OWN
     settings = Settings(vary, grid, fixed, overrides, scale)
     for setting in settings:
         texts = {name: f"{name}={json.dumps(value, default=str)}" for name, value in setting.items()}
@@ -247,14 +250,14 @@ def reference(groups: Sequence[Group], method: str | None) -> str:
     return known[0] if method is None else method
 
 
-def for_methods(names: Sequence[str], overrides: Sequence[str], fixed: Sequence[str] = OWN) -> dict[str, list[str]]:
+def for_methods(names: Sequence[str], overrides: Sequence[str], fixed: Collection[str] = OWN) -> dict[str, list[str]]:
     """Select the overrides of each method: all but the hyper-parameters of other methods.
 
     Raises ConfigError for an option that no method has, and for a `fixed` option.
     """
     for name in (text.partition("=")[0].strip() for text in overrides):
         if name in fixed:
-            raise ConfigError(f"--set cannot take {name}; {BY_ARGUMENT}")
+            raise ConfigError(f"--set cannot take {name}; the command sets it by an argument of its own, see --help")
     known: dict[str, list[str]] = {}
     for name in names:
         method, regularizers = roles(name)

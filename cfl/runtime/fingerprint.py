@@ -68,9 +68,9 @@ class Fingerprint:
             return text
         for name in {**self.parts, **parts} if parts else ():
             if name not in parts:
-                return f"{name}: not in that run"
+                return f"that run lacks {name}"
             if name not in self.parts:
-                return f"{name}: in that run alone"
+                return f"only that run has {name}"
             if parts[name] != self.parts[name]:
                 return f"{name} changed since the run began"
         source = self.config.start or self.config.model.weights

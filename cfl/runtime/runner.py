@@ -165,7 +165,7 @@ def _settled(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
         return config
     if chosen["compile"] and (why := obstacle(machine.device(config.device))):
         raise ConfigError(
-            f"the run to resume compiled its steps (engine=auto), but {why}; install it, or start a new run"
+            f"the run to resume compiled its steps (engine=auto), but {why}; install what it needs, or start a new run"
         )
     return config.model_copy(update=chosen)
 

@@ -58,7 +58,7 @@ def _check_adapters(config: ModelConfig, folder: Path) -> None:
 
 
 def _remedy(model: Model, config: ModelConfig, folder: Path, name: str) -> str:
-    """What gives a model the parameter or buffer `name` of the run in a folder: an option of that run, or its model."""
+    """What to change so that `name`, a parameter or buffer, fits the run in a folder: an option, or the model."""
     options = flat(read_yaml(folder / "config.yaml"))
     statistics = options.get("model.norm_stats", config.norm_stats)
     if not model.is_parameter(name) and statistics != config.norm_stats:

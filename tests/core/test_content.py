@@ -285,7 +285,7 @@ def test_the_code_of_another_package_counts_and_that_of_this_one_does_not(tmp_pa
     assert not content.foreign(nn.Linear) and not content.foreign(content.digest) and not content.foreign(np.mean)
 
 
-def test_a_function_whose_file_has_changed_counts_by_its_code(tmp_path):
+def test_a_function_whose_lines_are_no_longer_python_counts_by_its_code(tmp_path):
     """A script is edited while it runs: the lines at which a function stood may not even be Python any more."""
 
     def double(file):

@@ -252,7 +252,7 @@ def test_a_run_that_auto_compiled_needs_a_compiler_to_resume(tmp_path: Path, mon
 
 def test_obstacles(tmp_path: Path, monkeypatch):
     assert "cuda" in module.obstacle(torch.device("cuda")) and not module.obstacle(torch.device("cpu"))
-    monkeypatch.setattr(module.sysconfig, "get_path", lambda _: str(tmp_path))  # the compiled code includes Python.h
+    monkeypatch.setattr(module.sysconfig, "get_path", lambda *_: str(tmp_path))  # the compiled code includes Python.h
     assert module.obstacle(torch.device("cpu")).startswith("the C headers of Python are missing")
 
 

@@ -109,7 +109,7 @@ def test_a_grid_is_searched_within_each_varied_setting(tmp_path):
         (("local.lrr=1,2",), {}, "did you mean 'local.lr'"),
         (("local.lr=0,1",), {}, r"local.lr must be a number in \(0, inf\), not 0"),
         (("local.lr",), {}, "--grid takes key=value,value"),
-        (("seed=0,1",), {}, "--grid cannot take seed; the command sets it by an argument of its own, see --help"),
+        (("seed=0,1",), {}, "--grid cannot take seed; name the seeds in --seeds"),
         ((RATES, RATES), {}, "--grid takes local.lr once"),
         ((RATES,), {"vary": [RATES]}, "local.lr is in --vary and in --grid"),
         (("validation=0.1,0.2",), {}, "all runs hold out the same samples: set validation once, by --set"),

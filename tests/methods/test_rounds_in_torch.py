@@ -1,4 +1,4 @@
-"""Whole rounds of LoRM, O-LoRA, TARGET, FedDF, Fed-ET and FedProj, recomputed in plain torch in float64.
+"""Rounds of LoRM, O-LoRA, TARGET, FedDF, Fed-ET and FedProj, recomputed in plain torch in float64.
 
 Three clients with unequal numbers of samples, one of them without data in the second task, take two steps of gradient
 descent on all their samples in each of three rounds of two tasks. The network has 8-6-6-2 units and a head per task.
@@ -169,7 +169,10 @@ def test_olora(engine):
 
 @ENGINES
 def test_target(engine):
-    """CE + lambda CE_T(teacher, student) on synthetic samples (Zhang et al.); the teacher is the last task's model."""
+    """CE + lambda CE_T(teacher, student) on synthetic samples (Zhang et al.); the teacher is the last task's model.
+
+    The samples, their order and the first row are those of the run; test_inversion.py tests how they are made.
+    """
     small = dict(rounds=2, warmup=1, g_steps=2, samples=10, latent=4, width=4, student_steps=2, batch=5)
     options = [f"strategy.{name}={value}" for name, value in {**small, "strength": 3.0, "temperature": 2.0}.items()]
 
@@ -256,7 +259,7 @@ def test_distillation(engine, rule, lesson, options):
     for (info, *_), before, data, server in rounds(f"fedavg+{rule}", *given):
         task, names = info.task, [*BODY, *head(info.task)]
         public = info.public.gather(torch.arange(20))[0].double()
-        memory = memory if info.round else None  # void with the head that gave them
+        memory = memory if info.round else None  # a new task has a new head, for which there are none
 
         def adjust(grads, p, memory=memory, x=public, task=task, names=names):
             return grads if memory is None or rule != "fedproj" else projected(grads, p, memory, x, task, names)

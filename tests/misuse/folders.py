@@ -167,12 +167,12 @@ CASES = {
     "a resume with fewer tasks": (
         lambda tmp_path: [run(tmp_path), run(tmp_path, stream=toy.stream(2), resume=True)],
         CheckpointError,
-        "the data of task 'task 2': in that run alone",
+        "only that run has the data of task 'task 2'",
     ),
     "a resume with more tasks": (  # the data of task 2 did not change: the run began without them
         lambda tmp_path: [run(tmp_path, stream=toy.stream(2)), run(tmp_path, resume=True)],
         CheckpointError,
-        "the data of task 'task 2': not in that run",
+        "that run lacks the data of task 'task 2'",
     ),
     "a resume with an attribute that is another function": (
         with_strategies(torch.relu, torch.tanh),

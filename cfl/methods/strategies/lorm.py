@@ -13,10 +13,11 @@ no gradient, each task begins with B. Without adapters all layers train in every
 Clients send G_i (W - W_i)^T for the broadcast W in place of G_i W_i^T: where no client has inputs, W then stays. All
 other parameters, such as biases and heads of tasks, are averaged.
 
-Differences: gamma acts on the Gram matrix of the factor's own inputs, which is G_i' in rounds of B. The authors' code
-shrinks G_i before it computes A G_i A^T, so the two agree with gamma=1 only. The paper sends the diagonals of G_i
-alone: here gamma=0 merges by these in rounds of A. The paper has a new pair for each task, and after the last task
-merges all pairs; here one pair learns all tasks. It has a new head for each task, and its code merges heads, too.
+Differences: gamma acts on the Gram matrix of the factor's own inputs, G_i in rounds of A and G_i' in rounds of B. The
+authors' code shrinks G_i, and then computes A G_i A^T; so in rounds of B the two agree with gamma=1 only. The paper
+sends the diagonals of G_i alone; gamma=0 does so in rounds of A. The paper has a new pair for each task, and merges all
+pairs after the last; here one pair learns all tasks. The paper has a new head for each task; its code merges heads by
+their Gram matrices, here they are averaged.
 """
 
 from collections.abc import Mapping

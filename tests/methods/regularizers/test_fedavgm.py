@@ -1,12 +1,10 @@
 """FedAvgM: velocities by hand, FedAvg without momentum, and zero velocity at the start of each task."""
 
-import pytest
 import torch
 from torch import nn
 
 import cfl
 from cfl.methods.regularizers import FedAvgM
-from cfl.methods.strategies.fot import FOT
 from cfl.models import Model
 from tests import toy
 
@@ -37,30 +35,3 @@ def run(momentum, strategy=None):
 def test_without_momentum_it_is_fedavg():
     plain, without = run(None).params, run(0.0).params
     assert all(torch.equal(without[name], leaf) for name, leaf in plain.items())
-
-
-@pytest.mark.parametrize("base", [cfl.Strategy, FOT])
-def test_each_task_starts_with_zero_velocity(base):
-    """In each round of training, `absorb` gets the round's mean plus half of the previous step of the task."""
-    means = []
-
-    class Watch(base):
-        def absorb(self, server, mean, info, lr):
-            if info.phase.train:
-                means.append((info.task, mean["strategy"]))
-            return super().absorb(server, mean, info, lr)
-
-    class Own(FedAvgM):
-        def server_step(self, step, own, gathered, params, info):
-            seen.append(step)
-            return super().server_step(step, own, gathered, params, info)
-
-    seen = []
-    config = toy.config("tasks=2", "rounds=3", "cohort=4", method="fedavg")
-    cfl.run(config, stream=toy.stream(tasks=2), strategy=Watch(), regularizers={"own": Own(momentum=0.5)})
-    assert [task for task, _ in means] == [0, 0, 0, 1, 1, 1] and len(seen) == 6
-    for first in (0, 3):
-        for name in means[first][1]:
-            a, b, c = (seen[first + place][name] for place in range(3))
-            for (_, given), expected in zip(means[first : first + 3], (a, 0.5 * a + b, 0.5 * (0.5 * a + b) + c)):
-                torch.testing.assert_close(given[name], expected, rtol=1e-6, atol=1e-9)

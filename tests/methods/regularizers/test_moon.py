@@ -14,7 +14,6 @@ from cfl.core.options import build
 from cfl.engines.step import LocalStep, StepInputs
 from cfl.methods.regularizers import Moon
 from cfl.models import Model
-from cfl.runtime.builder import build_session
 from tests import toy
 
 X, Y = toy.random(6, 3), torch.tensor([0, 1, 0, 1, 1, 0])
@@ -113,23 +112,6 @@ def test_zero_features_give_a_finite_gradient():
     ctx = step.context(StepInputs({"params": model.params}, BATCH, state=state))
     gradient, _ = torch.func.grad(step.loss, has_aux=True)(model.params, {}, ctx)
     assert all(leaf.isfinite().all() for leaf in gradient.values()) and not gradient["0.weight"].any()
-
-
-def test_the_previous_model_is_the_clients_last_model_and_at_first_the_global_model():
-    config = toy.config("tasks=2", "rounds=6", "cohort=2", "local.lr=0.1", method="fedavg")
-    members = {"strategy": Strategy(), "moon": Moon()}
-    run = build_session(config, toy.stream(tasks=2), members, toy.mlp(8, 5, 2))
-    last, firsts, returns = {}, 0, 0
-    for position in range(12):
-        info, shared, _, states = run.prepare(position)
-        for id, state in states.items():
-            expected = last.get((info.task, id), shared["params"])  # a model of another task is not used
-            firsts, returns = firsts + ((info.task, id) not in last), returns + ((info.task, id) in last)
-            previous = tree.part(state, "moon")
-            assert previous.keys() == expected.keys()
-            assert all(torch.equal(previous[name], leaf) for name, leaf in expected.items())
-        run.round(position, lambda info, id, params: last.update({(info.task, id): params}))
-    assert firsts == 2 * 4 and returns == 12 * 2 - 8  # all four clients took part in both tasks
 
 
 def test_the_previous_model_has_its_own_statistics():

@@ -108,16 +108,6 @@ def test_a_merge_is_the_least_squares_solution(adapter):
         assert torch.allclose(found, best, rtol=1e-4)
 
 
-def test_a_round_trains_one_factor_b_first():
-    rule = toy.recording(LoRM)()
-    config = toy.config(*ADAPTED, "tasks=2", "rounds=3", "local.lr=0.3", method="lorm")
-    cfl.run(config, stream=toy.stream(2, multi_head=True), strategy=rule)
-    for info, down, server in rule.rounds:
-        moved = {n for n, leaf in down["params"].items() if not torch.equal(leaf, server["params"][n])}
-        factor = "ba"[info.round % 2]
-        assert moved == {f"1.{factor}.weight", f"3.{factor}.weight", f"5.weight@{info.task}", f"5.bias@{info.task}"}
-
-
 def test_uploads_by_hand():
     # Round 0 trains B: for each of the two layers a Gram matrix of 3 inputs, 6 numbers, and an update 3 x 6, and the
     # head's 14 numbers. Round 1 trains A: Gram matrices of 8 and 6 inputs, 36 and 21 numbers, and updates 8 x 3, 6 x 3.
