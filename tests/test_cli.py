@@ -24,6 +24,7 @@ from cfl.report import plots, tables
 from cfl.report.described import PROTECTIONS, refused
 from cfl.runtime import runner
 from cfl.runtime.run_folder import RunFolder
+from tests import toy
 
 SMALL = ("--set", "tasks=2", "--set", "rounds=1", "--set", "model.hidden=[8]", "--set", "partition.clients=4")
 
@@ -145,6 +146,26 @@ def test_a_configuration_with_an_unknown_benchmark_says_how_to_make_it_known(tmp
     assert invoke("train", "--config", str(config), "--output", str(tmp_path / "run")) == 2
     said = capsys.readouterr().err
     assert "unknown benchmark 'sensors'" in said and "give that file to cfl-run --plugin" in said
+
+
+@pytest.mark.parametrize(
+    ("objects", "kind"),
+    [
+        ({"stream": toy.stream(2)}, "stream (toy)"),
+        ({"model": toy.mlp(64, 4, 10)}, "network (Net)"),
+        ({"strategy": FOT()}, "strategy (FOT)"),
+        ({"regularizers": {"fedprox": FedProx()}}, "regularizers (fedprox)"),
+    ],
+)
+def test_the_configuration_of_a_run_with_objects_is_not_taken_for_the_run(objects, kind, tmp_path, capsys):
+    """Else the command would train on the digits that the file names, say that all is well, and not repeat the run."""
+    config = cfl.resolve("permuted-digits", method="fedavg", overrides=["tasks=2", "rounds=1", "partition.clients=2"])
+    cfl.run(config, output=tmp_path / "run", **objects)
+    again = ("train", "--config", str(tmp_path / "run" / "config.yaml"), "--output", str(tmp_path / "again"), "--quiet")
+    assert invoke(*again) == 2
+    assert f"does not describe its run, whose {kind} came from Python" in capsys.readouterr().err
+    if "strategy" in objects:
+        assert invoke(*again, "--method", "er", "--no-plot") == 0
 
 
 def test_a_figure_that_cannot_be_written_comes_after_the_table(tmp_path, capsys):

@@ -17,6 +17,7 @@ from cfl.experiments.compare import alone, continuation
 from cfl.report import plots, tables
 from cfl.runtime import runner
 from cfl.runtime.mlflow import MlflowSink
+from cfl.runtime.run_folder import MODEL, read_json
 from cfl.runtime.sinks import Sink, Sinks, console_sink
 from cfl.runtime.tensorboard import TensorBoardSink
 from cfl.runtime.wandb import WandbSink
@@ -74,7 +75,26 @@ def _resolved(benchmark: str | None, **layers: Any) -> RunConfig:
     config = resolve(benchmark, **layers)
     with plugins.read_from(layers.get("file")):
         plugins.benchmarks.get(config.benchmark)
+    if layers["file"] is not None:
+        _check_objects(layers["file"], config.benchmark, layers["method"])
     return config
+
+
+def _check_objects(file: Path, benchmark: str, method: str | None) -> None:
+    """Raise ConfigError if the run that wrote a config.yaml had objects in place of what the file names.
+
+    method: given in place of the run's strategy and regularizers; None for these.
+    """
+    about = read_json(file.parent / MODEL)
+    named = about.get("stream", benchmark)
+    own = {"stream": None if named == benchmark else named, "network": about.get("model")}
+    if method is None:
+        own |= {"strategy": about.get("strategy"), "regularizers": ", ".join(about.get("regularizers", []))}
+    for kind, name in own.items():
+        if name:
+            raise ConfigError(
+                f"'{file}' does not describe its run, whose {kind} ({name}) came from Python; repeat the run there"
+            )
 
 
 def _run(config: RunConfig, folder: Path, resume: bool, sink: Sink, **data: Any) -> dict[str, Any]:
