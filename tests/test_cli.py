@@ -137,6 +137,8 @@ def test_train_writes_the_folder_and_its_config_repeats_it(tmp_path, capsys):
     assert json.loads((again / "metrics.json").read_text())["accuracy_matrix"] == metrics["accuracy_matrix"]
     assert not (again / "accuracy.png").exists()
     assert invoke("train", "--config", config, "--output", str(again), "--quiet") == 2  # already holds a run
+    assert invoke("train", "--config", str(first), "--output", str(tmp_path / "third")) == 2  # a folder, not its file
+    assert f"pass the file in it, '{config}'" in capsys.readouterr().err
 
 
 def test_a_configuration_with_an_unknown_benchmark_says_how_to_make_it_known(tmp_path, capsys):

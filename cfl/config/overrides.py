@@ -54,7 +54,9 @@ def read_yaml(path: Any) -> dict[str, Any]:
         data = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise ConfigError(f"cannot read the configuration '{path}': {reason}") from None
+        inside = Path(path) / "config.yaml"  # the path may be the folder of a run
+        remedy = f"; pass the file in it, '{inside}'" if inside.is_file() else ""
+        raise ConfigError(f"cannot read the configuration '{path}': {reason}{remedy}") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: such as a date that does not exist
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
