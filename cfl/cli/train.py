@@ -53,8 +53,8 @@ def train(
     BENCHMARK: a name such as permuted-digits; see 'cfl-run list benchmarks'.
     """
     overrides = [*overrides, *([f"start={json.dumps(start)}"] if start is not None else [])]
-    layers = dict(method=method, regularizers=local, overrides=overrides, seed=seed, engine=engine, scale=scale)
-    resolved = _resolved(benchmark, file=config, **layers)
+    layers = dict(regularizers=local, overrides=overrides, seed=seed, engine=engine, scale=scale)
+    resolved = _resolved(benchmark, config, method, **layers)
     folder = output or Path("runs") / alone(resolved)
     if resume and output is None and not (folder / "config.yaml").exists():
         raise ConfigError(f"'{folder}' holds no run to resume; repeat the options of that run, or pass its --output")
@@ -68,15 +68,15 @@ def train(
         plots.accuracy(metrics["accuracy_matrix"], resolved.title, folder / "accuracy.png")
 
 
-def _resolved(benchmark: str | None, **layers: Any) -> RunConfig:
+def _resolved(benchmark: str | None, file: Path | None, method: str | None, **layers: Any) -> RunConfig:
     """Resolve a configuration and check that its benchmark is registered; `resolve` accepts any name."""
     if benchmark is not None:
         plugins.benchmarks.get(benchmark)
-    config = resolve(benchmark, **layers)
-    with plugins.read_from(layers.get("file")):
+    config = resolve(benchmark, file=file, method=method, **layers)
+    with plugins.read_from(file):
         plugins.benchmarks.get(config.benchmark)
-    if layers["file"] is not None:
-        _check_objects(layers["file"], config.benchmark, layers["method"])
+    if file is not None:
+        _check_objects(file, config.benchmark, method)
     return config
 
 
