@@ -1,6 +1,7 @@
 """Read, write and merge options: YAML files, `key=value` overrides and nested mappings."""
 
 import json
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -54,8 +55,8 @@ def read_yaml(path: Any) -> dict[str, Any]:
         data = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        inside = Path(path) / "config.yaml"  # the path may be the folder of a run
-        remedy = f"; pass the file in it, '{inside}'" if inside.is_file() else ""
+        inside = Path(path) / "config.yaml"  # the path may be the folder of a run, or one that cannot even be looked at
+        remedy = f"; pass the file in it, '{inside}'" if os.path.isfile(inside) else ""
         raise ConfigError(f"cannot read the configuration '{path}': {reason}{remedy}") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: such as a date that does not exist
         mark = getattr(error, "problem_mark", None)

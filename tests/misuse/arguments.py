@@ -477,6 +477,11 @@ RESOLVE = {
         ConfigError,
         "cannot read .*'absent.yaml': No such",
     ),
+    "resolve: file with a name that no file can have": (
+        lambda: cfl.resolve(file="x" * 300),
+        ConfigError,
+        "cannot read .*: File name too long",
+    ),
     "resolve: file with a date": (
         lambda tmp_path: cfl.resolve(file=written(tmp_path / "a.yaml", "seed: 2020-99-01\n")),
         ConfigError,
