@@ -61,6 +61,11 @@ class Strategy(LocalRegularizer):
     not_for_texts: ClassVar[str] = ""
     """Reason why the method cannot run on texts, if so."""
 
+    @property
+    def not_extendable(self) -> str:
+        """Reason why a finished run cannot go on with later tasks: what depends on the number of tasks, if any."""
+        return ""
+
     def plan(self, task: int, tasks: int, rounds: int) -> list[Phase]:
         """Return the phases of a task, in order.
 

@@ -19,6 +19,9 @@ KEPT = 2  # checkpoints in a folder: if the last one is damaged, the one before 
 _NAME = re.compile(r"checkpoint-(\d{6,})\.safetensors")
 _TEMPORARY = "*.safetensors.tmp"
 
+Required = Callable[[Mapping[str, Tree]], str]
+"""The fingerprint that a checkpoint with these trees must have."""
+
 
 def save(
     folder: Path,
@@ -74,7 +77,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
-    def load(self, fingerprint: str) -> tuple[dict[str, Tree], dict[str, Any]] | None:
+    def load(self, fingerprint: str | Required) -> tuple[dict[str, Tree], dict[str, Any]] | None:
         """Return what `load_latest` does. The next `save` writes only the states that differ from it."""
         if self.folder is None:
             return None
@@ -122,14 +125,15 @@ class Writer:
 
 def load_latest(
     folder: Path,
-    fingerprint: str | None,
+    fingerprint: str | Required | None,
     warn: Callable[[str], None],
     packs: Packs | None = None,
 ) -> tuple[dict[str, Tree], dict[str, Any]] | None:
     """Return all trees (on the CPU) and the metadata of the newest readable checkpoint, None if no checkpoint exists.
 
-    fingerprint: required value of meta["fingerprint"], None for any; warn: receives one message for each damaged
-    checkpoint skipped; packs: learns what the checkpoint's packs hold.
+    fingerprint: required value of meta["fingerprint"], or a function that returns it for the trees that are written
+    every time; None for any; warn: receives one message for each damaged checkpoint skipped; packs: learns what the
+    checkpoint's packs hold.
     The states come after the other trees, by name.
     Raises CheckpointError if that checkpoint belongs to another configuration, if all checkpoints are damaged, or if
     the folder cannot be listed.
@@ -142,7 +146,8 @@ def load_latest(
     for path in found:
         try:
             trees, entry = tree_file.decode(path.read_bytes())
-            if fingerprint is not None and entry["meta"].get("fingerprint") != fingerprint:
+            required = fingerprint(trees) if callable(fingerprint) else fingerprint
+            if required is not None and entry["meta"].get("fingerprint") != required:
                 raise CheckpointError(
                     f"{folder} holds a run with another configuration; "
                     "choose another --output, or repeat the options of that run"

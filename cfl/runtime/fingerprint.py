@@ -1,6 +1,7 @@
 """What a run is made of beyond its options: data, network, methods, and the code of other packages, each as a hash."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache, cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -61,6 +62,16 @@ class Fingerprint:
         masks = constants(self.network, ())
         kept = {"a mask of the network": content.digest(masks)} if masks else {}
         return {**self._methods(), **self._network(), **kept}
+
+    def of_first(self, tasks: int, there: Options) -> "Fingerprint":
+        """The fingerprint of the run with its first tasks alone. there: has the options `tasks` and `rounds` of it."""
+        options = {name: there[name] for name in ("tasks", "rounds") if name in there}
+        own = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+        config, stream = self.config.model_copy(update=own), replace(self.stream, tasks=self.stream.tasks[:tasks])
+        start = {name: leaf for name, leaf in self._start.items() if int(name.partition("@")[2] or 0) < tasks}
+        return Fingerprint(
+            config, self.composed, self.network, stream, self._public, self._own_network, self.states, start
+        )
 
     def changed(self, there: Options, parts: Mapping[str, str]) -> str:
         """Name the first thing that differs from the options and the parts in the run's folder; empty if unknown."""

@@ -18,6 +18,7 @@ from cfl.engines import Outcome
 from cfl.runtime import checkpoint, contact_sheet
 from cfl.runtime.callback_set import CallbackSet
 from cfl.runtime.fingerprint import Fingerprint, code
+from cfl.runtime.later_tasks import extend, keep_metrics
 from cfl.runtime.privacy_budget import Budget
 from cfl.runtime.rounds import Rounds
 from cfl.runtime.run_folder import RunFolder, has_rounds, plain, read_config, read_made_of
@@ -55,7 +56,7 @@ class Recorder:
 
         about: contents of model.json.
         """
-        total = self._total()
+        total, fresh, tasks = self._total(), self.state.server, len(self.task_names)
         if self.folder is not None:
             if not resume:
                 checkpoint.clear(self.folder.checkpoints)
@@ -68,6 +69,11 @@ class Recorder:
                 self._check_replaced(self.folder)
             self.folder.truncate_rounds(self.state.done)
             self.folder.truncate_sheets(len(self.state.reports))
+            if (before := len(self.state.accuracy_matrix)) < tasks:
+                extend(self.state, fresh, self.rounds, self.fingerprint, self.folder)
+                self.save(wait=True)  # before the options that fit no earlier checkpoint
+                keep_metrics(self.folder.path, before)
+                notes = [*notes, f"the run had {before} of the {tasks} tasks"]
             self.folder.write_config(resolve.dump(config))
             self.folder.write_model(about)
             place = {"states": self.fingerprint.states}
@@ -197,10 +203,18 @@ class Recorder:
                 f"'{folder.path}' holds a run that keeps the states of clients {place}, not {self.fingerprint.states}; "
                 "continue it with the command that began it"
             )
+        own = self.fingerprint
+
+        def required(trees: Mapping[str, Tree]) -> str:
+            nonlocal own
+            if (tasks := len(trees["run"]["acc"])) < len(self.task_names):
+                own = self.fingerprint.of_first(tasks, there)
+            return own.text
+
         try:
-            return self.writer.load(self.fingerprint.text)
+            return self.writer.load(required)
         except CheckpointError as error:
-            changed = self.fingerprint.changed(there, parts)
+            changed = own.changed(there, parts)
             raise CheckpointError(f"{error}: {changed}" if changed else str(error)) from None
 
     def _check_replaced(self, folder: RunFolder) -> None:

@@ -38,7 +38,7 @@ class Rounds:
         config: RunConfig,
         public: TaskSamples | None,
     ) -> None:
-        self.composed, self.strategy, self.model = composed, composed.strategy, model
+        self.composed, self.strategy, self.model, self.label = composed, composed.strategy, model, label
         self.population, self.config, self.public, self.tasks = population, config, public, len(stream)
         registered = config.benchmark in plugins.benchmarks.names()  # else the stream is the user's own
         others = plugins.benchmarks.get(config.benchmark).names if registered else ()
@@ -61,6 +61,13 @@ class Rounds:
         """Whether a round is the last round of its task. skipped: places of rounds that will not run."""
         after = schedule.following(self.schedule, position, skipped)
         return after == len(self.schedule) or self.schedule[after][0] > self.schedule[position][0]
+
+    def begin_task(self, task: int, state: RunState) -> None:
+        """Let the methods end the task before and begin this one."""
+        server, clients = self.composed.end_task(state.server, state.clients)
+        begun = self.strategy.begin_task(server, task, self.model)
+        self.composed.check(STRATEGY, "begin_task", begun, server, f"task {task}")
+        state.server, state.clients = begun, clients
 
     def inputs(self, position: int, state: RunState) -> RoundInputs:
         """Draw the cohort of a round, make its broadcast, and look up the states of the clients that upload."""

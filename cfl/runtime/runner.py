@@ -160,7 +160,8 @@ def _settled(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
     named = (config.engine, config.threads) == (chosen["engine"], chosen["threads"])
     wanted = (config.engine == "auto" or named) and config.block in (None, chosen["block"])
     wanted = wanted and config.compile in (None, chosen["compile"])
-    same = decisive(before) == decisive({**resolve.dump(config), **chosen})
+    tasks = {name: before[name] for name in ("tasks", "rounds") if name in before}  # may be more by now
+    same = decisive(before) == decisive({**resolve.dump(config), **chosen, **tasks})
     if not (wanted and same):
         return config
     if chosen["compile"] and (why := obstacle(machine.device(config.device))):

@@ -6,7 +6,7 @@ from typing import Any
 
 from cfl.config.schema import RunConfig
 from cfl.contract import Phase, RoundInfo, RoundInputs, Server, Strategy, TreesByOwner
-from cfl.contract.composed import STRATEGY, ComposedMethod
+from cfl.contract.composed import ComposedMethod
 from cfl.core import CallbackError, HookError, UpdateError, metrics, tree
 from cfl.engines import Engine, Outcome
 from cfl.engines.evaluate import Inference, LocalModels, Observer, accuracy
@@ -150,7 +150,7 @@ class Session:
             )
         state.position, state.pending = schedule.following(self.schedule, position, state.skipped), None
         if ends and state.position < len(self.schedule):
-            self._begin_task(task + 1)
+            self.rounds.begin_task(task + 1, state)
         self.recorder.lap("evaluate")
         self.recorder.callbacks.keep(row)
         self.recorder.round(row, ends)
@@ -217,12 +217,6 @@ class Session:
         state.reports[task:] = [plain({**own, **(inference.figures if inference else {})})]
         self.recorder.images(task, self.strategy.images(state.server, self.model))
         return float(state.accuracy_matrix[task, task])
-
-    def _begin_task(self, task: int) -> None:
-        server, clients = self.composed.end_task(self.state.server, self.state.clients)
-        begun = self.strategy.begin_task(server, task, self.model)
-        self.composed.check(STRATEGY, "begin_task", begun, server, f"task {task}")
-        self.state.server, self.state.clients = begun, clients
 
     def _accuracies(self, tasks: Iterable[int], inference: Inference | None) -> list[float]:
         return self._predictor().accuracies({task: self.stream.tasks[task].test for task in tasks}, inference)

@@ -55,6 +55,12 @@ class RunState:
                 short = name.removeprefix("bytes_")
                 sums[short] = sums.get(short, 0) + row[name]
 
+    def widen(self, tasks: int) -> None:
+        """Make room for the accuracies of more tasks."""
+        more = tasks - len(self.accuracy_matrix)
+        self.accuracy_matrix = np.pad(self.accuracy_matrix, (0, more), constant_values=np.nan)
+        self.validation_matrix = np.pad(self.validation_matrix, (0, more), constant_values=np.nan)
+
     def spent(self, kind: str, what: str, seconds: float) -> None:
         """Add seconds of a kind to a phase."""
         self.seconds[kind][what] = self.seconds[kind].get(what, 0.0) + seconds

@@ -16,7 +16,7 @@ from cfl.contract.promises import kind
 from cfl.core import CflError
 from cfl.streams import selected
 from cfl.testing.hooks import Faults, watched
-from cfl.testing.runs import check_engines, check_resume, check_rounds, planned, session
+from cfl.testing.runs import check_engines, check_later_tasks, check_resume, check_rounds, planned, session
 from cfl.testing.steps import check_steps
 from cfl.testing.toys import toy_config, toy_stream
 
@@ -45,7 +45,8 @@ def check_strategy(method: Any, *, config: RunConfig | None = None) -> None:
     shapes. Clients do not depend on each other, and the state of an absent client does not change. The inferred task of
     a sample does not depend on the others in its batch. Trees in `kept` do not change within a task. Local steps and
     `finish` ignore padding, and run under vmap for many clients. All engines agree. A run that is killed in any round
-    and resumed ends with the same bytes.
+    and resumed ends with the same bytes, and so does a run that has its last task later, unless the strategy has
+    `not_extendable`.
 
     config: another run on the toy stream, from `toy_config`. The kit makes four runs: with a head per task, with one
     head, with batch normalisation, and, for a strategy without `not_class_incremental`, with a growing head. It kills
@@ -75,6 +76,7 @@ def check_strategy(method: Any, *, config: RunConfig | None = None) -> None:
                     check_engines(settings, stream, method, every_round, faults)
             if not faults:  # comparisons of whole runs would only repeat the faults of single hooks
                 check_resume(settings, stream, method, module, every_round, faults)
+                check_later_tasks(settings, stream, method, module, faults)
         except Exception as error:
             if not faults:  # else a hook failed, and its fault is recorded
                 faults.add("run", f"{type(error).__name__}: {error}")

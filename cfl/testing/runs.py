@@ -20,7 +20,7 @@ from cfl.runtime.builder import build_session
 from cfl.runtime.runner import run
 from cfl.runtime.session import Session
 from cfl.runtime.sinks import NullSink
-from cfl.streams import Stream
+from cfl.streams import Stream, selected
 from cfl.testing.hooks import Faults, HookFailed, unlike
 
 # Error between single clients and blocks, with and without padding; in bf16, that of rounding a factor of a product.
@@ -158,6 +158,26 @@ def check_resume(
                     faults.add("finish" if name.startswith("client/") else "absorb", f"{text}; {remedy}")
             if faults:
                 return
+
+
+def check_later_tasks(
+    config: RunConfig, stream: Stream, method: LocalRegularizer, module: nn.Module | None, faults: Faults
+) -> None:
+    """Finish the run without its last task, let it go on with that task, and compare with the run of all tasks."""
+    first, rounds = len(stream) - 1, config.rounds
+    fixed = isinstance(method, Strategy) and method.not_extendable
+    if not first or fixed or config.dp.target_epsilon is not None:
+        return
+    config = config.model_copy(update={"tasks": None})
+    short = config.model_copy(update={"rounds": rounds[:first] if isinstance(rounds, tuple) else rounds})
+    with tempfile.TemporaryDirectory() as folder:
+        expected = _saved(config, stream, method, module, Path(folder) / "whole")
+        _saved(short, selected(stream, first), method, module, Path(folder) / "parts")
+        found = _saved(config, stream, method, module, Path(folder) / "parts")
+    for name, leaves in expected.items():
+        if differing := [*unlike(leaves, found.get(name), name)]:
+            text = f"a run that goes on with a later task ends with another {few(differing, 2)} than a run of all tasks"
+            faults.add("init_server", f"{text}; let nothing depend on the number of tasks, or set `not_extendable`")
 
 
 def _roles(method: LocalRegularizer) -> dict[str, Any]:

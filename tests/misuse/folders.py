@@ -169,10 +169,19 @@ CASES = {
         CheckpointError,
         "only that run has the data of task 'task 2'",
     ),
-    "a resume with more tasks": (  # the data of task 2 did not change: the run began without them
-        lambda tmp_path: [run(tmp_path, stream=toy.stream(2)), run(tmp_path, resume=True)],
+    "a resume with more tasks and another first one": (
+        lambda tmp_path: [run(tmp_path, stream=toy.stream(2)), run(tmp_path, stream=toy.stream(3, 47), resume=True)],
         CheckpointError,
-        "that run lacks the data of task 'task 2'",
+        "the data of task 'task 0' changed since the run began",
+    ),
+    "a resume with more tasks of a run that is not finished": (
+        lambda tmp_path: [
+            run(tmp_path, stream=toy.stream(2)),
+            (tmp_path / "metrics.json").unlink(),
+            run(tmp_path, resume=True),
+        ],
+        CheckpointError,
+        "cannot go on with more tasks than its 2: it is not finished; resume it with its own tasks first",
     ),
     "a resume with an attribute that is another function": (
         with_strategies(torch.relu, torch.tanh),
@@ -206,6 +215,10 @@ WELCOME = {
     "a damaged line after the checkpoint": lambda tmp_path: resumed(lines(lambda rows: [*rows, b"garbage\n"]))(
         tmp_path
     ),
+    "a resume with more tasks": lambda tmp_path: [
+        run(tmp_path, stream=toy.stream(2)),
+        run(tmp_path, resume=True),
+    ],
     "fewer tasks of your own stream": lambda: len(run(None, "tasks=1").accuracy_matrix) == 1,
     "fewer tasks with a number of rounds each": lambda: run(None, "tasks=2", "rounds=[1,2]"),
     "tasks of your own stream by name": lambda: (

@@ -53,6 +53,7 @@ class FedCIL(FederatedGAN, Strategy):
     gathers: ClassVar[Gathers] = "stack"
     task_incremental: ClassVar[str] = "replays generated images of earlier tasks through their heads, which train, too"
     class_incremental: ClassVar[str] = "replays generated images of earlier classes, and the whole head trains"
+    not_extendable: ClassVar[str] = "its generators have an input for each class of its tasks"
     not_for_texts: ClassVar[str] = "its generator makes images, and texts are token ids"
 
     alpha: float | None = option(None, "weight of KL(G_s, data); paper: 1, official: 0", at_least=0.0)

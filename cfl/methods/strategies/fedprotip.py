@@ -48,6 +48,7 @@ class FedProTIP(TaskInference, Strategy):
     )
     kept: ClassVar[tuple[str, ...]] = ("basis",)
     hard_constraint: ClassVar[bool] = True
+    not_extendable: ClassVar[str] = "it takes no basis from its last task"
     class_incremental: ClassVar[str] = (
         "trains the classes of the task alone, and predicts among those of the task that it infers for a test sample"
     )

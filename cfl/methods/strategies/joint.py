@@ -25,6 +25,7 @@ class Joint(Strategy):
 
     source: ClassVar[str] = "McMahan et al., AISTATS 2017, Algorithm 1, on the union of the tasks"
     sequential: ClassVar[bool] = False
+    not_extendable: ClassVar[str] = "it trains on the data of all tasks from the first round on"
     task_incremental: ClassVar[str] = "a head per task, and all heads train from the first round on"
     class_incremental: ClassVar[str] = "the head has the classes of all tasks from the first round on"
 

@@ -31,6 +31,7 @@ class OLoRA(Strategy):
     source: ClassVar[str] = "Wang et al., Findings of EMNLP 2023, eq. 7-8"
     per_sample: ClassVar[bool] = True
     hard_constraint: ClassVar[bool] = True
+    not_extendable: ClassVar[str] = "model.adapter_rank has an equal part for each of its tasks"
 
     strength: float = option(0.5, "lambda, weight of the overlap of A with earlier tasks' A", source="code: 0.5",
                              at_least=0.0, steep="local")  # fmt: skip

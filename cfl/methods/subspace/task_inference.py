@@ -62,6 +62,11 @@ class TaskInference:
             raise ConfigError(f"tasks are inferred from the inputs of the last linear layer; {model.no_features}")
         return {}
 
+    @property
+    def not_extendable(self) -> str:
+        """Reason why a finished run cannot go on with later tasks; empty if it can."""
+        return "task inference divides the directions of the features among its tasks" if self.infers else ""
+
     def feature_phases(self) -> list[Phase]:
         """The round after a task's training in which clients send sums over their features."""
         return [Phase(PHASE, cohort="available", train=False, work=True)] if self.infers else []

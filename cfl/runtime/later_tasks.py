@@ -1,0 +1,89 @@
+"""A finished run goes on with tasks that have arrived since, and ends like a run that had all tasks from the start."""
+
+from pathlib import Path
+
+from cfl.assembly import network
+from cfl.contract import Server
+from cfl.core import CheckpointError, ConfigError, tree
+from cfl.runtime.fingerprint import CHECKPOINTS, Fingerprint
+from cfl.runtime.rounds import Rounds
+from cfl.runtime.run_folder import RunFolder
+from cfl.runtime.state import RunState
+
+
+def extend(state: RunState, fresh: Server, rounds: Rounds, fingerprint: Fingerprint, folder: RunFolder) -> None:
+    """Let the state of a finished run go on with the tasks that it lacks.
+
+    state: of the last checkpoint; fresh: the server's trees before the first round of a run with all tasks;
+    rounds, fingerprint: of that run.
+    Raises CheckpointError if the run cannot go on, or would not end like that run.
+    """
+    done = len(state.accuracy_matrix)
+    before = _first_server(done, rounds, fingerprint)
+    if why := _obstacle(state, rounds, fingerprint, folder) or _unlike(fresh, before):
+        raise CheckpointError(f"the run in '{folder.path}' cannot go on with more tasks than its {done}: {why}")
+    for name, leaves in fresh.items():  # such as the heads of the later tasks
+        new = {leaf: value for leaf, value in leaves.items() if leaf not in before.get(name, {})}
+        both = {**state.server.get(name, {}), **new}
+        if new:
+            state.server[name] = tree.select(both, dict.fromkeys(each for each in (*leaves, *both) if each in both))
+    state.widen(rounds.tasks)
+    if rounds.schedule[state.position][0] == done:  # else rounds at the end of the last task come first
+        rounds.begin_task(done, state)
+
+
+def keep_metrics(folder: Path, tasks: int) -> None:
+    """Rename metrics.json, which marks a run as finished, to metrics-<tasks>-tasks.json.
+
+    Raises ConfigError if that fails.
+    """
+    new = folder / f"metrics-{tasks}-tasks.json"
+    try:
+        (folder / "metrics.json").replace(new)
+    except OSError as error:
+        raise ConfigError(f"'{new}' cannot be written ({error.strerror}); fix the permissions of its folder") from None
+
+
+def _first_server(tasks: int, rounds: Rounds, fingerprint: Fingerprint) -> Server:
+    """The server's trees before the first round of a run with the first tasks alone."""
+    known, stream = rounds.model.params, fingerprint.stream
+    device, heads = next(iter(known.values())).device, stream.heads[:tasks]
+    own = network.handle(rounds.config, fingerprint.network, stream.input_shape, heads, stream.scenario, device)
+    own.start_from(tree.select(known, own.params))
+    return {"params": own.params, **rounds.composed.strategy.init_server(own.params, own)}
+
+
+def _obstacle(state: RunState, rounds: Rounds, fingerprint: Fingerprint, folder: RunFolder) -> str:
+    """Why the run cannot go on; empty if it can."""
+    done, strategy, config = len(state.accuracy_matrix), rounds.strategy, rounds.config
+    anew = "begin a run with all tasks in another --output"
+    if strategy.not_extendable:
+        return f"{rounds.label}: {strategy.not_extendable}; {anew}"
+    if fingerprint.states != CHECKPOINTS:
+        return f"its clients keep their states {fingerprint.states}; {anew}"
+    if config.dp.level != "none" and config.dp.target_epsilon is not None:
+        return f"the noise for dp.target_epsilon was computed for their rounds; {anew}"
+    if not folder.has_results():
+        return "it is not finished; resume it with its own tasks first"
+    if any(stop["skips"] == "run" for stop in state.stops):
+        return f"a callback ended it; {anew}"
+    for task in range(done):
+        if tuple(strategy.sees(task, done)) != rounds.sees(task):
+            return f"{rounds.label} trains on the data of other tasks in task {task}; {anew}"
+    places = (place for place in range(state.position) if place not in state.skipped)
+    for row, place in zip(folder.read_rounds(), places, strict=True):
+        task, phase, number = rounds.schedule[place]
+        if (row["task"], row["phase"], row["round"]) != (task, phase.name, number):
+            was = f"round {row['round']} of phase {row['phase']} in task {row['task']}"
+            now = f"round {number} of phase {phase.name} in task {task}"
+            return f"its schedule has {was} where the new one has {now}; repeat the `rounds` of its tasks, or {anew}"
+    return ""
+
+
+def _unlike(fresh: Server, before: Server) -> str:
+    """Name a tree of the server that begins otherwise with more tasks; empty if all begin alike."""
+    for name, leaves in before.items():
+        own = fresh.get(name, {})
+        if any(leaf not in own or not tree.equal({leaf: value}, {leaf: own[leaf]}) for leaf, value in leaves.items()):
+            return f"the server's tree '{name}' depends on the number of tasks; begin a run with all tasks"
+    return ""
