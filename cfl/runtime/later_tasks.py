@@ -20,8 +20,11 @@ def extend(state: RunState, fresh: Server, rounds: Rounds, fingerprint: Fingerpr
     """
     done = len(state.accuracy_matrix)
     before = _first_server(done, rounds, fingerprint)
+    cannot = f"the run in '{folder.path}' cannot go on with more tasks than its {done}"
+    if not folder.has_results():
+        raise CheckpointError(f"{cannot}: it is not finished; resume it with its own tasks first")
     if why := _obstacle(state, rounds, fingerprint, folder) or _unlike(fresh, before):
-        raise CheckpointError(f"the run in '{folder.path}' cannot go on with more tasks than its {done}: {why}")
+        raise CheckpointError(f"{cannot}: {why}; begin a run with all tasks in another --output")
     for name, leaves in fresh.items():  # such as the heads of the later tasks
         new = {leaf: value for leaf, value in leaves.items() if leaf not in before.get(name, {})}
         both = {**state.server.get(name, {}), **new}
@@ -56,27 +59,24 @@ def _first_server(tasks: int, rounds: Rounds, fingerprint: Fingerprint) -> Serve
 def _obstacle(state: RunState, rounds: Rounds, fingerprint: Fingerprint, folder: RunFolder) -> str:
     """Why the run cannot go on; empty if it can."""
     done, strategy, config = len(state.accuracy_matrix), rounds.strategy, rounds.config
-    anew = "begin a run with all tasks in another --output"
     if strategy.not_extendable:
-        return f"{rounds.label}: {strategy.not_extendable}; {anew}"
+        return f"{rounds.label}: {strategy.not_extendable}"
     if fingerprint.states != CHECKPOINTS:
-        return f"its clients keep their states {fingerprint.states}; {anew}"
+        return f"its clients keep their states {fingerprint.states}"
     if config.dp.level != "none" and config.dp.target_epsilon is not None:
-        return f"the noise for dp.target_epsilon was computed for their rounds; {anew}"
-    if not folder.has_results():
-        return "it is not finished; resume it with its own tasks first"
+        return "the noise for dp.target_epsilon was computed for its rounds"
     if any(stop["skips"] == "run" for stop in state.stops):
-        return f"a callback ended it; {anew}"
+        return "a callback ended it"
     for task in range(done):
         if tuple(strategy.sees(task, done)) != rounds.sees(task):
-            return f"{rounds.label} trains on the data of other tasks in task {task}; {anew}"
+            return f"{rounds.label} trains on the data of other tasks in task {task}"
     places = (place for place in range(state.position) if place not in state.skipped)
     for row, place in zip(folder.read_rounds(), places, strict=True):
         task, phase, number = rounds.schedule[place]
         if (row["task"], row["phase"], row["round"]) != (task, phase.name, number):
             was = f"round {row['round']} of phase {row['phase']} in task {row['task']}"
             now = f"round {number} of phase {phase.name} in task {task}"
-            return f"its schedule has {was} where the new one has {now}; repeat the `rounds` of its tasks, or {anew}"
+            return f"it has {was} where a run of all tasks has {now} (if `rounds` differs, repeat that of the run)"
     return ""
 
 
@@ -85,5 +85,5 @@ def _unlike(fresh: Server, before: Server) -> str:
     for name, leaves in before.items():
         own = fresh.get(name, {})
         if any(leaf not in own or not tree.equal({leaf: value}, {leaf: own[leaf]}) for leaf, value in leaves.items()):
-            return f"the server's tree '{name}' depends on the number of tasks; begin a run with all tasks"
+            return f"the server's tree '{name}' depends on the number of tasks"
     return ""

@@ -241,7 +241,15 @@ def test_an_unfinished_run_is_finished_first(tmp_path):
 def test_other_rounds_for_its_tasks_are_refused(tmp_path):
     run(tmp_path, 2, "rounds=[1,2]")
     text = refusal(tmp_path, "rounds=[2,2,2]")
-    assert "has round 0 of phase gpse in task 0 where the new one has round 1 of phase train in task 0" in text
+    assert "has round 0 of phase gpse in task 0 where a run of all tasks has round 1 of phase train in task 0" in text
+
+
+def test_a_method_that_plans_its_last_task_otherwise_is_refused(tmp_path):
+    """The sketches of the authors' code come from the last round of training, of all tasks but the last."""
+    local = ("strategy.model=local", "strategy.participants=sampled")
+    run(tmp_path, 2, *local)
+    text = refusal(tmp_path, *local)
+    assert "round 1 of phase train in task 1 where a run of all tasks has round 0 of phase train+gpse in task 1" in text
 
 
 def test_changed_data_of_an_earlier_task_are_named(tmp_path):
