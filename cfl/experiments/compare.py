@@ -17,7 +17,7 @@ from typing import Any
 
 from cfl import models
 from cfl.assembly.resolve import dump, load, resolve
-from cfl.config.overrides import read_yaml, scoped
+from cfl.config.overrides import change, read_yaml, scoped
 from cfl.config.schema import RunConfig, TextConfig
 from cfl.core import ConfigError, options, plugins, unknown
 from cfl.core.plugins import roles
@@ -112,8 +112,21 @@ class Run:
 
 
 def place(name: str, config: RunConfig, folder: Path, found: Path | None = None) -> Run:
-    """Return a run with its own folder inside `folder`, or with the folder `found` of a finished run."""
-    return Run(name, config, found or folder / f"{config.label}-seed{config.seed}-{digest(config)}")
+    """Return a run with its own folder inside `folder`, or with the folder `found` of a finished run.
+
+    Raises ConfigError if its own folder has the results of another run.
+    """
+    run, there = Run(name, config, found or folder / f"{config.label}-seed{config.seed}-{digest(config)}"), config
+    if found is None and (run.folder / "metrics.json").exists():
+        with suppress(ConfigError):  # as in `finished_in`
+            there = load(read_yaml(run.folder / "config.yaml"))
+    if experiment(there) != run.experiment:
+        changed = change(dump(there), dump(config))
+        raise ConfigError(
+            f"'{run.folder}' holds the results of another run than this comparison put there: {changed}; move it away, "
+            "or choose another --output"
+        )
+    return run
 
 
 def alone(config: RunConfig) -> str:

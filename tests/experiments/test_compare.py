@@ -303,6 +303,23 @@ def test_a_finished_run_of_an_earlier_version_is_found(tmp_path):
     assert list(finished_in(tmp_path)) == [tmp_path / "fot-seed0-0123456789"]
 
 
+def test_a_run_that_has_gone_on_with_later_tasks_is_not_taken_for_the_planned_one(tmp_path):
+    """The folder is named after the options with which the run began."""
+
+    def planned(tasks: int):
+        options = [f"tasks={tasks}", "rounds=1", "model.hidden=[8]", "partition.clients=4"]
+        ((run,),) = (group.runs for group in plan("permuted-digits", "fedavg", "0", tmp_path, overrides=options))
+        return run
+
+    first, longer = planned(2), planned(3)
+    cfl.run(first.config, output=first.folder)
+    assert planned(2).results() is not None
+    cfl.run(longer.config, output=first.folder, resume=True)
+    assert planned(3).folder == first.folder  # found by its content
+    with pytest.raises(ConfigError, match="holds the results of another run .*: tasks=3 there, tasks=2 here"):
+        planned(2)
+
+
 def test_the_hash_of_a_run_does_not_depend_on_its_folder(tmp_path):
     (run,) = plan("permuted-digits", "fedavg", "0", tmp_path)[0].runs
     assert replace(run, folder=tmp_path / "mine-0").experiment == run.experiment == experiment(run.config)
