@@ -19,8 +19,8 @@ KEPT = 2  # checkpoints in a folder: if the last one is damaged, the one before 
 _NAME = re.compile(r"checkpoint-(\d{6,})\.safetensors")
 _TEMPORARY = "*.safetensors.tmp"
 
-Required = Callable[[Mapping[str, Tree]], str]
-"""The fingerprint that a checkpoint with these trees must have."""
+Required = Callable[[Mapping[str, Tree], Mapping[str, Any]], str]
+"""The fingerprint that a checkpoint with these trees and metadata must have."""
 
 
 def save(
@@ -131,9 +131,8 @@ def load_latest(
 ) -> tuple[dict[str, Tree], dict[str, Any]] | None:
     """Return all trees (on the CPU) and the metadata of the newest readable checkpoint, None if no checkpoint exists.
 
-    fingerprint: required value of meta["fingerprint"], or a function that returns it for the trees that are written
-    every time; None for any; warn: receives one message for each damaged checkpoint skipped; packs: learns what the
-    checkpoint's packs hold.
+    fingerprint: required value of meta["fingerprint"], None for any; warn: receives one message for each damaged
+    checkpoint skipped; packs: learns what the checkpoint's packs hold.
     The states come after the other trees, by name.
     Raises CheckpointError if that checkpoint belongs to another configuration, if all checkpoints are damaged, or if
     the folder cannot be listed.
@@ -146,7 +145,7 @@ def load_latest(
     for path in found:
         try:
             trees, entry = tree_file.decode(path.read_bytes())
-            required = fingerprint(trees) if callable(fingerprint) else fingerprint
+            required = fingerprint(trees, entry["meta"]) if callable(fingerprint) else fingerprint
             if required is not None and entry["meta"].get("fingerprint") != required:
                 raise CheckpointError(
                     f"{folder} holds a run with another configuration; "

@@ -63,9 +63,8 @@ class Fingerprint:
         kept = {"a mask of the network": content.digest(masks)} if masks else {}
         return {**self._methods(), **self._network(), **kept}
 
-    def of_first(self, tasks: int, there: Options) -> "Fingerprint":
-        """The fingerprint of the run with its first tasks alone. there: has the options `tasks` and `rounds` of it."""
-        options = {name: there[name] for name in ("tasks", "rounds") if name in there}
+    def of_first(self, tasks: int, options: Options) -> "Fingerprint":
+        """The fingerprint of a run with the first tasks alone. options: that differ, such as `tasks` and `rounds`."""
         own = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
         config, stream = self.config.model_copy(update=own), replace(self.stream, tasks=self.stream.tasks[:tasks])
         start = {name: leaf for name, leaf in self._start.items() if int(name.partition("@")[2] or 0) < tasks}

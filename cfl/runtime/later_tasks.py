@@ -1,5 +1,6 @@
 """A finished run goes on with tasks that have arrived since, and ends like a run that had all tasks from the start."""
 
+from contextlib import suppress
 from pathlib import Path
 
 from cfl.assembly import network
@@ -21,17 +22,18 @@ def extend(state: RunState, fresh: Server, rounds: Rounds, fingerprint: Fingerpr
     done = len(state.accuracy_matrix)
     before = _first_server(done, rounds, fingerprint)
     cannot = f"the run in '{folder.path}' cannot go on with more tasks than its {done}"
-    if not folder.has_results():
-        raise CheckpointError(f"{cannot}: it is not finished; resume it with its own tasks first")
     if why := _obstacle(state, rounds, fingerprint, folder) or _unlike(fresh, before):
         raise CheckpointError(f"{cannot}: {why}; begin a run with all tasks in another --output")
+    task, phase, _ = rounds.schedule[state.position]
+    if task < done and phase.train:  # a regularizer's trees of this task lack the leaves of later tasks
+        raise CheckpointError(f"{cannot}: it is not finished; resume it with its own tasks first")
     for name, leaves in fresh.items():  # such as the heads of the later tasks
         new = {leaf: value for leaf, value in leaves.items() if leaf not in before.get(name, {})}
         both = {**state.server.get(name, {}), **new}
         if new:
             state.server[name] = tree.select(both, dict.fromkeys(each for each in (*leaves, *both) if each in both))
     state.widen(rounds.tasks)
-    if rounds.schedule[state.position][0] == done:  # else rounds at the end of the last task come first
+    if task == done:  # else rounds at the end of the last task come first
         rounds.begin_task(done, state)
 
 
@@ -42,7 +44,8 @@ def keep_metrics(folder: Path, tasks: int) -> None:
     """
     new = folder / f"metrics-{tasks}-tasks.json"
     try:
-        (folder / "metrics.json").replace(new)
+        with suppress(FileNotFoundError):  # the session before was killed here
+            (folder / "metrics.json").replace(new)
     except OSError as error:
         raise ConfigError(f"'{new}' cannot be written ({error.strerror}); fix the permissions of its folder") from None
 

@@ -21,7 +21,7 @@ from cfl.runtime.fingerprint import Fingerprint, code
 from cfl.runtime.later_tasks import extend, keep_metrics
 from cfl.runtime.privacy_budget import Budget
 from cfl.runtime.rounds import Rounds
-from cfl.runtime.run_folder import RunFolder, has_rounds, plain, read_config, read_made_of
+from cfl.runtime.run_folder import MODEL, RunFolder, has_rounds, plain, read_config, read_json, read_made_of
 from cfl.runtime.sinks import Sink
 from cfl.runtime.state import RunState
 
@@ -60,7 +60,7 @@ class Recorder:
         if self.folder is not None:
             if not resume:
                 checkpoint.clear(self.folder.checkpoints)
-            elif found := self._last(self.folder):
+            elif found := self._last(self.folder, about):
                 self.state.restore(*found, device=self._device)
                 self._check_callbacks(found[1].get("callbacks", {}))
                 total = self._total()
@@ -71,8 +71,8 @@ class Recorder:
             self.folder.truncate_sheets(len(self.state.reports))
             if (before := len(self.state.accuracy_matrix)) < tasks:
                 extend(self.state, fresh, self.rounds, self.fingerprint, self.folder)
-                self.save(wait=True)  # before the options that fit no earlier checkpoint
                 keep_metrics(self.folder.path, before)
+                self.save(wait=True)  # before config.yaml, which fits no earlier checkpoint
                 notes = [*notes, f"the run had {before} of the {tasks} tasks"]
             self.folder.write_config(resolve.dump(config))
             self.folder.write_model(about)
@@ -149,6 +149,7 @@ class Recorder:
             self.folder.sync_rounds()  # a checkpoint never counts more rounds than rounds.jsonl has lines on disk
             trees, meta, states = self.state.saved()
             meta |= {"callbacks": self._deciding} if self._deciding else {}
+            meta["options"] = {name: getattr(self.rounds.config, name) for name in ("tasks", "rounds")}
             self.writer.save(self.state.position, trees, {**meta, "fingerprint": self.fingerprint.text}, states)
             if wait:
                 self.writer.wait()
@@ -194,7 +195,7 @@ class Recorder:
         """Number of rounds of the run, as far as it is known."""
         return len(self.rounds.schedule) - len(self.state.skipped)
 
-    def _last(self, folder: RunFolder) -> tuple[dict[str, Tree], dict[str, Any]] | None:
+    def _last(self, folder: RunFolder, about: Mapping[str, Any]) -> tuple[dict[str, Tree], dict[str, Any]] | None:
         """Load the last checkpoint. Raises CheckpointError that names what differs from the run in the folder."""
         there, made_of = read_config(folder.path), read_made_of(folder.path)
         parts, place = made_of.get("run", {}), made_of.get("place", {}).get("states", self.fingerprint.states)
@@ -205,16 +206,18 @@ class Recorder:
             )
         own = self.fingerprint
 
-        def required(trees: Mapping[str, Tree]) -> str:
+        def required(trees: Mapping[str, Tree], meta: Mapping[str, Any]) -> str:
             nonlocal own
             if (tasks := len(trees["run"]["acc"])) < len(self.task_names):
-                own = self.fingerprint.of_first(tasks, there)
+                own = self.fingerprint.of_first(tasks, meta.get("options", {}))
             return own.text
 
         try:
             return self.writer.load(required)
         except CheckpointError as error:
-            changed = own.changed(there, parts)
+            outputs, head = about["outputs"], read_json(folder.path / MODEL).get("outputs", about["outputs"])
+            more = f"its first head has {head} classes there, and {outputs} here" if head != outputs else ""
+            changed = own.changed_option(there) or more or own.changed(there, parts)
             raise CheckpointError(f"{error}: {changed}" if changed else str(error)) from None
 
     def _check_replaced(self, folder: RunFolder) -> None:

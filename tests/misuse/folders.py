@@ -174,15 +174,6 @@ CASES = {
         CheckpointError,
         "the data of task 'task 0' changed since the run began",
     ),
-    "a resume with more tasks of a run that is not finished": (
-        lambda tmp_path: [
-            run(tmp_path, stream=toy.stream(2)),
-            (tmp_path / "metrics.json").unlink(),
-            run(tmp_path, resume=True),
-        ],
-        CheckpointError,
-        "cannot go on with more tasks than its 2: it is not finished; resume it with its own tasks first",
-    ),
     "a resume with an attribute that is another function": (
         with_strategies(torch.relu, torch.tanh),
         CheckpointError,

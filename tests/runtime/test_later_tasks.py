@@ -10,7 +10,7 @@ import torch
 
 import cfl
 from cfl.core import CheckpointError, ConfigError, plugins, tree
-from cfl.runtime import checkpoint, later_tasks
+from cfl.runtime import checkpoint
 from cfl.streams import Stream, selected
 from tests import toy
 
@@ -187,25 +187,45 @@ def test_a_kill_after_the_tasks_came_loses_nothing(at, tmp_path, monkeypatch):
     assert equal(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_a_kill_before_the_metrics_moved_loses_nothing(tmp_path, monkeypatch):
+def dies(*_, **__) -> None:
+    raise Killed
+
+
+@pytest.mark.parametrize("what", ["checkpoint.save", "recorder.keep_metrics", "session.Session.round"])
+def test_a_run_with_later_tasks_to_train_never_counts_as_finished(what, tmp_path, monkeypatch):
+    """The session is killed before it renames the metrics of the first tasks, before its first checkpoint, or after."""
     run(tmp_path / "whole", 3)
     run(tmp_path / "parts", 2)
-
-    def dies(*_) -> None:
-        raise Killed
-
     with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr("cfl.runtime.recorder.keep_metrics", dies)
+        patched.setattr(f"cfl.runtime.{what}", dies)
         run(tmp_path / "parts", 3, resume=True)
+    found = tmp_path / "parts" / "metrics.json"
+    assert found.exists() == (what == "recorder.keep_metrics")  # there, the checkpoint is of the first tasks as well
     run(tmp_path / "parts", 3, resume=True)
     assert equal(tmp_path / "whole", tmp_path / "parts")
 
 
+def test_a_damaged_checkpoint_with_the_later_tasks_leads_back_to_the_first_ones(tmp_path, monkeypatch):
+    """The checkpoint before it is of the end of task 0, with the options of the first tasks."""
+    run(tmp_path / "whole", 3, "rounds=[1,2,1]")
+    run(tmp_path / "parts", 2, "rounds=[1,2]")
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr("cfl.runtime.session.Session.round", dies)
+        run(tmp_path / "parts", 3, "rounds=[1,2,1]", resume=True)
+    max((tmp_path / "parts" / "checkpoints").glob("checkpoint-*")).write_bytes(b"damaged")
+    assert "it is not finished; resume it with its own tasks first" in refusal(tmp_path / "parts", "rounds=[1,2,1]")
+    run(tmp_path / "parts", 2, "rounds=[1,2]", resume=True)
+    run(tmp_path / "parts", 3, "rounds=[1,2,1]", resume=True)
+    assert equal(tmp_path / "whole", tmp_path / "parts")
+
+
 def test_metrics_that_cannot_be_renamed_are_an_error(tmp_path):
+    """Each time: else the next session would go on beside a metrics.json that marks the run as finished."""
+    run(tmp_path, 2)
     (tmp_path / "metrics-2-tasks.json" / "x").mkdir(parents=True)
-    (tmp_path / "metrics.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"metrics-2-tasks\.json' cannot be written"):
-        later_tasks.keep_metrics(tmp_path, 2)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"metrics-2-tasks\.json' cannot be written"):
+            run(tmp_path, 3, resume=True)
 
 
 @pytest.mark.parametrize(
@@ -232,10 +252,20 @@ def test_what_depends_on_the_number_of_tasks_is_refused(method, options, why, tm
     assert not set(changed) - {".lock", "error.json"}
 
 
-def test_an_unfinished_run_is_finished_first(tmp_path):
-    run(tmp_path, 2)
-    (tmp_path / "metrics.json").unlink()
-    assert "it is not finished; resume it with its own tasks first" in refusal(tmp_path)
+def test_an_unfinished_run_is_finished_first(tmp_path, monkeypatch):
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr("cfl.runtime.session.Session.finish", dies)
+        run(tmp_path / "trained", 2)  # all its rounds are done
+    run(tmp_path / "trained", 3, resume=True)
+
+    class Dies(toy.NullSink):
+        def round(self, row) -> None:
+            if row["task"] == 1:
+                raise Killed
+
+    with pytest.raises(Killed):
+        run(tmp_path / "half", 2, "checkpoint_every=1", sink=Dies())
+    assert "it is not finished; resume it with its own tasks first" in refusal(tmp_path / "half", "checkpoint_every=1")
 
 
 def test_other_rounds_for_its_tasks_are_refused(tmp_path):
@@ -261,6 +291,18 @@ def test_changed_data_of_an_earlier_task_are_named(tmp_path):
             output=tmp_path,
             resume=True,
         )
+
+
+def test_classes_that_later_tasks_add_to_the_one_head_are_named(tmp_path):
+    """`from_tensors` gives all labels of all tasks one head: 0 to 3 are four classes, 0 to 5 are six."""
+    parts = []
+    for task in range(3):
+        y = torch.arange(40) % 2 + 2 * task
+        x = torch.nn.functional.one_hot(y, 8).float()
+        parts.append((x, y, x, y))
+    cfl.run(toy.config(), stream=cfl.from_tensors(parts[:2]), output=tmp_path)
+    with pytest.raises(CheckpointError, match="its first head has 4 classes there, and 6 here"):
+        cfl.run(toy.config(), stream=cfl.from_tensors(parts), output=tmp_path, resume=True)
 
 
 def test_another_option_is_named(tmp_path):
