@@ -104,8 +104,8 @@ class Inversion:
         empty = torch.empty(0, *model.input_shape, device=device)
         scale = {} if info.pixels is None else {k: v for k, v in info.pixels._asdict().items() if v is not None}
         none = torch.empty(0, dtype=torch.int64, device=device)
-        seen, heads = range(info.task + 1), [{*model.new_head(task)} for task in range(model.tasks)]
-        later = set().union(*heads[info.task + 1 :]) - set().union(*(heads[task] for task in seen))
+        heads = [frozenset(model.new_head(task)) for task in range(model.tasks)]
+        later = frozenset().union(*heads) - frozenset().union(*heads[: info.task + 1])
         known = {name: leaf for name, leaf in params.items() if name not in later}
         weights = redrawn(known, model, rng.generator(rng.key(key, "student")))
         return {
