@@ -204,11 +204,11 @@ class Recorder:
                 f"'{folder.path}' holds a run that keeps the states of clients {place}, not {self.fingerprint.states}; "
                 "continue it with the command that began it"
             )
-        own = self.fingerprint
+        own, tasks, now = self.fingerprint, len(self.task_names), len(self.task_names)
 
         def required(trees: Mapping[str, Tree], meta: Mapping[str, Any]) -> str:
-            nonlocal own
-            if (tasks := len(trees["run"]["acc"])) < len(self.task_names):
+            nonlocal own, tasks
+            if (tasks := len(trees["run"]["acc"])) < now:
                 own = self.fingerprint.of_first(tasks, meta.get("options", {}))
             return own.text
 
@@ -216,8 +216,9 @@ class Recorder:
             return self.writer.load(required)
         except CheckpointError as error:
             outputs, head = about["outputs"], read_json(folder.path / MODEL).get("outputs", about["outputs"])
-            more = f"its first head has {head} classes there, and {outputs} here" if head != outputs else ""
-            changed = own.changed_option(there) or more or own.changed(there, parts)
+            wider = f"its first head has {head} classes there, and {outputs} here" if head != outputs else ""
+            fewer = f"it has {tasks} tasks there, and {now} here" if tasks > now else ""
+            changed = own.changed_option(there) or fewer or wider or own.changed(there, parts)
             raise CheckpointError(f"{error}: {changed}" if changed else str(error)) from None
 
     def _check_replaced(self, folder: RunFolder) -> None:

@@ -112,6 +112,13 @@ def test_tasks_of_one_name_go_on(tmp_path):
     assert equal(tmp_path / "whole", tmp_path / "parts")
 
 
+def test_fewer_tasks_of_one_name_are_refused(tmp_path):
+    for tasks in (1, 3):
+        cfl.run(toy.config(), stream=stream(tasks), output=tmp_path, resume=tasks > 1)
+    with pytest.raises(CheckpointError, match="it has 3 tasks there, and 2 here"):
+        cfl.run(toy.config(), stream=stream(2), output=tmp_path, resume=True)
+
+
 def test_rounds_may_be_listed_for_each_task(tmp_path):
     run(tmp_path / "whole", 3, "rounds=[1,2,1]")
     run(tmp_path / "parts", 2, "rounds=[1,2]")
