@@ -120,7 +120,7 @@ def place(name: str, config: RunConfig, folder: Path, found: Path | None = None)
     if found is None and (run.folder / "metrics.json").exists():
         with suppress(ConfigError):  # as in `finished_in`
             there = load(read_yaml(run.folder / "config.yaml"))
-    if experiment(there) != run.experiment:
+    if there is not config and experiment(there) != run.experiment:
         changed = change(dump(there), dump(config))
         raise ConfigError(
             f"'{run.folder}' holds the results of another run than this comparison put there: {changed}; move it away, "

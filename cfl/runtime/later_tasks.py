@@ -86,7 +86,7 @@ def _obstacle(state: RunState, rounds: Rounds, fingerprint: Fingerprint, folder:
 def _unlike(fresh: Server, before: Server) -> str:
     """Name a tree of the server that begins otherwise with more tasks; empty if all begin alike."""
     for name, leaves in before.items():
-        own = fresh.get(name, {})
-        if any(leaf not in own or not tree.equal({leaf: value}, {leaf: own[leaf]}) for leaf, value in leaves.items()):
+        own = {leaf: value for leaf, value in fresh.get(name, {}).items() if leaf in leaves}
+        if not tree.equal(leaves, own):
             return f"the server's tree '{name}' depends on the number of tasks"
     return ""

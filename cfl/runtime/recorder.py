@@ -60,7 +60,7 @@ class Recorder:
         if self.folder is not None:
             if not resume:
                 checkpoint.clear(self.folder.checkpoints)
-            elif found := self._last(self.folder, about):
+            elif found := self._last(self.folder):
                 self.state.restore(*found, device=self._device)
                 self._check_callbacks(found[1].get("callbacks", {}))
                 total = self._total()
@@ -195,7 +195,7 @@ class Recorder:
         """Number of rounds of the run, as far as it is known."""
         return len(self.rounds.schedule) - len(self.state.skipped)
 
-    def _last(self, folder: RunFolder, about: Mapping[str, Any]) -> tuple[dict[str, Tree], dict[str, Any]] | None:
+    def _last(self, folder: RunFolder) -> tuple[dict[str, Tree], dict[str, Any]] | None:
         """Load the last checkpoint. Raises CheckpointError that names what differs from the run in the folder."""
         there, made_of = read_config(folder.path), read_made_of(folder.path)
         parts, place = made_of.get("run", {}), made_of.get("place", {}).get("states", self.fingerprint.states)
@@ -215,8 +215,9 @@ class Recorder:
         try:
             return self.writer.load(required)
         except CheckpointError as error:
-            outputs, head = about["outputs"], read_json(folder.path / MODEL).get("outputs", about["outputs"])
-            wider = f"its first head has {head} classes there, and {outputs} here" if head != outputs else ""
+            classes = self.fingerprint.stream.tasks[0].classes
+            head = read_json(folder.path / MODEL).get("outputs", classes)
+            wider = f"its first head has {head} classes there, and {classes} here" if head != classes else ""
             fewer = f"it has {tasks} tasks there, and {now} here" if tasks > now else ""
             changed = own.changed_option(there) or fewer or wider or own.changed(there, parts)
             raise CheckpointError(f"{error}: {changed}" if changed else str(error)) from None
