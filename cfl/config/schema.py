@@ -217,6 +217,9 @@ class RunConfig(Section):
     eval_every: int = Field(
         0, ge=0, le=2**31, description="rounds between evaluations of the current task; 0: only at its end"
     )
+    eval_later: bool = Field(
+        False, description="evaluate tasks before they are learned, too, for FWT; with one head for all tasks"
+    )
     eval_local: int = Field(
         0, ge=0, le=2**31, description="rounds between evaluations of the cohort's local models; 0: never"
     )

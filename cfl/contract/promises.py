@@ -25,7 +25,7 @@ FIGURES = frozenset(
         *("by_task", "bytes_up", "bytes_down", "bytes_by_phase", "seconds", "local_accuracy", "client_bytes"),
         *("client_bytes_max", "epsilon", "epsilon_by_client", "delta", "epsilon_of", "noise_multiplier"),
         *("task_accuracy", "validation_acc", "validation_matrix", "stopped", "callbacks", "epsilon_without_skipped"),
-        *("wire_bytes_up", "wire_bytes_down"),
+        *("wire_bytes_up", "wire_bytes_down", "fwt", "initial_accuracy"),
     )
 )
 """Figures of metrics.json that a run computes itself."""

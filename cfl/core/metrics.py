@@ -1,7 +1,7 @@
 """Continual-learning metrics: pure functions of the accuracy matrix, and their text.
 
 acc: (T, T) fractions in [0, 1]; acc[i, j] is the accuracy on task j after training on task i. Entries with j > i may be
-NaN and are read by `forward_transfer` alone.
+NaN, and `forward_transfer` alone reads them.
 """
 
 import math
@@ -47,6 +47,11 @@ def forward_transfer(acc: np.ndarray, untrained: np.ndarray) -> float:
 def learning_accuracy(acc: np.ndarray) -> float:
     """Mean accuracy on each task right after training on it (Riemer et al., 2019)."""
     return float(acc.diagonal().mean())
+
+
+def seen_accuracy(acc: np.ndarray) -> np.ndarray:
+    """(T,) mean accuracy on the tasks seen so far, after each task."""
+    return np.array([row[: task + 1].mean() for task, row in enumerate(acc)])
 
 
 def summary(acc: np.ndarray, sequential: bool) -> dict[str, float]:

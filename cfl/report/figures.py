@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cfl.core import ConfigError, unknown
+from cfl.core.metrics import seen_accuracy
 from cfl.report import plots, tables
 from cfl.report.plots import Series, Style
 from cfl.report.runs import FinishedRun, RunGroup, Scene
@@ -172,7 +173,7 @@ def _matrix(run: FinishedRun) -> np.ndarray:
 
 def _seen(run: FinishedRun) -> np.ndarray:
     """Mean accuracy on the tasks seen so far, after each task, percent."""
-    return _mean(_matrix(run).T)
+    return seen_accuracy(_matrix(run))
 
 
 def _forgotten(run: FinishedRun) -> np.ndarray:

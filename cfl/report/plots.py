@@ -15,6 +15,7 @@ from zlib import crc32
 import numpy as np
 
 from cfl.core import ConfigError
+from cfl.core.metrics import seen_accuracy
 from cfl.report import tables
 from cfl.runtime.notebook import MOST_NUMBERS
 
@@ -182,7 +183,7 @@ def comparison(
     left.margins(x=0.14)
     left.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
     for number, (method, rows) in enumerate(matrices.items()):
-        seen, style = np.nanmean(100 * np.array(rows, dtype=float), axis=1), Style(number)
+        seen, style = 100 * seen_accuracy(np.array(rows, dtype=float)), Style(number)
         one = Series(method, style, np.arange(len(seen)), seen, np.zeros(len(seen)))
         _curve(right, one, style.marker).set(label=method, markerfacecolor="none", markersize=7)
     right.set(

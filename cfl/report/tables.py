@@ -17,7 +17,7 @@ Metrics = Mapping[str, Any]
 Matrix = Sequence[Sequence[float | None]]
 SCORES = {"acc": "ACC %", "fgt": "FGT %", "learning_accuracy": "LA %"}
 """Scores of a run, fractions, and their titles in a table."""
-OPTIONAL = {"validation_acc": "val. ACC %", "task_accuracy": "tasks %", "epsilon": "epsilon"}
+OPTIONAL = {"fwt": "FWT %", "validation_acc": "val. ACC %", "task_accuracy": "tasks %", "epsilon": "epsilon"}
 """Figures that only some runs have, and their titles in a table."""
 _COSTS = {  # title in a table, and divisor of its unit
     "bytes_up": ("up MB", 1e6),
@@ -99,7 +99,7 @@ def run(metrics: Metrics, title: str, folder: Path) -> Iterator[Table | str]:
     if "epsilon" in metrics:
         spent = f"epsilon {metrics['epsilon']:.3g} at delta {metrics['delta']:g}"
         yield f"Differential privacy: {spent} per client, for {metrics['epsilon_of']}"
-    shown = {name.upper(): percent(metrics[name]) for name in ("acc", "fgt")}
+    shown = {name.upper(): percent(metrics[name]) for name in ("acc", "fgt", "fwt") if name in metrics}
     scores = [f"{name} {value}%" for name, value in shown.items() if value != NONE]
     yield "; ".join(filter(None, (", ".join(scores), f"results in {folder}")))
 
@@ -115,8 +115,8 @@ def summary(runs: Sequence[Metrics]) -> dict[str, Any]:
 
     Keys: acc, fgt, learning_accuracy (fractions); bytes_up, bytes_down (all clients); client_bytes (mean bytes that a
     client stores between rounds); seconds; client_seconds (sum over clients); server_seconds; epsilon with differential
-    privacy; validation_acc with held-out samples and task_accuracy with inferred tasks (fractions). Values: dicts with
-    mean and std, NaN if undefined or not stored. seeds: list of the seeds.
+    privacy; validation_acc with held-out samples, task_accuracy with inferred tasks and fwt with later tasks evaluated
+    (fractions). Values: dicts with mean and std, NaN if undefined or not stored. seeds: list of the seeds.
     """
     out: dict[str, Any] = {"seeds": [run["seed"] for run in runs]}
     for name in (*SCORES, *_COSTS, "seconds", *(name for name in OPTIONAL if name in runs[0])):
@@ -246,7 +246,7 @@ def _text(row: Mapping[str, Any], name: str) -> str:
     if name == "seeds":
         return str(len(row["seeds"]))
     score = row.get(name, {"mean": math.nan})
-    if name in SCORES or name in ("validation_acc", "task_accuracy"):
+    if name in {*SCORES, *OPTIONAL} - {"epsilon"}:
         return spread(score, len(row["seeds"]))
     digits, unit = (2 if name == "epsilon" else 1), _COSTS.get(name, ("", 1))[1]
     return NONE if math.isnan(score["mean"]) else f"{score['mean'] / unit:.{digits}f}"

@@ -98,6 +98,8 @@ def build_session(
     methods.check_model(model.module, config)
     composed = ComposedMethod(members)
     _check_fit(composed.strategy, stream, label)
+    if config.eval_later:
+        _check_shared(model, stream)
     population = place.population(stream, config)
     rounds = place.rounds(composed, label, model, stream, population, config, public)
     _check_batches(model, population, rounds, config.local.batch_size)
@@ -120,6 +122,8 @@ def build_session(
     names = [task.name for task in stream.tasks]
     called = CallbackSet(callbacks, config, stream)
     recorder = Recorder(folder, sink, state, rounds, budget, names, fingerprint, called)
+    if config.eval_later and not composed.strategy.sequential:
+        notes.append(f"eval_later=true has no effect: {label} does not train one model on the tasks in sequence")
     notes += [*without_effect.notes(config, stream.scenario), *model.notes(), *composed.strategy.notes(model),
               *population.notes(), *budget.notes()]  # fmt: skip
     about = description(stream, own, {name: each for name, each in members.items() if each != built.get(name)}, model)
@@ -142,6 +146,20 @@ def _check_fit(strategy: Strategy, stream: Stream, label: str) -> None:
         raise ConfigError(f"{label} cannot run with scenario=class: {why}")
     if stream.vocabulary is not None and (why := strategy.not_for_texts):
         raise ConfigError(f"{label} cannot run on texts: {why}")
+
+
+def _check_shared(model: models.Model, stream: Stream) -> None:
+    """Raise ConfigError if the model cannot predict for a task before it trains on the task."""
+    if stream.scenario != "domain":
+        raise ConfigError(
+            f"eval_later=true evaluates tasks before they are learned, and with scenario={stream.scenario} the model "
+            "has no trained outputs for them then; set scenario=domain, or leave eval_later out"
+        )
+    if model.moving and model.buffers_per_task:
+        raise ConfigError(
+            "eval_later=true evaluates tasks before they are learned, and the model has no statistics of them then; "
+            "set model.norm_stats=running or model.norm_stats=batch, or leave eval_later out"
+        )
 
 
 def _check_batches(model: models.Model, population: Population, rounds: Rounds, size: int) -> None:

@@ -68,6 +68,8 @@ def _obstacle(state: RunState, rounds: Rounds, fingerprint: Fingerprint, folder:
         return f"its clients keep their states {fingerprint.states}"
     if config.dp.level != "none" and config.dp.target_epsilon is not None:
         return "the noise for dp.target_epsilon was computed for its rounds"
+    if config.eval_later:
+        return "eval_later=true evaluates all tasks from the first one on"
     if any(stop["skips"] == "run" for stop in state.stops):
         return "a callback ended it"
     for task in range(done):

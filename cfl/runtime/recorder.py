@@ -185,7 +185,8 @@ class Recorder:
         self.sink.round({**row, "rounds_done": self.state.done, "rounds_total": self._total()})
         if ends_task:
             spent = {"epsilon": self.budget.so_far(self.state.position)} if self.budget.rounds else {}
-            accuracies = row_of(self.state.accuracy_matrix[task])
+            seen = np.arange(len(self.task_names)) <= task
+            accuracies = row_of(np.where(seen, self.state.accuracy_matrix[task], np.nan))
             held = row_of(self.state.validation_matrix[task])
             validation = {"validation": held} if held[task] is not None else {}
             names = {"task": task, "name": self.task_names[task]}

@@ -18,7 +18,7 @@ from cfl.runtime import notebook, table
 class Result:
     """Result of a run: metrics as in metrics.json (fractions, bytes, seconds), and the global model.
 
-    accuracy_matrix: (tasks, tasks) fractions, NaN for tasks not yet seen; params: the tree of the final global model;
+    accuracy_matrix: (tasks, tasks) fractions, NaN where not evaluated; params: the tree of the final global model;
     config: with all options; scenario: see `cfl.streams.scenario`.
     """
 

@@ -1,8 +1,10 @@
 """A run in progress: in each round, the server broadcasts, clients train, uploads are summed, and the server steps."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from cfl.config.schema import RunConfig
 from cfl.contract import Phase, RoundInfo, RoundInputs, Server, Strategy, TreesByOwner
@@ -30,7 +32,8 @@ class Session:
     """A run in progress; `cfl.runtime.builder.build_session` makes it.
 
     label: name of the method in metrics.json; state: all that the run has computed so far; notes: remarks for the user
-    at the start; about: contents of model.json; validation: training samples of each task that are held out, or none.
+    at the start; about: contents of model.json; validation: training samples of each task that are held out, or none;
+    initial_accuracy: of the initial model on each task, fractions; empty if later tasks are not evaluated.
     """
 
     config: RunConfig
@@ -47,6 +50,7 @@ class Session:
     notes: list[str]
     about: dict[str, Any]
     validation: tuple[TaskSamples, ...] = ()
+    initial_accuracy: list[float] = field(default_factory=list)
 
     @property
     def strategy(self) -> Strategy:
@@ -60,6 +64,8 @@ class Session:
 
     def start(self, resume: bool) -> None:
         """Open the run's folder, restore the last checkpoint if `resume` is set, and announce the run."""
+        if self.config.eval_later and self.strategy.sequential:
+            self.initial_accuracy = self._accuracies(range(len(self.stream)), None)
         self.recorder.start(self.config, self.about, self.notes, resume)
         if self.recorder.callbacks and self.state.done:
             self.recorder.callbacks.begin(self.recorder.rows())
@@ -104,6 +110,7 @@ class Session:
             "benchmark": self.stream.name,
             "seed": self.config.seed,
             **metrics.summary(matrix, self.strategy.sequential),
+            **self._transferred(),
             "accuracy_matrix": [row_of(row) for row in matrix],
             **self._validated(),
             "subspace_use": {},
@@ -205,10 +212,12 @@ class Session:
         return self._accuracies([task], self._predictor().inference(task))[0] if due else None
 
     def _end_task(self, task: int) -> float:
-        """Fill a row of the accuracy matrices: the global model on every task so far."""
+        """Fill a row of the accuracy matrices: the global model on every task so far, with `eval_later` on all."""
         state = self.state
         inference = self._predictor().inference(task)
         state.accuracy_matrix[task, : task + 1] = self._accuracies(range(task + 1), inference)
+        if self.initial_accuracy and (later := range(task + 1, len(self.stream))):
+            state.accuracy_matrix[task, task + 1 :] = self._accuracies(later, None)
         if self.validation:
             held = dict(enumerate(self.validation[: task + 1]))
             found = self._predictor().accuracies(held, self._predictor().inference(task))
@@ -245,6 +254,13 @@ class Session:
             "validation_acc": metrics.average_accuracy(matrix),
             "validation_matrix": [row_of(row) for row in matrix],
         }
+
+    def _transferred(self) -> dict[str, Any]:
+        """FWT, and what it compares with, for metrics.json, if later tasks are evaluated."""
+        if not self.initial_accuracy:
+            return {}
+        fwt = metrics.forward_transfer(self.state.accuracy_matrix, np.array(self.initial_accuracy))
+        return {"fwt": fwt, "initial_accuracy": self.initial_accuracy}
 
     def _client_bytes(self) -> dict[str, float]:
         """Bytes that a client stores between rounds, mean and maximum over all clients with data."""

@@ -36,6 +36,11 @@ def test_forgetting_from_best_uses_the_maximum():
     assert metrics.forgetting_from_best(acc) == pytest.approx((0.5 + 0.3) / 2)  # 0.9 - 0.4 and 0.6 - 0.3
 
 
+def test_seen_accuracy_leaves_out_later_tasks():
+    acc = np.array([[0.9, 0.3, 0.1], [0.8, 0.7, 0.5], [NAN, NAN, NAN]])  # the run was stopped in the last task
+    assert metrics.seen_accuracy(acc) == pytest.approx([0.9, 0.75, NAN], nan_ok=True)  # 0.9 and (0.8 + 0.7) / 2
+
+
 def test_forward_transfer_by_hand():
     acc = np.array([[0.9, 0.3, NAN], [0.8, 0.7, 0.5], [0.8, 0.7, 0.9]])
     untrained = np.array([0.5, 0.1, 0.2])
