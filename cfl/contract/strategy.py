@@ -177,7 +177,7 @@ class Strategy(LocalRegularizer):
         return {**server, "params": {**server["params"], **new}}
 
     def serve(self, server: Server, task: int) -> Tree:
-        """Return the parameters that are evaluated on a task. Called for each evaluation."""
+        """Return the parameters that are evaluated on a task; with `eval_later`, on one to come, too."""
         return server["params"]
 
     def infer_task(self, server: Server, x: Tensor, task: int, model: Model) -> Tensor | None:
