@@ -45,12 +45,12 @@ def _not_compared(groups: Sequence[RunGroup]) -> str:
     """Figures without a claim: the groups have one seed, or share fewer than two."""
     if len({seed_names(group.runs) for group in groups}) > 1:
         return f"{_who(groups)} share fewer than two seeds, so they are not compared: {_by_seeds(groups)}."
-    pairs = [_scores(group) for group in groups]
     if len(groups) <= _NAMED:
-        known = any(fgt != tables.NONE for _, fgt in pairs)  # a stream of one task has no FGT
-        texts = [f"{acc} %" + f" and {fgt} %" * known for acc, fgt in pairs]
-        each = [f"{text} for {group.label}" for group, text in zip(groups, texts, strict=True)]
-        figures = f"With {seed_names(groups[0].runs)}, {'ACC and FGT are' if known else 'ACC is'} {listed(each)}."
+        found = {group.label: _scores(group) for group in groups}  # bounds and streams of one task have no FGT
+        both = [f"{acc} % and {fgt} % for {label}" for label, (acc, fgt) in found.items() if fgt != tables.NONE]
+        alone = [f"{acc} % for {label}" for label, (acc, fgt) in found.items() if fgt == tables.NONE]
+        parts = [f"{what} {listed(each)}" for what, each in (("ACC and FGT are", both), ("ACC is", alone)) if each]
+        figures = f"With {seed_names(groups[0].runs)}, {'; '.join(parts)}."
     else:
         accs = [acc for group in groups if (acc := group.runs[0].metrics["acc"]) is not None] or [None]
         low, high = percent(min(accs)), percent(max(accs))

@@ -47,6 +47,13 @@ def test_a_stream_of_one_task_has_no_fgt_to_state():
     )
 
 
+def test_a_bound_beside_methods_has_no_fgt_to_state():
+    one = scene(a={3: (0.9, 0.01)}, joint={3: (0.95, None)})
+    assert verdict.sentences(one).startswith(
+        "With seed 3, ACC and FGT are 90.0 % and 1.0 % for a; ACC is 95.0 % for joint."
+    )
+
+
 def test_many_groups_that_are_not_told_apart_are_counted():
     """Differences of 20 and 0 points on two seeds have an interval around 0; those of 60 and 59.9 points have none."""
     alike = {name: {0: 0.5, 1: 0.6} for name in "bcdef"}
