@@ -69,9 +69,9 @@ class Comparison:
         """
         if matrices:
             yield from (tables.matrix(rows, f"Accuracy: {label}") for label, rows in self._matrices.items())
-        yield tables.compared(self._summaries, self._title)
+        yield tables.filled(*tables.compared_texts(self._summaries), self._title)
         if self._choices:
             yield searched.table(self._choices)
             yield from searched.notes(self._choices)
         if self._differences:
-            yield paired.table(self._differences)
+            yield tables.filled(*paired.texts(self._differences), paired.TITLE)

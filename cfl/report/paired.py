@@ -4,11 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.table import Table
 
 from cfl.core.metrics import NONE, percent
 from cfl.experiments.compare import Group
-from cfl.report.tables import SCORES, Metrics, filled
+from cfl.report.tables import SCORES, Metrics
 
 MEASURES = ("acc", "fgt")
 TITLE = "paired differences, percentage points"
@@ -110,13 +109,8 @@ def _paired(gaps: np.ndarray) -> dict[str, float]:
     return {"mean": mean, "low": mean - half, "high": mean + half, "p": float(2 * student.sf(abs(mean) / error))}
 
 
-def table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
-    """A row per pair ("fot less fedavg"): mean differences in percentage points, with 95 % interval and p."""
-    return filled(*texts(rows), TITLE)
-
-
 def texts(rows: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Titles and rows of the table of paired differences, in percentage points."""
+    """Titles, and a row per pair ("fot less fedavg"): mean differences in percentage points, with interval and p."""
     titles = [title for name in MEASURES for title in heads(name)]
     lines = [
         [label, *(cell for name in MEASURES for cell in cells(row[name])), str(len(row["seeds"]))]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from cfl.experiments.compare import Group
 from cfl.experiments.grid import Choice
@@ -13,11 +13,9 @@ from cfl.report import tables
 
 def table(choices: Sequence[Choice]) -> Table:
     """A row per setting: validation ACC in percent, and no accuracy on test samples, by which nobody should choose."""
-    shown = Table(title="grid: accuracy on the held-out training samples", title_justify="left")
-    shown.add_column("setting")
-    shown.add_column("val. ACC %", justify="right")
-    shown.add_column("seeds", justify="right")
-    shown.add_column("chosen")
+    numbers = [Column(text, justify="right") for text in ("val. ACC %", "seeds")]
+    title = "grid: accuracy on the held-out training samples"
+    shown = Table("setting", *numbers, "chosen", title=title, title_justify="left")
     for choice in choices:
         for group in choice.groups:
             found = group.results()

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.table import Table
+from rich.table import Column, Table
 
 from cfl.core.metrics import NONE, percent
 
@@ -64,10 +64,8 @@ def matrix(rows: Matrix, title: str) -> Table:
 
     rows: (tasks, tasks) fractions, None for tasks not yet seen.
     """
-    table = Table(title=title, title_justify="left")
-    table.add_column("after task", justify="right")
-    for task in range(max(map(len, rows), default=0)):
-        table.add_column(f"task {task}", justify="right")
+    heads = ["after task", *(f"task {task}" for task in range(max(map(len, rows), default=0)))]
+    table = Table(*(Column(text, justify="right") for text in heads), title=title, title_justify="left")
     for task, row in enumerate(rows):
         table.add_row(str(task), *("" if value is None else f"{value:.1%}" for value in row))
     return table
@@ -75,9 +73,7 @@ def matrix(rows: Matrix, title: str) -> Table:
 
 def evaluated(found: Sequence[tuple[str, float]], title: str) -> Iterator[Table | str]:
     """Accuracy on each of some sets of samples, and their mean if there are several. found: names and fractions."""
-    table = Table()
-    table.add_column("samples")
-    table.add_column("accuracy", justify="right")
+    table = Table("samples", Column("accuracy", justify="right"))
     for name, value in found:
         table.add_row(name, f"{value:.1%}")
     yield title
@@ -150,16 +146,10 @@ def cells(
     ]
 
 
-def compared(summaries: Mapping[str, Mapping[str, Any]], title: str) -> Table:
-    """The table of `compared_texts` for the terminal."""
-    return filled(*compared_texts(summaries), title)
-
-
 def filled(titles: Sequence[str], rows: Sequence[Sequence[str]], title: str) -> Table:
     """A table for the terminal of names in the first column and numbers in the others."""
-    table = Table(title=title, title_justify="left")
-    for number, text in enumerate(titles):
-        table.add_column(text, justify="right" if number else "left")
+    names, *numbers = titles
+    table = Table(names, *(Column(text, justify="right") for text in numbers), title=title, title_justify="left")
     for row in rows:
         table.add_row(*row)
     return table
@@ -203,9 +193,7 @@ def failures(reasons: Mapping[str, str]) -> Table:
     shown: dict[str, list[str]] = {}
     for name, text in reasons.items():
         shown.setdefault(text.strip().rpartition("\n")[2], []).append(name)
-    table = Table(title="failed runs", title_justify="left")
-    table.add_column("runs")
-    table.add_column("error")
+    table = Table("runs", "error", title="failed runs", title_justify="left")
     for text, names in shown.items():
         table.add_row("\n".join(names), text)
     return table
@@ -213,9 +201,8 @@ def failures(reasons: Mapping[str, str]) -> Table:
 
 def listing(rows: Sequence[Sequence[str]], title: str) -> Table:
     """A row per name: name, summary and, for names that have one, source."""
-    table = Table(title=title, title_justify="left")
-    for head, _ in zip(("name", "summary", "source"), rows[0], strict=False):
-        table.add_column(head, no_wrap=head == "name")
+    heads = Column("name", no_wrap=True), "summary", "source"
+    table = Table(*heads[: len(rows[0])], title=title, title_justify="left")
     for row in rows:
         table.add_row(*row)
     return table
@@ -223,9 +210,7 @@ def listing(rows: Sequence[Sequence[str]], title: str) -> Table:
 
 def answers(rows: Sequence[tuple[str, str]], title: str) -> Table:
     """A row per question, with its answer."""
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column()
+    table = Table(Column(no_wrap=True), Column(), title=title, title_justify="left", show_header=False)
     for row in rows:
         table.add_row(*row)
     return table
@@ -233,9 +218,7 @@ def answers(rows: Sequence[tuple[str, str]], title: str) -> Table:
 
 def hyper_parameters(rows: Sequence[Mapping[str, Any]], prefix: str) -> Table:
     """A row per hyper-parameter: name for `--set`, default (MISSING if it has none), valid values, meaning, source."""
-    table = Table()
-    for name in ("option", "default", "valid", "meaning", "source"):
-        table.add_column(name, no_wrap=name == "option")
+    table = Table(Column("option", no_wrap=True), "default", "valid", "meaning", "source")
     for row in rows:
         words = "none" if row["default"] is None else "required" if row["default"] is MISSING else str(row["default"])
         table.add_row(f"{prefix}{row['name']}", words, row["range"], row["help"], row["source"])

@@ -75,15 +75,14 @@ def test_the_mean_and_the_population_deviation_are_printed(name):
 
 def test_a_column_of_held_out_samples_is_there_if_a_run_holds_some_out():
     held = tables.summary([{"seed": seed, "acc": 0.1, "validation_acc": acc} for seed, acc in enumerate((0.2, 0.4))])
-    titles = [column.header for column in tables.compared({"a": row(0.1, 0.0), "b": held}, "").columns]
+    titles, _ = tables.compared_texts({"a": row(0.1, 0.0), "b": held})
     assert titles[:4] == ["method", "ACC %", "FGT %", "val. ACC %"]
     assert [[cell.text for cell in line] for line in tables.cells([held], ["validation_acc"])] == [["30.0 ± 10.0"]]
 
 
 def test_a_column_of_inferred_tasks_is_there_if_a_run_infers_them():
     without, inferred = row(0.4, 0.1), row(0.7, 0.1, task_accuracy=0.75)
-    heads = [[column.header for column in tables.compared(rows, "").columns] for rows in (
-        {"a": without}, {"a": without, "b": inferred})]  # fmt: skip
+    heads = [tables.compared_texts(rows)[0] for rows in ({"a": without}, {"a": without, "b": inferred})]
     assert ["tasks %" in titles for titles in heads] == [False, True]
     assert [[cell.text for cell in line] for line in tables.cells([without, inferred], ["task_accuracy"])] == [
         ["–"], ["75.0"]]  # fmt: skip
