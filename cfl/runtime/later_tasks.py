@@ -8,7 +8,7 @@ from cfl.contract import Server
 from cfl.core import CheckpointError, ConfigError, tree
 from cfl.runtime.fingerprint import CHECKPOINTS, Fingerprint
 from cfl.runtime.rounds import Rounds
-from cfl.runtime.run_folder import RunFolder
+from cfl.runtime.run_folder import RunFolder, read_rows
 from cfl.runtime.state import RunState
 
 
@@ -76,7 +76,7 @@ def _obstacle(state: RunState, rounds: Rounds, fingerprint: Fingerprint, folder:
         if tuple(strategy.sees(task, done)) != rounds.sees(task):
             return f"{rounds.label} trains on the data of other tasks in task {task}"
     places = (place for place in range(state.position) if place not in state.skipped)
-    for row, place in zip(folder.read_rounds(), places, strict=True):
+    for row, place in zip(read_rows(folder.path), places, strict=True):
         task, phase, number = rounds.schedule[place]
         if (row["task"], row["phase"], row["round"]) != (task, phase.name, number):
             was = f"round {row['round']} of phase {row['phase']} in task {row['task']}"

@@ -21,7 +21,18 @@ from cfl.runtime.fingerprint import Fingerprint, code
 from cfl.runtime.later_tasks import extend, keep_metrics
 from cfl.runtime.privacy_budget import Budget
 from cfl.runtime.rounds import Rounds
-from cfl.runtime.run_folder import MODEL, RunFolder, has_rounds, plain, read_config, read_json, read_made_of
+from cfl.runtime.run_folder import (
+    ERROR,
+    MADE_OF,
+    MODEL,
+    RunFolder,
+    has_rounds,
+    plain,
+    read_config,
+    read_json,
+    read_made_of,
+    read_rows,
+)
 from cfl.runtime.sinks import Sink
 from cfl.runtime.state import RunState
 
@@ -75,16 +86,16 @@ class Recorder:
                 self.save(wait=True)  # before config.yaml, which fits no earlier checkpoint
                 notes = [*notes, f"the run had {before} of the {tasks} tasks"]
             self.folder.write_config(resolve.dump(config))
-            self.folder.write_model(about)
+            self.folder.write(MODEL, about)
             place = {"states": self.fingerprint.states}
-            self.folder.write_made_of({"run": self.fingerprint.parts, "code": code(config), "place": place})
+            self.folder.write(MADE_OF, {"run": self.fingerprint.parts, "code": code(config), "place": place})
             self.folder.remove_error()  # of an earlier session
         self.sink.start(config, notes, total)
         self._clock = time.monotonic()  # a sink may take seconds to start
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of all completed rounds; empty without a folder."""
-        return self.folder.read_rounds() if self.folder is not None else []
+        return read_rows(self.folder.path) if self.folder is not None else []
 
     def warn(self, texts: Iterable[str]) -> None:
         """Pass warnings to the sink."""
@@ -157,8 +168,8 @@ class Recorder:
     def finish(self, metrics: dict[str, Any]) -> None:
         """Write the metrics of the whole run."""
         if self.folder is not None:
-            self.folder.write_timing(self.state.seconds)  # before metrics.json, which marks a run as finished
-            self.folder.write_metrics(metrics)
+            self.folder.write("timing.json", self.state.seconds)  # before metrics.json, which marks a run as finished
+            self.folder.write("metrics.json", metrics)
         self.sink.finish(metrics)
 
     def failed(self, error: Exception, position: int | None) -> None:
@@ -174,7 +185,7 @@ class Recorder:
             place = {"task": task, "phase": phase.name, "round": number}
         found = {"error": type(error).__name__, "message": " ".join(str(error).split()), **place}
         try:
-            self.folder.write_error({**found, "date": datetime.now(UTC).isoformat(timespec="seconds")})
+            self.folder.write(ERROR, {**found, "date": datetime.now(UTC).isoformat(timespec="seconds")})
         except ConfigError as unwritable:  # the disk may be full, which must not hide the error itself
             self.sink.warn(str(unwritable))
 
@@ -225,7 +236,7 @@ class Recorder:
 
     def _check_replaced(self, folder: RunFolder) -> None:
         """Raise CheckpointError if a run without a checkpoint would be lost: results, or rounds with other options."""
-        if folder.has_results():
+        if (folder.path / "metrics.json").exists():
             raise CheckpointError(
                 f"'{folder.path}' holds the results of a run, and no checkpoint of it; choose another --output"
             )

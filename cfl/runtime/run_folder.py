@@ -35,7 +35,7 @@ class RunFolder:
     def __init__(self, path: Path | str, *, resume: bool = False) -> None:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
-        self._rounds, self._metrics = self.path / "rounds.jsonl", self.path / "metrics.json"
+        self._rounds = self.path / "rounds.jsonl"
         if not resume and self._holds_run():
             raise self._used() if self.busy(self.path) else self._full()
         make_folder(self.checkpoints, self.path, "--output")
@@ -51,7 +51,7 @@ class RunFolder:
             (self.path / _LOCK).write_text(str(os.getpid()))
 
     def _holds_run(self) -> bool:
-        return self._rounds.exists() or self._metrics.exists()
+        return self._rounds.exists() or (self.path / "metrics.json").exists()
 
     def _full(self) -> ConfigError:
         return ConfigError(
@@ -86,29 +86,9 @@ class RunFolder:
         """Write the resolved configuration (plain data) to `config.yaml`."""
         _write(self.path / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False).encode())
 
-    def write_made_of(self, hashes: Mapping[str, Mapping[str, str]]) -> None:
-        """Write `made_of.json`: hashes of what the options do not describe, see `cfl.runtime.fingerprint`."""
-        write_json(self.path / MADE_OF, hashes)
-
-    def has_results(self) -> bool:
-        """Whether a run has ended in the folder."""
-        return self._metrics.exists()
-
-    def write_model(self, about: Mapping[str, Any]) -> None:
-        """Write `model.json`: what `cfl.load` needs beside the configuration, see `cfl.runtime.saved_run`."""
-        write_json(self.path / MODEL, about)
-
-    def write_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Write `metrics.json` atomically. NaN is written as null."""
-        write_json(self._metrics, metrics)
-
-    def write_timing(self, seconds: Mapping[str, Mapping[str, float]]) -> None:
-        """Write `timing.json`: seconds by category and phase. Only seconds differ if a run is repeated."""
-        write_json(self.path / "timing.json", seconds)
-
-    def write_error(self, error: Mapping[str, Any]) -> None:
-        """Write `error.json`: the error that ended the run, see `Recorder.failed`."""
-        write_json(self.path / ERROR, error)
+    def write(self, name: str, data: Mapping[str, Any]) -> None:
+        """Write a JSON file of the folder, see `write_json`."""
+        write_json(self.path / name, data)
 
     def remove_error(self) -> None:
         """Remove `error.json`: the run goes on. Raises ConfigError if the file cannot be removed."""
@@ -152,10 +132,6 @@ class RunFolder:
             if not _holds_round(line):
                 raise ConfigError(f"line {number} of '{self._rounds}' is damaged: it holds no round; {_RESTORE}")
         _write(self._rounds, b"".join(line + b"\n" for line in lines))
-
-    def read_rounds(self) -> list[dict[str, Any]]:
-        """Read the rows of `rounds.jsonl`, after `truncate_rounds`."""
-        return [json.loads(line) for line in self._rounds.read_text(encoding="utf-8").splitlines()]
 
     def write_sheet(self, task: int, png: bytes) -> None:
         """Write `images/task-<task>.png` atomically. Raises ConfigError if the write fails."""
@@ -237,7 +213,7 @@ def runs_in(folder: Path) -> list[Path]:
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """Read the rows of a finished run's `rounds.jsonl`; none without the file. ConfigError for a damaged file."""
+    """Read the rows of a run's `rounds.jsonl`; none without the file. Raises ConfigError for a damaged file."""
     path = folder / "rounds.jsonl"
     try:
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []

@@ -103,10 +103,12 @@ def test_a_wrong_resume_is_no_failure_of_the_run_in_the_folder(tmp_path):
 
 
 def test_an_error_that_cannot_be_written_does_not_hide_that_of_the_run(tmp_path, monkeypatch):
-    def full(folder, found):
-        raise ConfigError("the disk is full")
+    def full(folder, name, data, write=RunFolder.write):
+        if name == "error.json":
+            raise ConfigError("the disk is full")
+        write(folder, name, data)
 
-    monkeypatch.setattr(RunFolder, "write_error", full)
+    monkeypatch.setattr(RunFolder, "write", full)
     with (
         pytest.warns(UserWarning, match="the disk is full"),
         pytest.raises(UpdateError, match="the server's step failed"),

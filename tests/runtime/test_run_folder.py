@@ -16,7 +16,7 @@ ROW = {"task": 0, "phase": "train", "round": 0, "clients": 2, "loss": 0.5, "accu
 
 def test_metrics_are_whole_ordered_and_free_of_nan(tmp_path):
     folder = RunFolder(tmp_path / "a" / "run")
-    folder.write_metrics({"fgt": math.nan, "acc": np.float64(0.5), "accuracy_matrix": [(0.1, float("inf"))]})
+    folder.write("metrics.json", {"fgt": math.nan, "acc": np.float64(0.5), "accuracy_matrix": [(0.1, float("inf"))]})
     text = (folder.path / "metrics.json").read_text()
     assert json.loads(text) == {"fgt": None, "acc": 0.5, "accuracy_matrix": [[0.1, None]]}
     assert text.index("fgt") < text.index("acc")  # in the given order, not sorted
@@ -110,13 +110,13 @@ def test_a_round_that_cannot_be_written_names_the_file(tmp_path):
 
 def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path)
-    folder.write_metrics({"acc": 0.5})
+    folder.write("metrics.json", {"acc": 0.5})
 
     def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ConfigError, match=r"metrics\.json' cannot be written \(No space left on device\)"):
-        folder.write_metrics({"acc": 1.0})
+        folder.write("metrics.json", {"acc": 1.0})
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "checkpoints", "metrics.json"]
     assert json.loads((tmp_path / "metrics.json").read_text()) == {"acc": 0.5}
