@@ -109,26 +109,25 @@ def build_session(
     composed.check(STRATEGY, "init_server", first, {}, "before the first round")
     state = RunState({"params": model.params, **first}, len(stream))
     lenient = config.model_copy(update={"on_bad_update": "exclude"})  # a measurement judges no update
-    config = _with_measured_engine(config, rounds, state, partial(_engine, lenient, stream, rounds, protection))
+    config = _with_measured_engine(config, rounds, state, partial(_engine, lenient, rounds, protection))
     fingerprint = Fingerprint(
         config, composed, module, stream, public is not None, own is not None, place.states, start
     )
-    engine = _engine(config, stream, rounds, protection, config.engine, config.block, bool(config.compile))
+    engine = _engine(config, rounds, protection, config.engine, config.block, bool(config.compile))
     make = place.engine or (None if config.engine in engines.ENGINES else plugins.engines.get(config.engine))
     if make is not None:
         checkpoints = folder.checkpoints if folder else None
         parts = EngineParts(engine, rounds, fingerprint, budget.multiplier, data_root, checkpoints, sink.warn)
         engine = make(parts)
-    names = [task.name for task in stream.tasks]
     called = CallbackSet(callbacks, config, stream)
-    recorder = Recorder(folder, sink, state, rounds, budget, names, fingerprint, called)
+    recorder = Recorder(folder, sink, state, rounds, budget, fingerprint, called)
     if config.eval_later and not composed.strategy.sequential:
         notes.append(f"eval_later=true has no effect: {label} does not train one model on the tasks in sequence")
     notes += [*without_effect.notes(config, stream.scenario), *model.notes(), *composed.strategy.notes(model),
               *population.notes(), *budget.notes()]  # fmt: skip
     about = description(stream, own, {name: each for name, each in members.items() if each != built.get(name)}, model)
     return Session(
-        config, label, stream, composed, model, population, rounds, budget, state, engine, recorder, notes, about,
+        config, stream, composed, model, population, rounds, budget, state, engine, recorder, notes, about,
         validation,
     )  # fmt: skip
 
@@ -220,7 +219,6 @@ def _checked_public(
 
 def _engine(
     config: RunConfig,
-    stream: Stream,
     rounds: Rounds,
     protection: UploadProtection,
     name: str,

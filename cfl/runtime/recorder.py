@@ -3,7 +3,7 @@
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -38,7 +38,7 @@ from cfl.runtime.state import RunState
 
 
 class Recorder:
-    """Record a run. folder: the run's folder, or None; task_names: of the stream; fingerprint: of the run.
+    """Record a run. folder: the run's folder, or None; fingerprint: of the run.
 
     writer: writes checkpoints; as a context manager it waits at its end until the last one is on disk.
     """
@@ -50,12 +50,11 @@ class Recorder:
         state: RunState,
         rounds: Rounds,
         budget: Budget,
-        task_names: list[str],
         fingerprint: Fingerprint,
         callbacks: CallbackSet,
     ) -> None:
         self.folder, self.sink, self.state, self.rounds, self.budget = folder, sink, state, rounds, budget
-        self.task_names, self.fingerprint, self.callbacks = task_names, fingerprint, callbacks
+        self.fingerprint, self.callbacks = fingerprint, callbacks
         self._deciding = callbacks.digests()  # at the start: a callback may keep figures in itself
         self._device = machine.device(rounds.config.device)
         self.writer = checkpoint.Writer(folder.checkpoints if folder else None, sink.warn)
@@ -67,7 +66,7 @@ class Recorder:
 
         about: contents of model.json.
         """
-        total, fresh, tasks = self._total(), self.state.server, len(self.task_names)
+        total, fresh, tasks = self._total(), self.state.server, self.rounds.tasks
         if self.folder is not None:
             if not resume:
                 checkpoint.clear(self.folder.checkpoints)
@@ -96,11 +95,6 @@ class Recorder:
     def rows(self) -> list[dict[str, Any]]:
         """The rows of all completed rounds; empty without a folder."""
         return read_rows(self.folder.path) if self.folder is not None else []
-
-    def warn(self, texts: Iterable[str]) -> None:
-        """Pass warnings to the sink."""
-        for text in texts:
-            self.sink.warn(text)
 
     def images(self, task: int, made: Tensor | None) -> None:
         """Write the images that the strategy has made by the end of a task as a contact sheet."""
@@ -196,11 +190,11 @@ class Recorder:
         self.sink.round({**row, "rounds_done": self.state.done, "rounds_total": self._total()})
         if ends_task:
             spent = {"epsilon": self.budget.so_far(self.state.position)} if self.budget.rounds else {}
-            seen = np.arange(len(self.task_names)) <= task
+            seen = np.arange(self.rounds.tasks) <= task
             accuracies = row_of(np.where(seen, self.state.accuracy_matrix[task], np.nan))
             held = row_of(self.state.validation_matrix[task])
             validation = {"validation": held} if held[task] is not None else {}
-            names = {"task": task, "name": self.task_names[task]}
+            names = {"task": task, "name": self.fingerprint.stream.tasks[task].name}
             self.sink.task({**names, "accuracy": accuracies, **validation, **spent})
 
     def _total(self) -> int:
@@ -216,7 +210,7 @@ class Recorder:
                 f"'{folder.path}' holds a run that keeps the states of clients {place}, not {self.fingerprint.states}; "
                 "continue it with the command that began it"
             )
-        own, tasks, now = self.fingerprint, len(self.task_names), len(self.task_names)
+        own, tasks, now = self.fingerprint, self.rounds.tasks, self.rounds.tasks
 
         def required(trees: Mapping[str, Tree], meta: Mapping[str, Any]) -> str:
             nonlocal own, tasks

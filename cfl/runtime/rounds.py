@@ -22,7 +22,7 @@ from cfl.streams.store import TaskSamples
 class Rounds:
     """The rounds of a run. schedule: (task, phase, round within the phase) of each.
 
-    label: name of the method in error messages; public: public data, if a method reads them;
+    label: name of the method in metrics.json and messages; public: public data, if a method reads them;
     positions: the key of each round to its place in the schedule;
     usual_cohort: clients in a training round of the task with the most owners, for which engines size their blocks.
     Raises ConfigError if the strategy's plan cannot be run.

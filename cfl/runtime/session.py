@@ -31,13 +31,12 @@ from cfl.streams.store import TaskSamples
 class Session:
     """A run in progress; `cfl.runtime.builder.build_session` makes it.
 
-    label: name of the method in metrics.json; state: all that the run has computed so far; notes: remarks for the user
-    at the start; about: contents of model.json; validation: training samples of each task that are held out, or none;
+    state: all that the run has computed so far; notes: remarks for the user at the start; about: contents of
+    model.json; validation: training samples of each task that are held out, or none;
     initial_accuracy: of the initial model on each task, fractions; empty if later tasks are not evaluated.
     """
 
     config: RunConfig
-    label: str
     stream: Stream
     composed: ComposedMethod
     model: Model
@@ -93,7 +92,8 @@ class Session:
         held = self.rounds.held(inputs, self.state.last_task)
         self.recorder.lap("clients", local_models.seconds if local_models else 0.0)
         self._absorb(inputs, outcome)
-        self.recorder.warn(outcome.faults(inputs.info))
+        for text in outcome.faults(inputs.info):
+            self.recorder.sink.warn(text)
         self.recorder.lap("server")
         figures = local_models.figures if local_models else {}
         self._conclude(position, self.recorder.row(inputs, outcome, figures, held))
@@ -106,7 +106,7 @@ class Session:
         except CallbackError as error:
             raise self._resumable(error) from error
         result = {
-            "method": self.label,
+            "method": self.rounds.label,
             "benchmark": self.stream.name,
             "seed": self.config.seed,
             **metrics.summary(matrix, self.strategy.sequential),

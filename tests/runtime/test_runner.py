@@ -96,7 +96,7 @@ def test_an_object_of_ones_own_is_named_by_its_class_in_the_results_and_a_method
     config = toy.config("rounds=1", method="fedprox")
     members = {**methods.build(config), "strategy": Alone()}
     with contextlib.closing(build_session(config, toy.stream(1), members)) as session:
-        assert session.label == "Alone+fedprox"
+        assert session.rounds.label == "Alone+fedprox"
 
 
 @pytest.mark.parametrize(("engine", "used"), [("auto", "loop"), ("vmapped", "vmapped")])
