@@ -103,7 +103,7 @@ def build_session(
     population = place.population(stream, config)
     rounds = place.rounds(composed, label, model, stream, population, config, public)
     _check_batches(model, population, rounds, config.local.batch_size)
-    budget = Budget(config, rounds.schedule, population, rounds.sees)
+    budget = Budget(rounds)
     protection = UploadProtection(config, budget.multiplier)
     first = composed.strategy.init_server(model.params, model)
     composed.check(STRATEGY, "init_server", first, {}, "before the first round")

@@ -1,15 +1,12 @@
 """The privacy budget of a run: epsilon of each client over all rounds, phases and tasks."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from cfl.aggregation import accounting, scope
 from cfl.aggregation.accounting import Releases
-from cfl.config.schema import RunConfig
-from cfl.runtime import schedule
-from cfl.runtime.population import Population
-from cfl.runtime.schedule import Schedule
+from cfl.runtime.rounds import Rounds
 
 _SOURCES = {
     "run": "the noise follows from the seed, so that runs repeat: keep the seed secret, and publish one run of a seed "
@@ -29,22 +26,12 @@ class Budget:
     skips count as if there had been uploads. A decision to skip rounds depends on the data; the bound for all planned
     rounds holds whatever is decided, and one for the rounds before the decision need not (Rogers et al., 2016,
     Privacy odometers and filters).
-    sees: maps a task to the tasks whose data clients train on.
     multiplier: standard deviation of the noise over dp.clip; 0 without differential privacy.
     Raises ConfigError if no amount of noise meets dp.target_epsilon.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        rounds: Schedule,
-        population: Population,
-        sees: Callable[[int], tuple[int, ...]],
-    ) -> None:
-        self.config, self.dp, self.population, self.sees = config, config.dp, population, sees
-        self.rounds = [] if self.dp.level == "none" else rounds
-        self.keys = schedule.keys(config.seed, self.rounds)
-        self._trained = schedule.trained(self.rounds, restart=False)
+    def __init__(self, rounds: Rounds) -> None:
+        self.rounds, self.config, self.dp, self.population = rounds, rounds.config, rounds.config.dp, rounds.population
         self._known: dict[Plan, float] = {}
         self.multiplier = self.dp.noise_multiplier or 0.0
         if self.dp.target_epsilon is not None:
@@ -54,15 +41,16 @@ class Budget:
         """Releases in the first `rounds` rounds (None: in all) but those `skipped`, for each client that has any."""
         spent: dict[int, Counter[float]] = {}
         together: dict[tuple[int, ...], Counter[float]] = {}  # by tasks seen: releases of all owners of their data
-        for place, ((task, phase, _), key) in enumerate(zip(self.rounds[:rounds], self.keys[:rounds], strict=True)):
+        planned = [] if self.dp.level == "none" else self.rounds.schedule[:rounds]
+        for place, (task, phase, _) in enumerate(planned):
             if place in skipped or not scope.releases([phase], self.config):
                 continue
-            tasks = self.sees(task)
+            tasks = self.rounds.sees(task)
             owners, expected = self.population.owners(tasks), self.population.expected(phase, tasks)
             if self.dp.level == "client" and self.dp.amplify:  # all that may be drawn spend, at the sampling rate
                 together.setdefault(tasks, Counter())[expected / len(owners)] += 1
                 continue
-            for id in self.population.cohort(phase, tasks, self._trained[place], key):
+            for id in self.rounds.cohort(place):
                 own = spent.setdefault(id, Counter())
                 if self.dp.level == "example" and phase.train and self.dp.protect == "all":
                     own.update(self._local(id, task, tasks))

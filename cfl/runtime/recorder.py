@@ -189,7 +189,8 @@ class Recorder:
             self.folder.append_round(row)
         self.sink.round({**row, "rounds_done": self.state.done, "rounds_total": self._total()})
         if ends_task:
-            spent = {"epsilon": self.budget.so_far(self.state.position)} if self.budget.rounds else {}
+            private = self.rounds.config.dp.level != "none"
+            spent = {"epsilon": self.budget.so_far(self.state.position)} if private else {}
             seen = np.arange(self.rounds.tasks) <= task
             accuracies = row_of(np.where(seen, self.state.accuracy_matrix[task], np.nan))
             held = row_of(self.state.validation_matrix[task])

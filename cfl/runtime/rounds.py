@@ -124,12 +124,17 @@ class Rounds:
         """Bytes of a broadcast that each of its clients stores until the next task."""
         return sum(tree.nbytes(shared[name]) for name in self.strategy.kept if name in shared)
 
+    def cohort(self, position: int) -> tuple[int, ...]:
+        """Draw the clients of a round."""
+        task, phase, _ = self.schedule[position]
+        return self.population.cohort(phase, self.sees(task), self._trained_in_run[position], self._keys[position])
+
     def info(self, position: int) -> RoundInfo:
         """Describe a round to the strategy."""
         (task, phase, number), key = self.schedule[position], self._keys[position]
         sees, heads = self.sees(task), tuple(self.strategy.heads(task, self.tasks))
         owners, expected = self.population.owners(sees), self.population.expected(phase, sees)
-        cohort = self.population.cohort(phase, sees, self._trained_in_run[position], key)
+        cohort = self.cohort(position)
         info = RoundInfo(
             task=task,
             tasks=self.tasks,
