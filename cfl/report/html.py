@@ -4,7 +4,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from importlib.resources import files
 
@@ -14,15 +14,14 @@ from cfl.core import plugins
 from cfl.core.version import __version__
 from cfl.report import figures, paired, sheets, tables, unfinished, verdict
 from cfl.report.elements import breaking, code, count, folded, grouped, listed, mark, quiet, section, table
-from cfl.report.figures import Figure, Panel
+from cfl.report.figures import Figure, Panel, Styles
 from cfl.report.overview import by_scene, overview
-from cfl.report.plots import Style
 from cfl.report.repeat import command
 from cfl.report.runs import OBJECTS, FinishedRun, Found, RunGroup, Scene, differing, option_text, scenes
 from cfl.report.tables import Cell
 from cfl.runtime import notebook
 
-Styles = Mapping[str, Style]
+Named = Sequence[tuple[str, RunGroup]]  # the groups of all scenes, each with its name on the page
 _WIDTH = 74  # rem, of the page on a wide screen, as in page.css
 _WORDS = (
     "Scores are mean ± population standard deviation over seeds. ACC is the mean accuracy on all tasks after the last "
@@ -43,6 +42,8 @@ def page(found: Found, *, date: str, highlight: str | None = None) -> str:
     """
     shown = scenes(found.runs)
     several = len(shown) > 1
+    groups = [(scene, group) for scene in shown for group in scene.groups]
+    named = [(f"{_place(scene)}, {group.label}" if several else group.label, group) for scene, group in groups]
     styles = figures.styles(shown, highlight)
     title = f"{listed(scene.benchmark for scene in shown)}: {listed(run.metrics['method'] for run in found.runs)}"
     text = overview(shown)
@@ -57,10 +58,10 @@ def page(found: Found, *, date: str, highlight: str | None = None) -> str:
         *map(quiet, _missing(found)),
         section("Runs without results", *unfinished.parts(found), name="unfinished"),
         *(_scene(scene, styles, several) for scene in shown),
-        section("Synthetic images", *sheets.parts(_makers(shown, styles, several))),
-        section("Privacy spent", _privacy(shown, several)),
-        section("Configuration", *_configuration(shown, several)),
-        section("Commands to repeat the runs", *_repeat(shown, several)),
+        section("Synthetic images", *sheets.parts(_makers(named, styles))),
+        section("Privacy spent", _privacy(named)),
+        section("Configuration", *_configuration(named)),
+        section("Commands to repeat the runs", *_repeat(named)),
         section(
             "Summary table as text",
             folded("Markdown", tables.markdown(*text)),
@@ -205,45 +206,45 @@ def _seconds(run: FinishedRun) -> dict[str, float]:
     return {f"{who}: {what}": value for who, phases in run.timing.items() for what, value in phases.items()}
 
 
-def _makers(shown: Sequence[Scene], styles: Styles, several: bool) -> Iterator[sheets.Maker]:
+def _makers(named: Named, styles: Styles) -> Iterator[sheets.Maker]:
     """Every run, named by its group and its seed."""
-    for scene, group in _all(shown):
+    for name, group in named:
         for run in group.runs:
-            name = f"{_name(scene, group, several)}, seed {run.metrics['seed']}"
-            yield sheets.Maker(name, mark(styles[group.label]), run)
+            yield sheets.Maker(f"{name}, seed {run.metrics['seed']}", mark(styles[group.label]), run)
 
 
-def _privacy(shown: Sequence[Scene], several: bool) -> str:
+def _privacy(named: Named) -> str:
     """Table of the privacy spent by groups with differential privacy, mean over their runs; else empty."""
     rows = []
-    for scene, group in _all(shown):
+    for name, group in named:
         runs = [run for run in group.metrics if "epsilon" in run]
         if runs:
             spent = [np.mean([run["epsilon"] for run in runs])]
             spent += [np.mean([list(run["epsilon_by_client"].values()) for run in runs])]
             spent += [runs[0]["delta"], runs[0]["noise_multiplier"]]
-            rows.append([_name(scene, group, several), runs[0]["epsilon_of"], *(f"{value:.3g}" for value in spent)])
+            rows.append([name, runs[0]["epsilon_of"], *(f"{value:.3g}" for value in spent)])
     titles = ["method", "covers", "largest epsilon", "mean epsilon of clients", "delta", "noise / clip"]
     return table(titles, [[Cell(text) for text in row] for row in rows], 2) if rows else ""
 
 
-def _configuration(shown: Sequence[Scene], several: bool) -> Iterator[str]:
+def _configuration(named: Named) -> Iterator[str]:
     """Table of the options in which the groups of a benchmark differ, then the configuration of each group."""
-    for benchmark in dict.fromkeys(scene.benchmark for scene in shown):
-        named = {_name(s, group, several): group.runs[0] for s, group in _all(shown) if s.benchmark == benchmark}
-        rows = [[option, *(option_text(run, option) for run in named.values())] for option in differing(named.values())]
+    firsts = {name: group.runs[0] for name, group in named}
+    for benchmark in dict.fromkeys(run.metrics["benchmark"] for run in firsts.values()):
+        own = {name: run for name, run in firsts.items() if run.metrics["benchmark"] == benchmark}
+        rows = [[option, *(option_text(run, option) for run in own.values())] for option in differing(own.values())]
         if rows:
-            yield table(["option", *named], [[Cell(text) for text in row] for row in rows])
-    for scene, group in _all(shown):
+            yield table(["option", *own], [[Cell(text) for text in row] for row in rows])
+    for name, group in named:
         path = group.runs[0].path / "config.yaml"
-        yield folded(f"{_name(scene, group, several)}: {path}", path.read_text(encoding="utf-8"))
+        yield folded(f"{name}: {path}", path.read_text(encoding="utf-8"))
 
 
-def _repeat(shown: Sequence[Scene], several: bool) -> Iterator[str]:
+def _repeat(named: Named) -> Iterator[str]:
     """A shell command for each group, and the machines of the runs if they are stored."""
     lines = []
-    for scene, group in _all(shown):
-        name, run = _name(scene, group, several), group.runs[0]
+    for name, group in named:
+        run = group.runs[0]
         if OBJECTS in run.options or run.metrics["benchmark"] not in plugins.benchmarks.names():
             lines.append(f"# {' '.join(name.split())}: with objects of its own, so by your program alone\n")
             continue
@@ -256,7 +257,7 @@ def _repeat(shown: Sequence[Scene], several: bool) -> Iterator[str]:
         seeds = " ".join(str(other.metrics["seed"]) for other in group.runs)
         lines.append(f"# {' '.join(name.split())}\nfor seed in {seeds}; do {once} --output {folder}; done\n")
     yield code("\n".join(lines))
-    machines = {json.dumps(run.machine) for _, group in _all(shown) for run in group.runs if run.machine}
+    machines = {json.dumps(run.machine) for _, group in named for run in group.runs if run.machine}
     for text in sorted(machines):
         yield quiet("Computed on: " + ", ".join(f"{name} {value}" for name, value in json.loads(text).items()))
 
@@ -273,13 +274,5 @@ def _missing(found: Found) -> Iterator[str]:
             yield f"No {what} for {count(without, 'run')}: {file} is missing."
 
 
-def _all(shown: Iterable[Scene]) -> Iterator[tuple[Scene, RunGroup]]:
-    return ((scene, group) for scene in shown for group in scene.groups)
-
-
 def _place(scene: Scene) -> str:
     return f"{scene.benchmark} ({scene.setting})" if scene.setting else scene.benchmark
-
-
-def _name(scene: Scene, group: RunGroup, several: bool) -> str:
-    return f"{_place(scene)}, {group.label}" if several else group.label
