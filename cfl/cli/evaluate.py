@@ -7,8 +7,9 @@ import typer
 
 from cfl.assembly import methods
 from cfl.cli.app import DataRoot, Download, app, display
-from cfl.core import ConfigError, DataError, plugins
+from cfl.core import ConfigError, DataError
 from cfl.report import tables
+from cfl.runtime.model_file import own_objects
 from cfl.runtime.runner import stream_of
 from cfl.runtime.saved_run import load
 from cfl.streams.tensors import as_labels, from_npz
@@ -46,7 +47,7 @@ def evaluate(
         return
     if task is not None:
         raise ConfigError("--task is for samples in --data; without --data, all tasks are evaluated")
-    if run.about["stream"] != run.config.benchmark or run.config.benchmark not in plugins.benchmarks.names():
+    if "stream" in own_objects(run.about, run.config.benchmark):
         raise ConfigError(f"the run in '{folder}' has a stream of its own, '{run.about['stream']}'; pass --data")
     stream = stream_of(run.config, data_root, download, public=methods.need_public(methods.build(run.config)))
     display(*tables.evaluated([*zip(run.about["tasks"], run.accuracies(stream))], f"{title}, test data"))

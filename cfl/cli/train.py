@@ -15,9 +15,8 @@ from cfl.config.schema import RunConfig
 from cfl.core import ConfigError, machine, plugins
 from cfl.experiments.compare import alone, continuation
 from cfl.report import plots, tables
-from cfl.runtime import runner
+from cfl.runtime import model_file, runner
 from cfl.runtime.mlflow import MlflowSink
-from cfl.runtime.run_folder import MODEL, read_json
 from cfl.runtime.sinks import Sink, Sinks, console_sink
 from cfl.runtime.tensorboard import TensorBoardSink
 from cfl.runtime.wandb import WandbSink
@@ -85,16 +84,10 @@ def _check_objects(file: Path, benchmark: str, method: str | None) -> None:
 
     method: given in place of the run's strategy and regularizers; None for these.
     """
-    about = read_json(file.parent / MODEL)
-    named = about.get("stream", benchmark)
-    own = {"stream": None if named == benchmark else named, "network": about.get("model")}
-    if method is None:
-        own |= {"strategy": about.get("strategy"), "regularizers": ", ".join(about.get("regularizers", []))}
-    for kind, name in own.items():
-        if name:
-            raise ConfigError(
-                f"'{file}' does not describe its run, whose {kind} ({name}) came from Python; repeat the run there"
-            )
+    for kind, names in model_file.own_objects(model_file.read(file.parent), benchmark).items():
+        if method is None or kind not in ("strategy", "regularizers"):
+            own = f"{kind} ({', '.join(names)})"
+            raise ConfigError(f"'{file}' does not describe its run, whose {own} came from Python; repeat the run there")
 
 
 def _run(config: RunConfig, folder: Path, resume: bool, sink: Sink, **data: Any) -> dict[str, Any]:

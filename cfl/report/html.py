@@ -17,7 +17,7 @@ from cfl.report.elements import breaking, code, count, folded, grouped, listed, 
 from cfl.report.figures import Figure, Panel, Styles
 from cfl.report.overview import by_scene, overview
 from cfl.report.repeat import command
-from cfl.report.runs import OBJECTS, FinishedRun, Found, RunGroup, Scene, differing, option_text, scenes
+from cfl.report.runs import FinishedRun, Found, RunGroup, Scene, differing, option_text, scenes
 from cfl.report.tables import Cell
 from cfl.runtime import notebook
 
@@ -245,7 +245,7 @@ def _repeat(named: Named) -> Iterator[str]:
     lines = []
     for name, group in named:
         run = group.runs[0]
-        if OBJECTS in run.options or run.metrics["benchmark"] not in plugins.benchmarks.names():
+        if run.objects:
             lines.append(f"# {' '.join(name.split())}: with objects of its own, so by your program alone\n")
             continue
         again = command(run.config) if run.config else None

@@ -13,11 +13,12 @@ from cfl.assembly.resolve import dump, load
 from cfl.config.overrides import assignment, flat, merged, read_yaml
 from cfl.config.presets import preset
 from cfl.config.schema import RunConfig
-from cfl.core import ConfigError, content, warn
+from cfl.core import CheckpointError, ConfigError, content, warn
 from cfl.experiments.compare import HOW, continuation
 from cfl.report import tables
 from cfl.report.repeat import resolved
-from cfl.runtime.run_folder import ERROR, MODEL, read_json, read_made_of, read_rows, runs_in, sheets
+from cfl.runtime import model_file
+from cfl.runtime.run_folder import ERROR, read_json, read_made_of, read_rows, runs_in, sheets
 from cfl.runtime.table import spent, stoppers
 
 _TRAINING = ("rounds", "local.", "agg.", "server.")  # options that are often chosen for each method
@@ -33,7 +34,7 @@ class FinishedRun:
     config: None if a name is unknown, such as a method of another package; options: dotted name to value, and `OBJECTS`
     to names and hash of the network, strategy and regularizers of the user's own, if the run had any; sheets: task to
     the picture of the images that the method had made by its end; data, scenario: hash of the stream, and its scenario,
-    both empty if they are not stored.
+    both empty if they are not stored; objects: see `cfl.runtime.model_file.own_objects`.
     """
 
     path: Path
@@ -46,6 +47,7 @@ class FinishedRun:
     sheets: dict[int, Path] = field(default_factory=dict)
     data: str = ""
     scenario: str = ""
+    objects: dict[str, list[str]] = field(default_factory=dict)
 
     @cached_property
     def key(self) -> str:
@@ -122,7 +124,7 @@ def read(paths: Iterable[Path]) -> Found:
         try:
             data, ended = read_yaml(folder / "config.yaml"), (folder / "metrics.json").is_file()
             run, error = (_run(folder, data), {}) if ended else (None, read_json(folder / ERROR))
-        except ConfigError as caught:
+        except (CheckpointError, ConfigError) as caught:
             damaged[folder] = str(caught)
             continue
         if run is None:
@@ -218,21 +220,15 @@ def _run(folder: Path, data: Mapping[str, Any]) -> FinishedRun:
         config = None
     # With an unknown method, options that the run's version lacked have to be filled in here.
     options = flat(dump(config) if config else merged(RunConfig(benchmark="").model_dump(mode="json"), data))
-    about, parts = read_json(folder / MODEL), read_made_of(folder).get("run", {})
-    options |= _objects(about, parts)
-    hashes = {name: own for name, own in parts.items() if name.startswith("the data of ")}
+    about, parts = model_file.read(folder), read_made_of(folder).get("run", {})
+    own = model_file.own_objects({"stream": metrics["benchmark"], **about}, options["benchmark"])
+    if kinds := [name for kind, names in own.items() if kind != "stream" for name in names]:
+        kept = {name: one for name, one in parts.items() if name.startswith(("the code of ", "the network", *_METHODS))}
+        options[OBJECTS] = f"{'+'.join(kinds)}-{content.digest(kept)[:6]}"
+    hashes = {name: one for name, one in parts.items() if name.startswith("the data of ")}
     timing, machine = (read_json(folder / name) for name in ("timing.json", "machine.json"))
-    origin = content.digest(hashes) if hashes else "", about.get("scenario", "")
+    origin = content.digest(hashes) if hashes else "", about.get("scenario", ""), own
     return FinishedRun(folder, metrics, options, config, read_rows(folder), timing, machine, sheets(folder), *origin)
-
-
-def _objects(about: Mapping[str, Any], parts: Mapping[str, str]) -> dict[str, str]:
-    """Names and hash of the user's own objects, as an option; empty if the options describe the whole run."""
-    kinds = [about.get("model"), about.get("strategy"), *about.get("regularizers", [])]
-    if not (kinds := list(filter(None, kinds))):
-        return {}
-    kept = {name: own for name, own in parts.items() if name.startswith(("the code of ", "the network", *_METHODS))}
-    return {OBJECTS: f"{'+'.join(kinds)}-{content.digest(kept)[:6]}"}
 
 
 def _settings(runs: Sequence[FinishedRun], names: Sequence[str]) -> list[str]:

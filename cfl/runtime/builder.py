@@ -18,6 +18,7 @@ from cfl.contract.composed import STRATEGY, ComposedMethod, prefix
 from cfl.core import ConfigError, Tree, machine, optim, options, plugins
 from cfl.engines import Engine
 from cfl.engines.choose import choose, undecided
+from cfl.runtime import model_file
 from cfl.runtime.callback_set import CallbackSet
 from cfl.runtime.callbacks import Callback
 from cfl.runtime.fingerprint import CHECKPOINTS, Fingerprint
@@ -26,7 +27,6 @@ from cfl.runtime.privacy_budget import Budget
 from cfl.runtime.recorder import Recorder
 from cfl.runtime.rounds import Rounds
 from cfl.runtime.run_folder import RunFolder
-from cfl.runtime.saved_run import description
 from cfl.runtime.session import Session
 from cfl.runtime.sinks import NullSink, Sink
 from cfl.runtime.state import RunState
@@ -119,13 +119,13 @@ def build_session(
         checkpoints = folder.checkpoints if folder else None
         parts = EngineParts(engine, rounds, fingerprint, budget.multiplier, data_root, checkpoints, sink.warn)
         engine = make(parts)
-    called = CallbackSet(callbacks, config, stream)
-    recorder = Recorder(folder, sink, state, rounds, budget, fingerprint, called)
+    recorder = Recorder(folder, sink, state, rounds, budget, fingerprint, CallbackSet(callbacks, config, stream))
     if config.eval_later and not composed.strategy.sequential:
         notes.append(f"eval_later=true has no effect: {label} does not train one model on the tasks in sequence")
     notes += [*without_effect.notes(config, stream.scenario), *model.notes(), *composed.strategy.notes(model),
               *population.notes(), *budget.notes()]  # fmt: skip
-    about = description(stream, own, {name: each for name, each in members.items() if each != built.get(name)}, model)
+    given = {name: each for name, each in members.items() if each != built.get(name)}
+    about = model_file.contents(stream, own, given, model)
     return Session(
         config, stream, composed, model, population, rounds, budget, state, engine, recorder, notes, about,
         validation,

@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
 from cfl.assembly import arguments, network, resolve
@@ -16,12 +15,12 @@ from cfl.config.overrides import flat, read_yaml
 from cfl.config.schema import RunConfig
 from cfl.contract import Server, Strategy
 from cfl.contract.composed import STRATEGY
-from cfl.core import CheckpointError, ConfigError, DataError, Tree, content, plugins, tree, warn
+from cfl.core import ConfigError, DataError, Tree, content, plugins, tree, warn
 from cfl.core.metrics import percent
 from cfl.core.typed import typed
 from cfl.models import Model, adapters
-from cfl.runtime import checkpoint, export, table
-from cfl.runtime.run_folder import MODEL, plain, read_json
+from cfl.runtime import checkpoint, export, model_file, table
+from cfl.runtime.run_folder import MODEL, read_json
 from cfl.runtime.serving import Predictor
 from cfl.streams import Stream, with_scenario
 from cfl.streams.tensors import as_inputs
@@ -178,7 +177,7 @@ def load(
     """
     folder = Path(folder)
     trees, latest = checkpointed(folder)
-    about, file = _about(folder / MODEL), folder / "config.yaml"
+    about, file = model_file.read(folder), folder / "config.yaml"
     with plugins.read_from(file):
         config = resolve.load(read_yaml(file))
     for name, given in (("model", model), ("strategy", strategy)):
@@ -228,71 +227,5 @@ def checkpointed(folder: Path) -> tuple[Server, int]:
     return server, max(ended, *meta["last_task"].values(), 0)
 
 
-_Size = Annotated[int, Field(ge=1)]
-
-
-class _Pixels(BaseModel):
-    """Numbers or nested lists of them, see `Pixels`."""
-
-    model_config = ConfigDict(extra="forbid")
-    mean: list[Any] | float | None = None
-    std: list[Any] | float | None = None
-
-
-class _About(BaseModel):
-    """Contents of model.json, see `description`; earlier versions wrote no vocabulary, regularizers or masks."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    input_shape: list[_Size]
-    classes: list[_Size]
-    outputs: _Size
-    vocabulary: _Size | None = None
-    scenario: Literal["task", "domain", "class"]
-    stream: str
-    tasks: list[str]
-    pixels: _Pixels
-    model: str | None
-    strategy: str | None
-    regularizers: list[str] = []
-    masks: str | None = None
-
-
-def _about(path: Path) -> dict[str, Any]:
-    """Read model.json. Raises CheckpointError for a damaged file."""
-    try:
-        return _About.model_validate(read_json(path)).model_dump()
-    except ValidationError as error:
-        (place, *_), what = error.errors()[0]["loc"], error.errors()[0]["msg"]
-        raise CheckpointError(
-            f"'{path}' is damaged ({place}: {what}); continue the run with --resume, which writes it again"
-        ) from None
-
-
 def _shapes(params: Tree) -> dict[str, torch.Size]:
     return {name: leaf.shape for name, leaf in params.items()}
-
-
-def description(
-    stream: Stream, model: nn.Module | None, members: Mapping[str, object], handle: Model
-) -> dict[str, Any]:
-    """Contents of model.json: what `load` needs beside the configuration and a checkpoint.
-
-    model: the user's own, None for that which the configuration names; members: the user's own strategy and
-    regularizers, by owner; handle: on the network.
-    """
-    strategy = members.get(STRATEGY)
-    pixels = stream.tasks[0].train.pool.pixels
-    return {
-        "input_shape": list(stream.input_shape),
-        "classes": list(stream.heads),
-        "outputs": stream.tasks[0].classes,
-        "vocabulary": stream.vocabulary,
-        "scenario": stream.scenario,
-        "stream": stream.name,
-        "tasks": [task.name for task in stream.tasks],
-        "pixels": plain({"mean": pixels.mean, "std": pixels.std}) if pixels else {},
-        "model": None if model is None else type(model).__name__,
-        "strategy": None if strategy is None else type(strategy).__name__,
-        "regularizers": [owner for owner in members if owner != STRATEGY],
-        **({"masks": content.digest(handle.masks)} if handle.masks else {}),
-    }

@@ -7,7 +7,7 @@ from cfl.config.schema import ModelConfig
 from cfl.core import ConfigError, Tree
 from cfl.core.errors import MOST_NAMES, few
 from cfl.models import Model, adapters, pretrained
-from cfl.runtime.run_folder import MODEL, read_json
+from cfl.runtime import model_file
 from cfl.runtime.saved_run import check_masks, checkpointed
 
 
@@ -22,7 +22,7 @@ def started(model: Model, folder: str, config: ModelConfig) -> tuple[Tree, str]:
         given = checkpointed(Path(folder))[0]["params"]
     except ConfigError as error:
         raise ConfigError(f"start={folder}: {error} (relative paths begin at the working directory)") from None
-    check_masks(model, read_json(Path(folder) / MODEL).get("masks"), Path(folder))
+    check_masks(model, model_file.read(Path(folder))["masks"], Path(folder))
     if any(name in given for pair in adapters.pairs(model.module) for name in pair):
         _check_adapters(config, Path(folder))
     plain = adapters.plain_names(model.module)  # of a run without adapters

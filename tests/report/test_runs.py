@@ -2,6 +2,7 @@ import json
 import re
 import shlex
 import shutil
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from cfl.methods.regularizers import FedProx
 from cfl.report import html
 from cfl.report.repeat import command
 from cfl.report.runs import FinishedRun, flat, read, scenes
+from tests import toy
 
 
 def made(method="fot", seed=0, benchmark="permuted-digits", **results):
@@ -395,6 +397,14 @@ def test_runs_on_other_data_are_groups_of_their_own(tmp_path):
     assert all(re.fullmatch(r"fedavg \(data=hash-[0-9a-f]{6}\)", group.label) for group in scene.groups)
     page = html.page(found, date="")
     assert page.count("with objects of its own, so by your program alone") == 2 and "cfl-run train" not in page
+
+
+def test_a_stream_with_the_name_of_another_benchmark_gets_no_command(tmp_path):
+    """The command would train on the benchmark of the options, permuted-digits, which the run has not seen."""
+    config = cfl.resolve("permuted-digits", overrides=["tasks=2", "rounds=1", "partition.clients=2"])
+    cfl.run(config, stream=replace(toy.stream(2), name="split-digits"), output=tmp_path)
+    page = html.page(read([tmp_path]), date="")
+    assert "with objects of its own, so by your program alone" in page and "cfl-run train" not in page
 
 
 def test_the_scenario_is_always_named_where_runs_differ_in_it(tmp_path):

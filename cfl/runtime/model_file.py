@@ -1,0 +1,93 @@
+"""The file model.json in a run's folder: the shapes and classes of its model, and the user's own objects in it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import nn
+
+from cfl.contract.composed import STRATEGY
+from cfl.core import CheckpointError, content, plugins
+from cfl.models import Model
+from cfl.runtime.run_folder import MODEL, plain, read_json
+from cfl.streams import Stream
+
+_Size = Annotated[int, Field(ge=1)]
+
+
+class _Pixels(BaseModel):
+    """Numbers or nested lists of them, see `Pixels`."""
+
+    model_config = ConfigDict(extra="forbid")
+    mean: list[Any] | float | None = None
+    std: list[Any] | float | None = None
+
+
+class _About(BaseModel):
+    """Contents of model.json, see `contents`; earlier versions wrote no vocabulary, regularizers or masks."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    input_shape: list[_Size]
+    classes: list[_Size]
+    outputs: _Size
+    vocabulary: _Size | None = None
+    scenario: Literal["task", "domain", "class"]
+    stream: str
+    tasks: list[str]
+    pixels: _Pixels
+    model: str | None
+    strategy: str | None
+    regularizers: list[str] = []
+    masks: str | None = None
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Read a run's model.json; empty if the file does not exist. Raises CheckpointError for a damaged file."""
+    path = folder / MODEL
+    if not path.exists():
+        return {}
+    try:
+        return _About.model_validate(read_json(path)).model_dump()
+    except ValidationError as error:
+        (place, *_), what = error.errors()[0]["loc"], error.errors()[0]["msg"]
+        raise CheckpointError(
+            f"'{path}' is damaged ({place}: {what}); continue the run with --resume, which writes it again"
+        ) from None
+
+
+def own_objects(about: Mapping[str, Any], benchmark: str) -> dict[str, list[str]]:
+    """Names of the user's own objects that a run had in place of what its options name, by what they are.
+
+    about: contents of its model.json; benchmark: its option. A stream counts as the user's own if it has another name
+    than the benchmark, or if no such benchmark is registered.
+    """
+    fields = {"stream": "stream", "network": "model", "strategy": "strategy"}
+    if about.get("stream") == benchmark and benchmark in plugins.benchmarks.names():
+        del fields["stream"]
+    own = {kind: [about[name]] for kind, name in fields.items() if about.get(name)}
+    return own | ({"regularizers": names} if (names := about.get("regularizers")) else {})
+
+
+def contents(stream: Stream, model: nn.Module | None, members: Mapping[str, object], handle: Model) -> dict[str, Any]:
+    """Contents of model.json: what `cfl.load` needs beside the configuration and a checkpoint.
+
+    model: the user's own, None for that which the configuration names; members: the user's own strategy and
+    regularizers, by owner; handle: on the network.
+    """
+    strategy = members.get(STRATEGY)
+    pixels = stream.tasks[0].train.pool.pixels
+    return {
+        "input_shape": list(stream.input_shape),
+        "classes": list(stream.heads),
+        "outputs": stream.tasks[0].classes,
+        "vocabulary": stream.vocabulary,
+        "scenario": stream.scenario,
+        "stream": stream.name,
+        "tasks": [task.name for task in stream.tasks],
+        "pixels": plain({"mean": pixels.mean, "std": pixels.std}) if pixels else {},
+        "model": None if model is None else type(model).__name__,
+        "strategy": None if strategy is None else type(strategy).__name__,
+        "regularizers": [owner for owner in members if owner != STRATEGY],
+        **({"masks": content.digest(handle.masks)} if handle.masks else {}),
+    }
