@@ -12,35 +12,12 @@ from torch import Tensor
 
 from cfl.contract import Client, LocalRegularizer, Strategy
 from cfl.contract.checked import fault, with_hooks
+from cfl.contract.promises import PROMISES
 from cfl.core import Tree
 from cfl.core.errors import few
 
 # (hook, task, phase, names of what trains in the round, or does not) to name to shape and type
 Uploads = dict[tuple[str, int, str, frozenset[str]], dict[str, Any]]
-CLIENT_HOOKS = ("init_client", "augment", "penalty", "around", "adjust", "finish", "send")
-REGULARIZER_HOOKS = (*CLIENT_HOOKS, "init_shared", "provide", "cap", "aggregate", "server_step")
-SERVER_HOOKS = (
-    "plan",
-    "init_server",
-    "begin_task",
-    "sees",
-    "heads",
-    "frozen",
-    "paused",
-    "broadcast",
-    "loss",
-    "work",
-    "poisoned",
-    "sizes",
-    "absorb",
-    "serve",
-    "infer_task",
-    "notes",
-    "report",
-    "images",
-)
-
-
 PARTS = {"finish": ("upload", "state"), "work": ("upload", "state"), "server_step": ("step", "own")}
 UNCHANGED = ("augment", "around", "penalty", "adjust", "cap", "aggregate")  # those of the base class are not called
 FEW = 16  # samples of a batch whose task is inferred for each alone
@@ -81,9 +58,8 @@ class HookFailed(Exception):
 def watched(method: LocalRegularizer, faults: Faults) -> Any:
     """Return a copy of the method whose hooks record faults."""
     base = type(method)
-    every = (*CLIENT_HOOKS, *SERVER_HOOKS) if isinstance(method, Strategy) else REGULARIZER_HOOKS
     idle = [hook for hook in UNCHANGED if getattr(base, hook) is getattr(LocalRegularizer, hook)]
-    hooks = [hook for hook in every if hook not in idle]
+    hooks = [hook for hook in PROMISES if hasattr(base, hook) and hook not in idle]
     uploads: Uploads = {}
 
     def watch(hook: str) -> Callable[..., Any]:

@@ -11,11 +11,12 @@ from cfl.core import RAW, HookError, Tree, optim, tree
 from cfl.engines.loop import recalled
 from cfl.engines.step import LocalStep, StepInputs
 from cfl.runtime.session import Session
-from cfl.testing.hooks import CLIENT_HOOKS, Faults
+from cfl.testing.hooks import Faults
 from cfl.testing.runs import TOLERANCE
 
 Hooks = Mapping[str, LocalRegularizer]
 Result = dict[str, Tree]
+CLIENT_HOOKS = ("init_client", "augment", "penalty", "around", "adjust", "finish", "send", "loss")
 WARM_UP = 2  # steps before the checked step: in the first step, the client still has the weights of the global model
 
 
@@ -137,7 +138,7 @@ class _Steps:
         members = self.session.composed.members
         owner = list(members)[-1]
         base = Strategy if isinstance(members[owner], Strategy) else LocalRegularizer
-        for hook in (*CLIENT_HOOKS, "loss"):
+        for hook in CLIENT_HOOKS:
             if getattr(type(members[owner]), hook, None) is getattr(base, hook, None):
                 continue
             if not fails({**members, owner: with_hooks(members[owner], {hook: getattr(base, hook)})}):
