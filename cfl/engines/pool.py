@@ -51,7 +51,7 @@ class PoolEngine(OuterEngine):
             raise ConfigError("engine=pool runs on CPU cores only; on a GPU use engine=vmapped")
         self.inner, self.workers, self.block = inner, workers, block
         self.known = list(known)
-        self._known_keys = {id(value): ("known", number) for number, value in enumerate(self.known)}
+        self.places = {id(value): place for place, value in enumerate(self.known)}
         self.grown = 0
         self._workers: list[_Worker] = []
         self._broadcasts = Arena(0)
@@ -85,11 +85,11 @@ class PoolEngine(OuterEngine):
     def _broadcast(self, message: Any, chunks: int) -> bytes:
         """Write the message to the shared arena, start missing workers, and return the header that locates it."""
         try:
-            header = self._broadcasts.write(message, self.known_key)
+            header = self._broadcasts.write(message, self.places)
         except ArenaFull as full:
             self.close()
             self._broadcasts = Arena(2 * full.bytes)
-            header = self._broadcasts.write(message, self.known_key)
+            header = self._broadcasts.write(message, self.places)
         while len(self._workers) < min(self.workers, chunks):
             self._workers.append(_Worker(self, self._broadcasts, SPARE, self._broadcasts.bytes + SPARE))
         return header
@@ -139,10 +139,6 @@ class PoolEngine(OuterEngine):
             )
         worker.start()
 
-    def known_key(self, value: object) -> Any:
-        """Return the key by which workers find an object that they inherit, None for other objects."""
-        return self._known_keys.get(id(value))
-
     def compute(self, round: Any, before: int, clients: list[Client], states: dict[int, Tree]) -> dict[str, Any]:
         """Compute a chunk. round: number, description, broadcast, and True if local models are observed.
 
@@ -183,10 +179,10 @@ class _Worker:
     def send(self, header: bytes, chunk: Any) -> None:
         """Let the process compute a chunk of the round that the header locates."""
         try:
-            written = self.chunks.write(chunk, self.pool.known_key)
+            written = self.chunks.write(chunk, self.pool.places)
         except ArenaFull as full:
             self.start(chunks=2 * full.bytes)
-            written = self.chunks.write(chunk, self.pool.known_key)
+            written = self.chunks.write(chunk, self.pool.places)
         with contextlib.suppress(ConnectionError):  # `receive` reports a dead process
             self.connection.send((header, written))
 
@@ -213,16 +209,16 @@ class _Worker:
             other.close()
         torch.set_num_threads(1)
         machine.keep_memory()
-        pool, recall = self.pool, {"known": self.pool.known.__getitem__}
+        pool, known = self.pool, self.pool.known
         header, round, before = b"", None, machine.peak_bytes()
         with contextlib.suppress(EOFError, OSError):
             while True:
                 sent, chunk = connection.recv()
                 if sent != header:
-                    header, round = sent, self.broadcasts.read(sent, recall)
+                    header, round = sent, self.broadcasts.read(sent, known)
                 answer: tuple[str, Any]
                 try:
-                    answer = "result", self.results.write(pool.compute(round, before, *self.chunks.read(chunk, recall)))
+                    answer = "result", self.results.write(pool.compute(round, before, *self.chunks.read(chunk, known)))
                 except ArenaFull as full:
                     answer = "full", full.bytes
                 except Exception as error:  # of any kind: the server raises it

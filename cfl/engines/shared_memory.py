@@ -4,7 +4,8 @@ import io
 import mmap
 import pickle
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,10 +34,10 @@ class Arena:
         self._memory = mmap.mmap(-1, max(bytes, mmap.PAGESIZE))
         self._view = torch.frombuffer(self._memory, dtype=torch.uint8)
 
-    def write(self, value: Any, known: Callable[[Any], Any] = lambda value: None) -> bytes:
+    def write(self, value: Any, known: Mapping[int, int] = MappingProxyType({})) -> bytes:
         """Write an object's CPU tensors and arrays to the arena; return the pickled rest, which `read` takes.
 
-        known: returns (kind, *key) for an object that the reader already has, else None; `read` looks it up by them.
+        known: places in the reader's list of objects that it has already, by id; they are not written.
         Overwrites the previous object. Raises ArenaFull if the tensors and arrays do not fit.
         """
         leaves: list[Tensor] = []
@@ -44,8 +45,7 @@ class Arena:
 
         def place(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor | np.ndarray):
-                found = known(leaf)
-                return None if found is None else ("known", found)
+                return known.get(id(leaf))
             tensor = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf.detach()
             shape = tuple(tensor.shape)
             if expanded := tensor.dim() > 0 < tensor.numel() and not any(tensor.stride()):  # a single number
@@ -55,7 +55,7 @@ class Arena:
             leaves.append(flat.view(torch.uint8))
             begin = -(-ends[-1] // _ALIGNED) * _ALIGNED
             ends.append(begin + len(leaves[-1]))
-            return "leaf", begin, ends[-1], tensor.dtype, shape, expanded, isinstance(leaf, Tensor)
+            return begin, ends[-1], tensor.dtype, shape, expanded, isinstance(leaf, Tensor)
 
         file = io.BytesIO()
         pickler = pickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -67,17 +67,16 @@ class Arena:
             self._view[end - len(leaf) : end] = leaf
         return file.getvalue()
 
-    def read(self, pickled: bytes, recall: Mapping[str, Callable[..., Any]] | None = None) -> Any:
+    def read(self, pickled: bytes, known: Sequence[object] = ()) -> Any:
         """Return the written object. Its tensors are views of the arena: the next `write` overwrites them.
 
-        recall: for each kind, a function from the key to the known object.
+        known: the objects that the reader has already, see `write`.
         """
 
         def find(token: Any) -> Any:
-            if token[0] == "known":
-                kind, *key = token[1]
-                return (recall or {})[kind](*key)
-            _, begin, end, dtype, shape, expanded, is_tensor = token
+            if isinstance(token, int):
+                return known[token]
+            begin, end, dtype, shape, expanded, is_tensor = token
             flat = self._view[begin:end].view(dtype)
             leaf = flat.expand(shape) if expanded else flat.reshape(shape)
             return leaf if is_tensor else leaf.numpy()

@@ -12,6 +12,7 @@ import warnings
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -284,7 +285,7 @@ def test_model_and_data_are_not_sent():
     sent = []
 
     class Counting(Arena):
-        def write(self, value, known=lambda value: None):
+        def write(self, value, known=MappingProxyType({})):
             pickled = super().write(value, known)
             sent.append(len(pickled))
             return pickled
