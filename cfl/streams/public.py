@@ -10,8 +10,8 @@ from torch.nn import functional
 from cfl.core import ConfigError, DataError, rng
 from cfl.core.typed import typed
 from cfl.streams import corpora
-from cfl.streams.datasets import load
-from cfl.streams.store import Pool, Stream, TaskSamples, unlabelled
+from cfl.streams.datasets import Arrays, load
+from cfl.streams.store import Pool, Stream, unlabelled
 from cfl.streams.tokens import Encoder, Texts
 
 _CHUNK = 1024  # images resized at a time, to bound the memory of their float copies
@@ -27,24 +27,7 @@ def with_public(
     data_root: Path | str | None = None,
     download: bool = False,
 ) -> Stream:
-    """The stream with the public data that `public` makes, with its arguments and errors.
-
-    Raises ConfigError for an argument of another type, too.
-    """
-    added = public(name, stream, samples=samples, seed=seed, data_root=data_root, download=download)
-    return replace(stream, public=added)
-
-
-def public(
-    name: str,
-    stream: Stream,
-    *,
-    samples: int | None = None,
-    seed: int = 0,
-    data_root: Path | str | None = None,
-    download: bool = False,
-) -> TaskSamples:
-    """Train and test samples of a data set, without labels, as public data of a stream (as in FedProj's code, 2025).
+    """The stream with train and test samples of a data set as public data, without labels (as in FedProj's code, 2025).
 
     name: a data set that `cfl.streams.datasets.load` knows, or `cfl.streams.corpora.load` for a stream of texts;
     samples: at most that many, drawn without replacement with key(seed, "public") and kept in the data set's order;
@@ -52,8 +35,9 @@ def public(
     height or width are resized by bilinear interpolation with antialiasing. Normalisation is that of the stream's first
     task. CINIC-10 contains the images of CIFAR-10, so neither is independent public data for the other. Texts are
     encoded by the stream's tokenizer.
-    Raises ConfigError for an unknown name, the stream's own data set and fewer than 1 sample; DataError for a missing
-    data set, and for a stream whose samples are vectors, floating-point images, or have other than 1 or 3 channels.
+    Raises ConfigError for an argument of another type, an unknown name, the stream's own data set and fewer than 1
+    sample; DataError for a missing data set, and for a stream whose samples are vectors, floating-point images, or have
+    other than 1 or 3 channels.
     """
     if samples is not None and samples < 1:
         raise ConfigError(f"public.samples must be at least 1, or null for all, not {samples}")
@@ -62,8 +46,24 @@ def public(
             f"public data '{name}' is the data set of the clients of benchmark '{stream.name}'; take another data set"
         )
     if stream.encoder is not None:
-        return _of_texts(name, stream.encoder, samples, seed, data_root)
-    arrays, own = load(name, data_root, download), stream.tasks[0].train.pool
+        pool = _texts(name, stream.encoder, samples, seed, data_root)
+    else:
+        pool = _images(load(name, data_root, download), stream, name, samples, seed)
+    return replace(stream, public=unlabelled(pool))
+
+
+def _texts(name: str, encode: Encoder, samples: int | None, seed: int, data_root: Path | str | None) -> Pool:
+    """Encode the drawn texts of a data set."""
+    train, test = corpora.load(name, data_root)
+    first, labels = [*train.first, *test.first], [*train.labels, *test.labels]
+    second = None if train.second is None or test.second is None else [*train.second, *test.second]
+    drawn = Texts(first, second, labels).taken(_drawn(len(first), samples, seed).tolist())
+    return Pool(encode(drawn.first, drawn.second), vocabulary=encode.vocabulary)
+
+
+def _images(arrays: Arrays, stream: Stream, name: str, samples: int | None, seed: int) -> Pool:
+    """Bring the drawn images of a data set to the shape of a stream's."""
+    own = stream.tasks[0].train.pool
     if own.images.dim() != 4 or own.images.dtype != torch.uint8:
         raise DataError(
             f"public data '{name}' are uint8 images, but samples of stream '{stream.name}' are "
@@ -72,16 +72,7 @@ def public(
         )
     images = torch.cat([arrays.x_train, arrays.x_test])
     images = images[_drawn(len(images), samples, seed)]
-    return unlabelled(Pool(_fitted(images, stream.input_shape, name), own.mean, own.std))
-
-
-def _of_texts(name: str, encoder: Encoder, samples: int | None, seed: int, data_root: Path | str | None) -> TaskSamples:
-    """Encode the drawn texts of a data set."""
-    train, test = corpora.load(name, data_root)
-    first, labels = [*train.first, *test.first], [*train.labels, *test.labels]
-    second = None if train.second is None or test.second is None else [*train.second, *test.second]
-    drawn = Texts(first, second, labels).taken(_drawn(len(first), samples, seed).tolist())
-    return unlabelled(Pool(encoder(drawn.first, drawn.second), vocabulary=encoder.vocabulary))
+    return Pool(_fitted(images, stream.input_shape, name), own.mean, own.std)
 
 
 def _drawn(count: int, samples: int | None, seed: int) -> Tensor:

@@ -10,7 +10,7 @@ from cfl.assembly.resolve import dump, load, resolve
 from cfl.config.presets import preset
 from cfl.core import ConfigError, DataError
 from cfl.models import build as build_model
-from cfl.streams.public import public
+from cfl.streams import with_public
 from tests import toy
 
 ORDER = ("cifar10", "mnist", "svhn", "fashion-mnist", "notmnist")
@@ -146,8 +146,8 @@ def test_public_data_are_not_those_of_a_task(root):
     stream = streams.build("five-datasets", tasks=("cifar10", "mnist"), data_root=root)
     for name in ("cifar10", "mnist"):
         with pytest.raises(ConfigError, match=f"public data '{name}' is the data set of the clients"):
-            public(name, stream, data_root=root)
-    assert len(public("svhn", stream, data_root=root)) == 34  # 22 train and 12 test images
+            with_public(stream, name, data_root=root)
+    assert len(with_public(stream, "svhn", data_root=root).public) == 34  # 22 train and 12 test images
 
 
 def test_moving_and_augmenting_keep_the_pools(root):

@@ -9,7 +9,7 @@ import torch
 import cfl
 from cfl import streams
 from cfl.core import ConfigError, DataError
-from cfl.streams.public import public, with_public
+from cfl.streams import with_public
 from tests import toy
 
 
@@ -31,6 +31,10 @@ def root(tmp_path, monkeypatch):
 
 def _stream(name, root):
     return streams.build(name, data_root=root)
+
+
+def public(name, stream, **options):
+    return with_public(stream, name, **options).public
 
 
 def _all(part):
