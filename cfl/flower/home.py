@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ConfigRecord, Context, RecordDict
+from flwr.app import Context, RecordDict
 
 from cfl.aggregation.consistency import Witness
 from cfl.aggregation.mask_graph import accomplices, binds, needed
@@ -22,8 +22,6 @@ from cfl.flower.node import Node
 from cfl.flower.signing import SigningKeys
 from cfl.runtime.fingerprint import Fingerprint
 from cfl.runtime.rounds import Rounds
-
-_SECRETS = "cfl-secagg"  # record of the node's memory: they are never on disk
 
 
 class HomeNode(Node):
@@ -169,13 +167,14 @@ class HomeNode(Node):
         return asked
 
     def _remember(self, context: Context, round: int, parties: Mapping[int, Party]) -> None:
+        """Keep the secrets of a round in the memory of the node; they are never on disk."""
         saved = {id: party.saved() for id, party in parties.items()}
-        context.state[_SECRETS] = ConfigRecord({"text": wire.text({"round": round, "parties": saved})})
+        context.state.update(wire.pack({"round": round, "parties": saved}))
 
     def _recalled(self, context: Context, round: int) -> dict[int, Party]:
-        if _SECRETS not in context.state:
+        if wire.BODY not in context.state:
             raise ConfigError(f"node '{self.name}' has lost its keys of this round, for example by a restart")
-        saved = wire.value(str(context.state.config_records[_SECRETS]["text"]))
+        saved = wire.unpack(context.state)
         if saved["round"] != round:
             raise ConfigError(f"node '{self.name}' has keys of another round")
         return {id: Party.restored(one, self._witness(id, round)) for id, one in saved["parties"].items()}

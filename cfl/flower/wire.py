@@ -45,20 +45,6 @@ def unpack(records: RecordDict) -> Any:
         raise WireError(f"a message is not one of cfl's, or is damaged ({type(error).__name__}: {error})") from error
 
 
-def text(value: Any) -> str:
-    """Return a value without tensors and arrays as a text, for `value`. Raises TypeError for other objects."""
-    leaves: dict[str, Tensor] = {}
-    found = json.dumps(_plain(value, leaves), separators=(",", ":"))
-    if leaves:
-        raise TypeError("tensors cannot be sent as a text")
-    return found
-
-
-def value(text: str) -> Any:
-    """Return the value of `text`. Raises ValueError for a text that `text` did not make."""
-    return _value(json.loads(text), {})
-
-
 def array(leaves: Tree) -> Array:
     """Return the tensors of a tree as one Flower array."""
     data = save({name: leaf.detach().cpu().contiguous().clone() for name, leaf in leaves.items()})

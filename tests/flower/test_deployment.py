@@ -142,9 +142,7 @@ def test_local_models_cannot_be_observed(how, tmp_path):
 
 def secrets_of(context):
     """The secrets of secure aggregation in a node's memory: seeds and private keys, as bytes."""
-    if home._SECRETS not in context.state:
-        return set()
-    parties = wire.value(str(context.state.config_records[home._SECRETS]["text"]))["parties"].values()
+    parties = wire.unpack(context.state)["parties"].values() if context.state else ()
     seeds = [seed for party in parties for seed in party["seeds"].values()]
     masks = [secagg_client.mask_key_of(party["seeds"]["mask"]).private_bytes_raw() for party in parties]
     return {*seeds, *masks, *(party["cipher"] for party in parties)}

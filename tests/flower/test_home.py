@@ -136,7 +136,7 @@ def test_a_node_has_fresh_secrets_in_each_round_and_none_of_them_on_disk(federat
     second = ask(federation, "keys", {1: 4}, 2)[0][1]
     assert first[:PUBLIC] != second[:PUBLIC] and first[PUBLIC:] != second[PUBLIC:]
     context = federation.network.contexts[federation.nodes[1]]
-    party = wire.value(str(context.state.config_records["cfl-secagg"]["text"]))["parties"][1]
+    party = wire.unpack(context.state)["parties"][1]
     on_disk = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert not any(secret in on_disk for secret in (party["cipher"], *party["seeds"].values()))
 

@@ -107,13 +107,6 @@ def test_other_objects_are_not_sent(value):
         wire.pack(value)
 
 
-def test_texts_hold_all_but_tensors():
-    value = {"round": 3, "parties": {7: {"seed": b"\x00\xff", "near": (1, 2)}}}
-    assert alike(wire.value(wire.text(value)), value)
-    with pytest.raises(TypeError, match="tensors cannot be sent as a text"):
-        wire.text({"a": torch.ones(1)})
-
-
 # --- size ------------------------------------------------------------------------------------------------------------
 
 
