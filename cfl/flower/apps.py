@@ -46,7 +46,7 @@ def server(config: Path) -> ServerApp:
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         given = {name: str(value) for name, value in context.run_config.items()}
-        serve(config, BorrowedGrid(grid), Path(given["output"]), _folder(given["data-root"]), int(given["wait-for"]))
+        serve(config, grid, Path(given["output"]), _folder(given["data-root"]), int(given["wait-for"]))
 
     return app
 
@@ -147,18 +147,6 @@ def run_id(output: Path) -> str:
 def hash_of(config: RunConfig) -> str:
     """Hash what decides the results of a resolved configuration."""
     return checkpoint.fingerprint(decisive(resolve.dump(config)))
-
-
-class BorrowedGrid:
-    """A grid that belongs to Flower, which ends it."""
-
-    def __init__(self, grid: Grid) -> None:
-        self.get_nodes, self.push_messages, self.pull_messages = (
-            grid.get_nodes, grid.push_messages, grid.pull_messages,
-        )  # fmt: skip
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def await_members(members: Members, clients: int) -> None:

@@ -1,7 +1,6 @@
 """The `flower` engine: the nodes of a Flower grid compute the clients of a round."""
 
-import shutil
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from cfl.aggregation.plain import UploadSum
@@ -21,16 +20,16 @@ from cfl.runtime.fingerprint import Fingerprint
 class SimulationEngine(OuterEngine):
     """Clients without a home: their states travel with the messages, so any node can compute any of them.
 
-    inner: the engine on each node, whose blocks are the units of work; link: to the nodes; folder: of the nodes on this
-    machine, removed at the end.
+    inner: the engine on each node, whose blocks are the units of work; link: to the nodes; end: ends the nodes until
+    the next message.
     The nodes get equal numbers of blocks, and the server merges the results in the order of the blocks. So the number
     of nodes does not change a bit of the result.
     """
 
     inner: LoopEngine
 
-    def __init__(self, inner: LoopEngine, link: Link, fingerprint: Fingerprint, folder: Path) -> None:
-        self.inner, self.link, self.fingerprint, self.folder = inner, link, fingerprint, folder
+    def __init__(self, inner: LoopEngine, link: Link, fingerprint: Fingerprint, end: Callable[[], None]) -> None:
+        self.inner, self.link, self.fingerprint, self.end = inner, link, fingerprint, end
         self._nodes: list[int] = []
 
     def round(self, inputs: RoundInputs, observe: Observe | None = None) -> Outcome:
@@ -56,9 +55,8 @@ class SimulationEngine(OuterEngine):
         return found
 
     def close(self) -> None:
-        self.link.grid.close()
+        self.end()
         self._nodes = []
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _join(self) -> list[int]:
         """Return the ids of the nodes. Raises ConfigError if one would compute with other data or code."""

@@ -35,6 +35,3 @@ class InProcessGrid:
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         return [self._replies.pop(id) for id in list(message_ids) if id in self._replies]
-
-    def close(self) -> None:
-        """Do nothing: the nodes hold no process."""

@@ -21,16 +21,13 @@ LATE = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)  # F
 
 
 class Grid(Protocol):
-    """The part of `flwr.serverapp.Grid` that is used, and its end."""
+    """The part of `flwr.serverapp.Grid` that is used."""
 
     def get_nodes(self) -> Iterable[NodeInfo]: ...
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]: ...
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]: ...
-
-    def close(self) -> None:
-        """End what answers, if it belongs to the run."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -51,7 +52,13 @@ def engine(made_from: EngineParts) -> Engine:
         local = config.model_copy(update={"engine": "vmapped" if block else "loop", "block": block})
         options, root = json.dumps(resolve.dump(local)), str(data_root) if data_root else None
         grid = SimulatedGrid(client_app(partial(_rebuilt, options, root, str(folder))), workers, config.flower.address)
-    return SimulationEngine(inner, Link(grid, config.flower.deadline), fingerprint, folder)
+
+    def end() -> None:
+        if isinstance(grid, SimulatedGrid):
+            grid.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    return SimulationEngine(inner, Link(grid, config.flower.deadline), fingerprint, end)
 
 
 class SimulatedGrid:
