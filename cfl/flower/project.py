@@ -71,20 +71,21 @@ app = client(Path(__file__).with_name("config.yaml"), here)
 '''
 
 
-def write(folder: Path, config: RunConfig, output: Path, data_root: Path | None = None, wait_for: int = 0) -> None:
-    """Write the project of a run. output: folder of the run on the server; data_root: of the data sets there.
+def write(config: RunConfig, output: Path, data_root: Path | None = None, wait_for: int = 0) -> Path:
+    """Write the project of a run, and return its folder, `flower/project` in that of the run on the server, `output`.
 
-    wait_for: number of clients that have to be there before the first round, 0 for all.
-    The project tells nodes the tasks of the run, for which the server reads its benchmark.
+    data_root: folder of the data sets there; wait_for: number of clients that have to be there before the first round,
+    0 for all. The project tells nodes the tasks of the run, for which the server reads its benchmark.
     Raises ConfigError if the folder holds something else or cannot be written, and the errors of the benchmark.
     """
     apps.check(config, wait_for)
+    folder = output / "flower" / "project"
     package = folder / PACKAGE
     if folder.exists() and any(folder.iterdir()) and not (package / "config.yaml").exists():
         raise ConfigError(f"'{folder}' holds something else than a project of cfl's; choose another folder")
     stream = stream_of(config, data_root, False, public=methods.need_public(methods.build(config)))
     described = own_data.described(stream, config)  # before anything is written: data may be missing
-    make_folder(package, folder, "--output")
+    make_folder(package, output, "--output")
     pyproject = _PYPROJECT.format(
         title=programs.quoted(config.title), version=__version__, package=PACKAGE, wait_for=wait_for,
         output=programs.quoted(str(output.absolute())),
@@ -97,3 +98,4 @@ def write(folder: Path, config: RunConfig, output: Path, data_root: Path | None 
     text = yaml.safe_dump(resolve.dump(config), sort_keys=False, allow_unicode=True)
     (package / "config.yaml").write_text(text, encoding="utf-8")
     (package / apps.STREAM).write_text(described, encoding="utf-8")
+    return folder

@@ -56,7 +56,7 @@ def serve(
         _check_free(host, port)
     home = (output / "flower").absolute()
     files = _checked(certificates, [CA] if running else [CA, CERTIFICATE, KEY])
-    project.write(home / "project", config, output, data_root, wait_for)
+    made = project.write(config, output, data_root, wait_for).absolute()
     security = f"root-certificates = {programs.quoted(str(files[CA]))}" if files else "insecure = true"
     (home / "config.toml").write_text(
         f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\naddress = "{host}:{port}"\n{security}\n',
@@ -67,7 +67,7 @@ def serve(
     with contextlib.nullcontext() if running else _superlink(host, port, files, node_keys, home, environment):
         for key in sorted(node_keys.glob("*.pub")) if node_keys else []:
             _call(["flwr", "supernode", "register", str(key), CONNECTION], environment, unless=REGISTERED)
-        _call(["flwr", "run", str(home / "project"), CONNECTION, "--stream"], environment, quiet=False)
+        _call(["flwr", "run", str(made), CONNECTION, "--stream"], environment, quiet=False)
     if not (output / "metrics.json").exists():
         raise CflError(f"the run in '{output}' stopped before its last round, see above; continue it with --resume")
 

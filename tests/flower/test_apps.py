@@ -32,8 +32,7 @@ UNMEASURED = "strategy.measure_coverage=false"
 def written(folder, *options, method="fot"):
     """The configuration of a small run, and the path of its project's config.yaml."""
     config = cfl.resolve("permuted-digits", method=method, overrides=[*OPTIONS, *options])
-    project.write(folder / "project", config, folder / "out")
-    return config, folder / "project" / project.PACKAGE / "config.yaml"
+    return config, project.write(config, folder / "out") / project.PACKAGE / "config.yaml"
 
 
 def served(path, folder, options):
@@ -217,9 +216,9 @@ def test_a_registered_benchmark_is_data_too(options, tmp_path):
     config = cfl.resolve("split-digits", method="fedavg", overrides=overrides)
     found = []
     for name, more in {"own": {"data": "split-digits"}, "part": {}}.items():
-        project.write(tmp_path / name / "project", config, tmp_path / name / "out")
+        made = project.write(config, tmp_path / name / "out")
         node = {"clients": "0", "folder": str(tmp_path / name / "node"), **more}
-        found.append(served(tmp_path / name / "project" / project.PACKAGE / "config.yaml", tmp_path / name, [node]))
+        found.append(served(made / project.PACKAGE / "config.yaml", tmp_path / name, [node]))
     assert found[0]["accuracy_matrix"] == found[1]["accuracy_matrix"] and found[0]["accuracy_matrix"][0][0] > 0.8
 
 
@@ -284,12 +283,12 @@ def test_a_label_of_another_task_is_refused(build, scenario, tmp_path):
 def test_nodes_with_files_have_the_figures_of_one_machine_under_scenarios(scenario, tmp_path):
     options = ("partition.clients=1", "cohort=1", f"scenario={scenario}")
     config = cfl.resolve("split-digits", method="fedavg", overrides=[*OPTIONS, *options])
-    project.write(tmp_path / "project", config, tmp_path / "out")
+    made = project.write(config, tmp_path / "out")
     for number, task in enumerate(cfl.streams.build("split-digits", tasks=2, seed=config.seed).tasks):
         x, y = task.train.gather(torch.arange(len(task.train)))
         np.savez(tmp_path / f"task{number}.npz", x=x.numpy(), y=y.numpy())
     node = {"clients": "0", "folder": str(tmp_path / "node"), "data": str(tmp_path)}
-    found = served(tmp_path / "project" / project.PACKAGE / "config.yaml", tmp_path, [node])
+    found = served(made / project.PACKAGE / "config.yaml", tmp_path, [node])
     assert found["accuracy_matrix"] == cfl.run(config).metrics["accuracy_matrix"]
 
 
@@ -453,15 +452,15 @@ def test_a_node_says_in_a_line_that_the_process_with_a_message_has_ended(how, tm
 def test_flower_takes_the_project_of_a_benchmark_of_any_name(name, tmp_path, monkeypatch):
     monkeypatch.setattr(plugins.benchmarks, "_items", dict(plugins.benchmarks._items))
     plugins.benchmarks.register(name)(plugins.benchmarks.get("permuted-digits"))
-    project.write(tmp_path / "project", cfl.resolve(name, overrides=OPTIONS), tmp_path / "out")
+    made = project.write(cfl.resolve(name, overrides=OPTIONS), tmp_path / "out")
     monkeypatch.chdir(tmp_path)  # where Flower puts the built project
-    build(tmp_path / "project")
+    build(made)
     assert len(list(tmp_path.glob("*.fab"))) == 1
-    compile((tmp_path / "project" / project.PACKAGE / "__init__.py").read_text("utf-8"), "__init__.py", "exec")
+    compile((made / project.PACKAGE / "__init__.py").read_text("utf-8"), "__init__.py", "exec")
 
 
 def test_a_project_does_not_replace_another_folder(tmp_path):
-    (tmp_path / "project").mkdir()
-    (tmp_path / "project/thesis.tex").touch()
+    (tmp_path / "out/flower/project").mkdir(parents=True)
+    (tmp_path / "out/flower/project/thesis.tex").touch()
     with pytest.raises(ConfigError, match="something else"):
         written(tmp_path)

@@ -98,7 +98,7 @@ REFUSED = {
         lambda folder: over_another_run(folder, "", node_keys=folder), "over TLS only; give --certificates, too",
     ),
     "serve: a file in place of the folder": (
-        lambda folder: serve(written(folder / "out")), r"folder '.*out/out/.*' cannot be written \(Not a dir.*--output",
+        lambda folder: serve(written(folder / "out")), r"folder '.*out/out' cannot be written \(Not a dir.*--output",
     ),
     "serve: a certificate is missing": (
         lambda folder: serve(folder, certificates=certificates(folder, "server.crt")),

@@ -74,13 +74,13 @@ def refused(machines):
 def test_flower_runs_the_project_in_a_simulation(machines):
     """`flwr run`, on Flower's SuperLink for simulations, which it starts."""
     config = cfl.resolve("permuted-digits", method="fot", overrides=[*SMALL, "strategy.measure_coverage=false"])
-    project.write(machines.folder / "project", config, machines.output)
+    made = project.write(config, machines.output)
     (machines.folder / "home").mkdir()
     (machines.folder / "home" / "config.toml").write_text(
         '[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = ":local-in-memory:"\n'
     )
     nodes = "num-supernodes=2 client-resources-num-cpus=1"
-    command = ("flwr", "run", "project", "--stream", "--federation-config", nodes)
+    command = ("flwr", "run", str(made), "--stream", "--federation-config", nodes)
     ran = machines.run("flower", *command, FLWR_HOME=str(machines.folder / "home"), **VARIABLES)
     assert ran.ends() == 0, ran.all_said()
     found, expected = machines.metrics(), cfl.run(config).metrics

@@ -420,7 +420,7 @@ def test_the_project_in_the_folder_of_a_served_run_is_no_run(stored, tmp_path):
     project = pytest.importorskip("cfl.flower.project", reason="the extra flower is not installed")
     shutil.copytree(stored / "seed0", tmp_path / "served")
     config = cfl.resolve(file=stored / "seed0" / "config.yaml")
-    project.write(tmp_path / "served" / "flower" / "project", config, tmp_path / "served")
+    project.write(config, tmp_path / "served")
     inside = tmp_path / "served" / "inside"  # a run of the user's
     shutil.copytree(stored / "seed1", inside)
     found = read([tmp_path])
