@@ -153,8 +153,7 @@ def decisive(options: Options) -> dict[str, Any]:
 
     Options that earlier versions lack count where they are set, so that a newer version continues an older run.
     """
-    new = {"start": None, "validation": 0.0, "precision": "float32", "compile": None, "eval_later": False}
-    new["text"] = dict(TextConfig())
+    new = dict(start=None, validation=0.0, precision="float32", compile=None, text=dict(TextConfig()), eval_later=False)
     secure = {name: own for name, own in options.get("secure", {}).items() if (name, own) != ("consistency", False)}
     options = {**options, "secure": secure}
     later = {name for name, value in new.items() if options.get(name, value) == value}
