@@ -18,13 +18,12 @@ from cfl.experiments.compare import HOW, continuation
 from cfl.report import tables
 from cfl.report.repeat import resolved
 from cfl.runtime import model_file
-from cfl.runtime.run_folder import ERROR, read_json, read_made_of, read_rows, runs_in, sheets
+from cfl.runtime.run_folder import ERROR, Metrics, read_json, read_made_of, read_rows, runs_in, sheets
 from cfl.runtime.table import spent, stoppers
 
 _TRAINING = ("rounds", "local.", "agg.", "server.")  # options that are often chosen for each method
 OBJECTS, DATA, SCENARIO = "objects", "data", "scenario"
 _METHODS = ("strategy.", "regularizer.")
-_NEEDED = ("method", "benchmark", "seed", "acc", "accuracy_matrix")
 
 
 @dataclass(frozen=True)
@@ -211,9 +210,7 @@ def option_text(run: FinishedRun, name: str) -> str:
 
 
 def _run(folder: Path, data: Mapping[str, Any]) -> FinishedRun:
-    metrics = read_json(folder / "metrics.json")
-    if missing := [name for name in _NEEDED if name not in metrics]:
-        raise ConfigError(f"'{folder / 'metrics.json'}' is not the result of a run: it lacks '{missing[0]}'")
+    metrics = read_json(folder / "metrics.json", Metrics)
     try:
         config = load(data)
     except ConfigError:
@@ -226,7 +223,7 @@ def _run(folder: Path, data: Mapping[str, Any]) -> FinishedRun:
         kept = {name: one for name, one in parts.items() if name.startswith(("the code of ", "the network", *_METHODS))}
         options[OBJECTS] = f"{'+'.join(kinds)}-{content.digest(kept)[:6]}"
     hashes = {name: one for name, one in parts.items() if name.startswith("the data of ")}
-    timing, machine = (read_json(folder / name) for name in ("timing.json", "machine.json"))
+    timing, machine = read_json(folder / "timing.json", dict[str, dict[str, float]]), read_json(folder / "machine.json")
     origin = content.digest(hashes) if hashes else "", about.get("scenario", ""), own
     return FinishedRun(folder, metrics, options, config, read_rows(folder), timing, machine, sheets(folder), *origin)
 

@@ -10,7 +10,7 @@ from torch import nn
 from cfl.contract.composed import STRATEGY
 from cfl.core import CheckpointError, content, plugins
 from cfl.models import Model
-from cfl.runtime.run_folder import MODEL, plain, read_json
+from cfl.runtime.run_folder import MODEL, first_fault, plain, read_json
 from cfl.streams import Stream
 
 _Size = Annotated[int, Field(ge=1)]
@@ -50,9 +50,8 @@ def read(folder: Path) -> dict[str, Any]:
     try:
         return _About.model_validate(read_json(path)).model_dump()
     except ValidationError as error:
-        (place, *_), what = error.errors()[0]["loc"], error.errors()[0]["msg"]
         raise CheckpointError(
-            f"'{path}' is damaged ({place}: {what}); continue the run with --resume, which writes it again"
+            f"'{path}' is damaged ({first_fault(error)}); continue the run with --resume, which writes it again"
         ) from None
 
 

@@ -4,13 +4,14 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 from filelock import FileLock, Timeout
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from cfl.config.option_names import GROUPS
 from cfl.config.overrides import read_yaml
@@ -92,27 +93,20 @@ class RunFolder:
 
     def remove_error(self) -> None:
         """Remove `error.json`: the run goes on. Raises ConfigError if the file cannot be removed."""
-        try:
+        with _writing(self.path / ERROR):
             (self.path / ERROR).unlink(missing_ok=True)
-        except OSError as error:
-            raise _unwritable(self.path / ERROR, error) from None
 
     def append_round(self, row: Mapping[str, Any]) -> None:
         """Append a line to `rounds.jsonl`; `sync_rounds` flushes it to disk. Raises ConfigError if the write fails."""
-        try:
-            with self._rounds.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(plain(row), allow_nan=False) + "\n")
-                file.flush()
-        except OSError as error:
-            raise _unwritable(self._rounds, error) from None
+        with _writing(self._rounds), self._rounds.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(plain(row), allow_nan=False) + "\n")
+            file.flush()
 
     def sync_rounds(self) -> None:
         """Flush `rounds.jsonl` to disk, so that it survives a loss of power. Raises ConfigError if that fails."""
-        try:
+        with _writing(self._rounds):
             files.sync(self._rounds)
             files.sync(self.path)  # its entry for the file, which `truncate_rounds` has replaced
-        except OSError as error:
-            raise _unwritable(self._rounds, error) from None
 
     def truncate_rounds(self, n_lines: int) -> None:
         """Keep the first `n_lines` complete lines of `rounds.jsonl`; later rounds, after the checkpoint, are repeated.
@@ -129,28 +123,28 @@ class RunFolder:
                 f"'{self._rounds}' was shortened: it has {len(lines)} rounds, and the checkpoint {n_lines}; {_RESTORE}"
             )
         for number, line in enumerate(lines, 1):
-            if not _holds_round(line):
-                raise ConfigError(f"line {number} of '{self._rounds}' is damaged: it holds no round; {_RESTORE}")
+            try:
+                _row(line)
+            except ValueError:
+                raise ConfigError(
+                    f"line {number} of '{self._rounds}' is damaged: it holds no round; {_RESTORE}"
+                ) from None
         _write(self._rounds, b"".join(line + b"\n" for line in lines))
 
     def write_sheet(self, task: int, png: bytes) -> None:
         """Write `images/task-<task>.png` atomically. Raises ConfigError if the write fails."""
         path = self.path / IMAGES / f"task-{task}.png"
-        try:
+        with _writing(path):
             path.parent.mkdir(exist_ok=True)
             _write(path, png)
             files.sync(path.parent)
-        except OSError as error:
-            raise _unwritable(path, error) from None
 
     def truncate_sheets(self, n_tasks: int) -> None:
         """Keep the contact sheets of the first `n_tasks` tasks; later tasks, after the checkpoint, are repeated."""
         for task, path in sheets(self.path).items():
             if task >= n_tasks:
-                try:
+                with _writing(path):
                     path.unlink()
-                except OSError as error:
-                    raise _unwritable(path, error) from None
 
 
 def sheets(folder: Path) -> dict[int, Path]:
@@ -159,12 +153,34 @@ def sheets(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for match, path in found if match))
 
 
-def _holds_round(line: bytes) -> bool:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return False
-    return isinstance(row, dict) and "round" in row
+class Metrics(BaseModel):
+    """What `metrics.json` has, beside other figures."""
+
+    method: str
+    benchmark: str
+    seed: int
+    acc: float | None
+    accuracy_matrix: list[list[float | None]]
+    bytes_by_phase: dict[str, dict[str, float]] = {}
+    by_task: list[dict[str, Any]] = []
+    stopped: list[dict[str, Any]] = []
+    callbacks: dict[str, dict[str, float | None]] = {}
+
+
+class _Round(BaseModel):
+    """What each line of `rounds.jsonl` has, beside other figures."""
+
+    task: int
+    phase: str
+    round: int
+    loss: float | None
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    """Read a line of `rounds.jsonl`. Raises ValueError for one that holds no round."""
+    row: dict[str, Any] = json.loads(line)
+    _Round.model_validate(row, strict=True)
+    return row
 
 
 def make_folder(inside: Path, folder: Path, option: str) -> None:
@@ -216,30 +232,36 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
     """Read the rows of a run's `rounds.jsonl`; none without the file. Raises ConfigError for a damaged file."""
     path = folder / "rounds.jsonl"
     try:
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        return [dict(json.loads(line)) for line in lines]
-    except (ValueError, TypeError):  # bytes that are no text, text that is no JSON, or JSON that is no row
+        return [_row(line) for line in path.read_bytes().splitlines()] if path.is_file() else []
+    except ValueError:
         raise ConfigError(f"'{path}' is damaged; repeat the run, or move the file away") from None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read the mapping in a JSON file; empty if the file does not exist. Raises ConfigError for a damaged file."""
+def read_json(path: Path, kind: Any = dict[str, Any]) -> dict[str, Any]:
+    """Read the mapping in a JSON file; empty if the file does not exist.
+
+    kind: type of the mapping, or a model of pydantic for it. Raises ConfigError for a file that does not hold it.
+    """
+    if not path.is_file():
+        return {}
     try:
-        data = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError:
-        data = None
-    if not isinstance(data, dict):
-        raise _damaged(path)
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        TypeAdapter(kind).validate_python(data, strict=True)
+    except ValueError as error:  # bytes that are no text, text that is no JSON, or JSON of another type
+        what = f" ({first_fault(error)})" if isinstance(error, ValidationError) else ""
+        raise ConfigError(f"'{path}' is damaged{what}; move its folder away, then repeat the run") from None
     return data
+
+
+def first_fault(error: ValidationError) -> str:
+    """The first entry that pydantic refuses, and why."""
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 def read_made_of(folder: Path) -> dict[str, dict[str, str]]:
     """Read a run's `made_of.json`; empty if the file does not exist. Raises ConfigError for a damaged file."""
-    found = read_json(folder / MADE_OF)
-    for part in found.values():
-        if not isinstance(part, dict) or not all(isinstance(own, str) for own in part.values()):
-            raise _damaged(folder / MADE_OF)
-    return found
+    return read_json(folder / MADE_OF, dict[str, dict[str, str]])
 
 
 def plain(value: Any) -> Any:
@@ -261,15 +283,14 @@ def _of_run(config: Path) -> bool:
 
 
 def _write(path: Path, data: bytes) -> None:
-    try:
+    with _writing(path):
         files.replace(path, data, path.with_name(f".{path.name}.{os.getpid()}.tmp"))
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Raise ConfigError if a file cannot be written."""
+    try:
+        yield
     except OSError as error:
-        raise _unwritable(path, error) from None
-
-
-def _damaged(path: Path) -> ConfigError:
-    return ConfigError(f"'{path}' is damaged; move its folder away, then repeat the run")
-
-
-def _unwritable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"'{path}' cannot be written ({error.strerror}); choose another --output")
+        raise ConfigError(f"'{path}' cannot be written ({error.strerror}); choose another --output") from None

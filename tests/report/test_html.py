@@ -287,7 +287,7 @@ def test_a_long_stream_has_lines_for_bars_and_few_points_of_loss(stored, tmp_pat
     """20 tasks of 3 groups would be 60 bars, which are too many; 1000 rounds are too many points for a screen."""
     matrix = [[0.5 if task <= after else None for task in range(20)] for after in range(20)]
     folder = changed(stored, tmp_path / "run", accuracy_matrix=matrix)
-    rows = [{"task": n // 50, "phase": "train", "loss": n % 2} for n in range(1000)]
+    rows = [{"task": n // 50, "phase": "train", "round": n % 50, "loss": n % 2} for n in range(1000)]
     (folder / "rounds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (scene,) = runs.scenes(runs.read([folder]).runs)
     groups = [runs.RunGroup(name, scene.groups[0].runs) for name in "abc"]

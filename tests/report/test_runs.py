@@ -97,7 +97,8 @@ def test_a_failed_run_is_told_from_an_unfinished_one(stored, tmp_path):
     [
         ("metrics.json", "{", "metrics.json' is damaged"),
         ("metrics.json", "[]", "metrics.json' is damaged"),
-        ("metrics.json", '{"method": "fot"}', "is not the result of a run: it lacks 'benchmark'"),
+        ("metrics.json", '{"method": "fot"}', r"metrics.json' is damaged \(benchmark: Field required\)"),
+        ("model.json", '{"input_shape": 64}', r"model.json' is damaged \(input_shape: .* valid list\)"),
         ("rounds.jsonl", '{"task": 0}\n{"ta', "rounds.jsonl' is damaged"),
         ("timing.json", "", "timing.json' is damaged"),
         ("made_of.json", '{"run": ["a hash"]}', "made_of.json' is damaged"),
@@ -116,6 +117,7 @@ def test_damaged_files_are_named(stored, tmp_path, name, text, fault):
         ("config.yaml", "method: [fot\n", "the configuration '{}' is not valid YAML at line 2"),
         ("metrics.json", "{", "'{}' is damaged; move its folder away, then repeat the run"),
         ("rounds.jsonl", '{"ta', "'{}' is damaged; repeat the run, or move the file away"),
+        ("rounds.jsonl", '{"task": 0, "phase": "train"}', "'{}' is damaged; repeat the run, or move the file away"),
     ],
 )
 def test_a_damaged_run_among_others_is_left_out_and_named(stored, tmp_path, name, text, fault):
@@ -126,6 +128,26 @@ def test_a_damaged_run_among_others_is_left_out_and_named(stored, tmp_path, name
         found = read([stored / "seed1", tmp_path])
     assert [run.path for run in found.runs] == [stored / "seed1"] and found.damaged == {tmp_path / "run": fault}
     assert f"A run is left out: {escape(fault)}" in html.page(found, date="")
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "value"),
+    [
+        ("metrics.json", "seed", [0]),
+        ("metrics.json", "bytes_by_phase", []),
+        ("metrics.json", "by_task", [[0.5]]),
+        ("metrics.json", "callbacks", {"Mine": [1.0]}),
+        ("model.json", "regularizers", 3),
+        ("timing.json", "clients", [0.1]),
+    ],
+)
+def test_an_entry_of_another_type_leaves_the_run_out(stored, tmp_path, name, entry, value):
+    shutil.copytree(stored / "seed0", tmp_path / "run")
+    path = tmp_path / "run" / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), entry: value}))
+    with pytest.warns(UserWarning, match=rf"^a run is left out: '{path}' is damaged \({entry}"):
+        found = read([stored / "seed1", tmp_path])
+    assert [run.path for run in found.runs] == [stored / "seed1"] and "A run is left out" in html.page(found, date="")
 
 
 def test_results_alone_are_enough(stored, tmp_path):

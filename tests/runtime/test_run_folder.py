@@ -9,7 +9,7 @@ from filelock import FileLock
 
 from cfl.config.overrides import read_yaml
 from cfl.core import ConfigError
-from cfl.runtime.run_folder import RunFolder, has_rounds
+from cfl.runtime.run_folder import RunFolder, has_rounds, read_rows
 
 ROW = {"task": 0, "phase": "train", "round": 0, "clients": 2, "loss": 0.5, "accuracy": None, "lr": 0.1, "seconds": 0.1}
 
@@ -32,17 +32,27 @@ def test_configuration_round_trip(tmp_path):
 def test_no_line_twice_after_a_kill(tmp_path):
     folder = RunFolder(tmp_path)
     for number in range(3):
-        folder.append_round({"round": number})
+        folder.append_round({**ROW, "round": number})
     with (tmp_path / "rounds.jsonl").open("a") as file:
         file.write('{"round": 3, "lo')  # left incomplete by a kill
     folder.close()
     again = RunFolder(tmp_path, resume=True)
     again.truncate_rounds(2)
-    again.append_round({"round": 2})
+    again.append_round({**ROW, "round": 2})
     lines = (tmp_path / "rounds.jsonl").read_text().splitlines()
     assert [json.loads(line)["round"] for line in lines] == [0, 1, 2]
     with pytest.raises(ConfigError, match=r"was shortened: it has 3 rounds, and the checkpoint 4; put the whole file"):
         again.truncate_rounds(4)
+
+
+@pytest.mark.parametrize("name", ["task", "phase", "round", "loss"])
+def test_a_round_without_what_others_read_of_it_is_damage(tmp_path, name):
+    folder = RunFolder(tmp_path)
+    folder.append_round({key: value for key, value in ROW.items() if key != name})
+    with pytest.raises(ConfigError, match=r"line 1 of '.*rounds.jsonl' is damaged"):
+        folder.truncate_rounds(1)
+    with pytest.raises(ConfigError, match=r"rounds.jsonl' is damaged; repeat the run, or move the file away"):
+        read_rows(tmp_path)
 
 
 def test_a_file_that_is_damaged_stays_as_it_is(tmp_path):
