@@ -151,6 +151,7 @@ class Session:
             row["stopped"] = stopped
             state.skipped |= places
             state.stops.append({"task": task, "phase": phase.name, "round": number, **stopped})
+        if places:
             what = f"phase {phase.name} of task {task}" if stopped["skips"] == "phase" else "the run"
             self.recorder.sink.note(
                 f"{stopped['callback']} ends {what} after round {number}, {len(places)} rounds early"
@@ -163,12 +164,16 @@ class Session:
         self.recorder.round(row, ends)
 
     def _decide(self, position: int, row: dict[str, Any]) -> tuple[dict[str, Any], set[int]]:
-        """What a callback decides after a round, and the places of the rounds that it skips; empty for none."""
+        """What a callback decides after a round, and the places of the rounds that it skips; empty for none.
+
+        The first decision to end the run counts also if no round is left: later tasks may come, see `later_tasks`.
+        """
         if not (found := self.recorder.callbacks.stop(row)):
             return {}, set()
         name, what = found
         places = {*schedule.skipped(self.schedule, position, what)} - self.state.skipped
-        return {"callback": name, "skips": what, "rounds": len(places)} if places else {}, places
+        ends = what == "run" and all(stop["skips"] != "run" for stop in self.state.stops)
+        return {"callback": name, "skips": what, "rounds": len(places)} if places or ends else {}, places
 
     def _resumable(self, error: CallbackError) -> CallbackError:
         """The error, with what to do."""

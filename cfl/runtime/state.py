@@ -93,7 +93,7 @@ class RunState:
         reports = json.dumps(self.reports)  # as text: the checkpoint would sort the layers
         meta = {"position": self.position, **copy.deepcopy(kept), "reports": reports}
         meta["last_task"] = {str(id): task for id, task in sorted(self.last_task.items())}
-        if self.skipped:
+        if self.stops:
             meta |= {"skipped": sorted(self.skipped), "stops": json.dumps(self.stops)}
         if self.pending is not None:
             meta["pending"] = json.dumps(self.pending)

@@ -41,8 +41,8 @@ def spent(timing: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def stoppers(metrics: Mapping[str, Any]) -> list[str]:
-    """Names of the callbacks that have stopped a run or parts of it, from the contents of metrics.json."""
-    return sorted({stop["callback"] for stop in metrics.get("stopped", ())})
+    """Names of the callbacks that have skipped rounds of a run, from the contents of metrics.json."""
+    return sorted({stop["callback"] for stop in metrics.get("stopped", ()) if stop["rounds"]})
 
 
 def frame(row: Mapping[str, Any]) -> Any:

@@ -11,6 +11,7 @@ import torch
 import cfl
 from cfl.core import CheckpointError, ConfigError, plugins, tree
 from cfl.runtime import checkpoint
+from cfl.runtime.table import stoppers
 from cfl.streams import Stream, selected
 from tests import toy
 
@@ -326,6 +327,20 @@ def test_a_run_that_a_callback_ended_is_refused(tmp_path):
     run(tmp_path, 2, callbacks=[Ends()])
     with pytest.raises(CheckpointError, match="a callback ended it"):
         run(tmp_path, 3, callbacks=[Ends()], resume=True)
+
+
+def test_a_run_that_a_callback_ended_after_its_last_round_is_refused_and_yet_complete(tmp_path):
+    class EndsLast(cfl.Callback):
+        def stop(self, rows):
+            return "run" if rows[-1]["task"] == 1 and len(rows) == 2 else None
+
+    metrics = run(tmp_path, 2, "rounds=2", callbacks=[EndsLast()]).metrics
+    assert metrics["stopped"] == [
+        {"task": 1, "phase": "train", "round": 1, "callback": "EndsLast", "skips": "run", "rounds": 0}
+    ]
+    assert metrics["acc"] is not None and stoppers(metrics) == []  # comparisons and reports take it for a whole run
+    with pytest.raises(CheckpointError, match="a callback ended it"):
+        run(tmp_path, 3, "rounds=2", callbacks=[EndsLast()], resume=True)
 
 
 class Looks(cfl.Strategy):
