@@ -254,9 +254,9 @@ def read_json(path: Path, kind: Any = dict[str, Any]) -> dict[str, Any]:
 
 
 def first_fault(error: ValidationError) -> str:
-    """The first entry that pydantic refuses, and why."""
+    """The first entry that pydantic refuses, and why; without an entry if it refuses the whole."""
     first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
 
 
 def read_made_of(folder: Path) -> dict[str, dict[str, str]]:
