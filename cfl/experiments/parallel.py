@@ -20,11 +20,10 @@ from typing import Any
 
 from cfl.assembly.privacy_rules import check_packages
 from cfl.assembly.resolve import dump, load
-from cfl.config.overrides import read_yaml
 from cfl.config.schema import RunConfig
 from cfl.core import Busy, CflError, machine
 from cfl.experiments.compare import HOW, Run
-from cfl.runtime.run_folder import RunFolder
+from cfl.runtime.run_folder import RunFolder, read_config
 from cfl.runtime.sinks import NullSink, task_line
 
 _POLL = 1.0  # seconds between checks of runs that another process works on
@@ -266,6 +265,5 @@ def _run(
 
 def _as_begun(config: dict[str, Any], folder: Path) -> RunConfig:
     """Return the configuration with the `HOW` options of the run's start: only they continue it to the byte."""
-    path = folder / "config.yaml"
-    before = read_yaml(path) if path.exists() else {}
+    before = read_config(folder)
     return load({**config, **{name: before[name] for name in HOW if name in before}})
