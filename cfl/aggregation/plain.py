@@ -17,8 +17,8 @@ class UploadSum:
     Workers build partial sums: export one with `part()`, combine with `merge()`. Only the combined sum is opened and
     closed.
 
-    gathers: how the uploads of each regularizer and those of `work` are combined; the strategy's updates are averaged,
-    or stacked with the clients' weights beside them; stacked: owners whose uploads are stacked, these weights included.
+    gathers: how the uploads of each owner are combined; stacked: owners whose uploads are stacked, and with them the
+    clients' weights if the strategy is one.
     clipped: entries beyond the range of integers; shortened: clients whose upload was scaled down to dp.clip; zeroed:
     ids of the clients among them whose upload was not finite and counts as zero; noise: standard deviation of the noise
     in each entry of the sum.
@@ -29,7 +29,7 @@ class UploadSum:
     _exported: ClassVar = [*_added, "_outlines", "_lowest", "_sums", "_stacks"]
 
     def __init__(self, info: RoundInfo, gathers: Mapping[str, Gathers]) -> None:
-        self.info, self.gathers = info, {STRATEGY: "mean", **gathers, "work": gathers.get("work", "sum")}
+        self.info, self.gathers = info, gathers
         self.stacked = {owner for owner, how in self.gathers.items() if how == "stack"}
         if STRATEGY in self.stacked:
             self.stacked.add(WEIGHTS)

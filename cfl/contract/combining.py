@@ -17,13 +17,12 @@ WEIGHTS = "weights"
 
 def gathers(members: Mapping[str, LocalRegularizer]) -> dict[str, Gathers]:
     """How the uploads of each owner are aggregated. members: as in `ComposedMethod`."""
-    found: dict[str, Gathers] = {owner: member.gathers for owner, member in members.items() if owner != STRATEGY}
-    found[WORK] = members[STRATEGY].gathers
     rule = rule_of(members)
-    if rule is not None:
-        found[STRATEGY] = "stack"
-        found[WORK] = "stack" if caps(members[rule]) else found[WORK]
-    return found
+    return {
+        STRATEGY: "mean" if rule is None else "stack",
+        **{owner: member.gathers for owner, member in members.items() if owner != STRATEGY},
+        WORK: members[STRATEGY].gathers if rule is None or not caps(members[rule]) else "stack",
+    }
 
 
 def rule_of(members: Mapping[str, LocalRegularizer]) -> str | None:

@@ -55,7 +55,7 @@ class ComposedMethod:
 
     @cached_property
     def gathers(self) -> dict[str, Gathers]:
-        """How the uploads are aggregated: of each regularizer and of `work`, and of a strategy that a rule combines."""
+        """How the uploads of the strategy, of each regularizer and of `work` are aggregated."""
         return gathers(self.members)
 
     @cached_property

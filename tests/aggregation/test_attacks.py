@@ -27,7 +27,7 @@ def summed(name, uploads, strength=None, strategy=None, order=None):
     """The mean of the updates of four clients with weights 1, 2, 3, 4, of whom two are hostile; and their ids."""
     own = () if strength is None else (f"attack.strength={strength}",)
     config = toy.config(f"attack.name={name}", "attack.clients=2", *own)
-    total = Attack(config, strategy or Strategy(), UploadSum).sum(INFO, {})
+    total = Attack(config, strategy or Strategy(), UploadSum).sum(INFO, {"strategy": "mean", "work": "sum"})
     for client in order or range(4):
         assert total.add(client, uploads[client], client + 1.0)
     return total.close(), sorted(hostile(config))
@@ -113,7 +113,7 @@ def test_a_poisoned_sketch_replaces_those_of_hostile_clients():
 def test_counters_and_uploads_of_regularizers_stay_honest():
     uploads = [{STRATEGY: {"w": torch.tensor(1.0), "count": torch.tensor(3)}, "rule": {"x": torch.tensor(2.0)}}] * 4
     config = toy.config("attack.name=sign_flip", "attack.clients=4")
-    total = AttackedSum(Attack(config, Strategy(), UploadSum), INFO, {"rule": "sum"})
+    total = AttackedSum(Attack(config, Strategy(), UploadSum), INFO, {"strategy": "mean", "rule": "sum"})
     for client, own in enumerate(uploads):
         total.add(client, own, 1.0)
     found = total.close()

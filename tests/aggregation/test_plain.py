@@ -8,7 +8,7 @@ from cfl.core import RoundAborted, UpdateError
 from tests.engines.test_loop import info_of
 from tests.engines.test_vmapped import model_of
 
-GATHERS = {"mean": "mean", "sum": "sum", "stack": "stack"}
+GATHERS = {"strategy": "mean", "mean": "mean", "sum": "sum", "stack": "stack"}
 INFO = info_of(model_of(), range(5))
 
 

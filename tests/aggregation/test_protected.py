@@ -18,7 +18,7 @@ from tests import toy
 with rng.fork(1):
     MODEL = Model(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)), (4,), [3], multi_head=False)
 COUNTER = "1.num_batches_tracked@0"
-GATHERS = {"local": "mean", "counts": "sum"}
+GATHERS = {"strategy": "mean", "local": "mean", "counts": "sum", "work": "sum"}
 HIDDEN = ("dp.noise_multiplier=1", "agg.weights=uniform", "sampling=poisson", "dp.amplify=true")
 CLIENT = ("dp.noise_multiplier=1", "agg.weights=uniform", "sampling=poisson", "dp.amplify=false")
 EXAMPLE = ("dp.level=example", "dp.noise_multiplier=1", "agg.weights=uniform")
@@ -86,8 +86,7 @@ def mapped(fn, parts):
 
 def sums(parts, divisor):
     """Undo the division of the means."""
-    gathers = {**GATHERS, "strategy": "mean", "work": "sum"}
-    return {owner: tree.scale(leaves, divisor if gathers[owner] == "mean" else 1.0) for owner, leaves in parts.items()}
+    return {owner: tree.scale(leaves, divisor if GATHERS[owner] == "mean" else 1.0) for owner, leaves in parts.items()}
 
 
 def same(one, other):
