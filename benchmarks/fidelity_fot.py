@@ -44,7 +44,7 @@ def coverage(draws: int = 5, size: int = 200, samples: int = 4000, asked: float 
             for form, mult in forms.items():
                 sums = Gram(bases.empty(size), mult and mult * size, rng.key(draw, "sketch", form))
                 sums.add(x[:, None], torch.arange(samples))
-                sent = sums.release() if mult else unpack(sums.release(), size)
+                sent = sums.release() if mult else unpack(sums.release())
                 vectors, squared = bases.spectrum(sent, gram=mult is None)
                 taken = vectors[:, : bases.choose_rank(squared, 0.0, asked)]
                 reached[form].append(float((taken * (moment @ taken)).sum() / moment.trace()))

@@ -119,7 +119,7 @@ class FedProTIP(TaskInference, Strategy):
         """A layer's basis (d, k) with new directions from the sum of the clients' core bases."""
         if f"core/{name}" not in sums:
             return basis
-        core = unpack(sums[f"core/{name}"], len(basis))
+        core = unpack(sums[f"core/{name}"])
         residual = bases.residual_spectrum(core, basis, gram=True, terms=info.expected)
         whole = float(sums[f"energy/{name}"]) / max(float(core.double().trace()), 1e-300)  # |X|^2 per energy in the sum
         rank = bases.choose_rank(residual.squared, 1 - residual.share, min(1.0, self._threshold(info.task) * whole))

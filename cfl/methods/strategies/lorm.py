@@ -101,7 +101,7 @@ def merged_update(gram: Tensor, update: Tensor) -> Tensor:
 
     gram: packed sum of G_i (d (d + 1) / 2,); update: sum of G_i (W - W_i)^T (d, outputs).
     """
-    inverse = torch.linalg.pinv(unpack(gram.double(), len(update)), rtol=RESOLUTION, hermitian=True)
+    inverse = torch.linalg.pinv(unpack(gram.double()), rtol=RESOLUTION, hermitian=True)
     return (inverse @ update.double()).T
 
 

@@ -134,7 +134,7 @@ class GPSE:
         if a is None:  # the basis is full
             return basis, basis.new_ones(())
         gram, noise = a.dim() == 1, info.privacy.noise if info.privacy else 0.0
-        a = unpack(a, basis.shape[0]) if gram else a
+        a = unpack(a) if gram else a
         residual = bases.residual_spectrum(a, basis, gram=gram, noise=noise, terms=info.expected)
         remaining = _remaining(name, residual.share, sums, info)
         known = 1 - remaining if self.criterion == "energy" else 1 - remaining**2  # else the mean ratio of norms
@@ -178,7 +178,7 @@ class GPSE:
 
 def _energy(gram: Tensor) -> Tensor:
     """Sum () of |eigenvalues| of a packed Gram matrix, in float64."""
-    return torch.linalg.eigvalsh(unpack(gram.double(), packed_size(gram))).abs().sum()
+    return torch.linalg.eigvalsh(unpack(gram.double())).abs().sum()
 
 
 def _poisoned(name: str, leaf: Tensor, key: int) -> Tensor:

@@ -40,13 +40,6 @@ class Energies:
         """Add vectors by their energy () and that of their products with the basis: |X*|^2 = |X|^2 - |O^T X|^2."""
         self._energies += torch.stack([whole, (whole - inside).clamp(min=0)])
 
-    def _residual(self, rows: Tensor) -> Tensor:
-        """Residuals (n, d) of input vectors (n, d), after adding the energies of both."""
-        rows = rows.to(self.basis.dtype)
-        residual, whole = bases.remove(rows, self.basis), _energy(rows)  # eq. 8
-        self._energies += torch.stack([whole, whole if residual is rows else _energy(residual)])
-        return residual
-
 
 class Gram(Energies):
     """Running X X^T in d^2 numbers for any number of vectors. The residual's is P X X^T P with P = I - O O^T.
@@ -198,8 +191,11 @@ class Direct(Energies):
             self._waiting.clear()
 
     def _multiply(self, rows: Tensor, source: np.random.Generator) -> None:
+        rows = rows.to(self.basis.dtype)
+        residual, whole = bases.remove(rows, self.basis), _energy(rows)  # eq. 8
+        self._energies += torch.stack([whole, whole if residual is rows else _energy(residual)])
         draw = _uniform if self.uniform else _normal
-        product = self._residual(rows).T @ draw(source, len(rows), self.columns, self.basis)
+        product = residual.T @ draw(source, len(rows), self.columns, self.basis)
         self._sum = self._sum.add_(product) if self._sum.dim() else product.double()
 
 
@@ -242,8 +238,9 @@ def packed_size(vector: Tensor) -> int:
     return math.isqrt(2 * len(vector))
 
 
-def unpack(vector: Tensor, size: int) -> Tensor:
-    """Inverse of `pack`: the symmetric (size, size) matrix."""
+def unpack(vector: Tensor) -> Tensor:
+    """Inverse of `pack`: the symmetric (d, d) matrix."""
+    size = packed_size(vector)
     rows, columns = torch.triu_indices(size, size)
     gram = vector.new_zeros(size, size)
     gram[rows, columns] = vector

@@ -30,7 +30,7 @@ from cfl.contract import Client, Phase, RoundInfo, Server
 from cfl.core import ConfigError, Tree, option
 from cfl.methods.subspace import basis as bases
 from cfl.methods.subspace.input_sums import drawn_batches
-from cfl.methods.subspace.sketch import pack, packed_size, unpack
+from cfl.methods.subspace.sketch import pack, unpack
 from cfl.models import Model
 
 PHASE = "features"
@@ -97,8 +97,7 @@ class TaskInference:
         """Server half: the tree "core" with the mean second moments and the core directions of this task."""
         if "features/moments" not in sums:
             return {}
-        packed = sums["features/moments"]
-        moments = unpack(packed, packed_size(packed)) / sums["features/count"]
+        moments = unpack(sums["features/moments"]) / sums["features/count"]
         known, d = server.get("core", {}), len(moments)
         before = [known[f"columns/{task}"] for task in _tasks(known)] if self.score == "relevance" else []
         earlier = torch.cat([bases.empty(d, moments.device), *before], dim=1)
