@@ -1,4 +1,4 @@
-"""The AC-GAN against modules and optimisers of torch, latent codes, and the sizes of the generators."""
+"""The AC-GAN: generators, latent codes, consistency by hand, heads and running statistics; test_fedcil.py has steps."""
 
 import copy
 import math
@@ -119,67 +119,6 @@ def test_classes_are_drawn_uniformly():
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------
-
-
-class Plain:
-    """The networks as plain modules, with the optimisers of torch. One head, sizes (3, 3): the label is class % 3."""
-
-    def __init__(self, gan, leaves, lr=0.1, decay=0.01):
-        self.body, self.critic = copy.deepcopy(gan.model.module), nn.Linear(5, 1)
-        self.network = copy.deepcopy(gan.network)
-        self.body.load_state_dict({name: leaves[name] for name in gan.model.params})
-        for owner, module in (("critic", self.critic), ("generator", self.network)):
-            module.load_state_dict({name: leaves[f"{owner}/{name}"] for name in module.state_dict()})
-        options = {"lr": lr, "betas": (0.5, 0.99), "weight_decay": decay}
-        self.adam_d = torch.optim.Adam([*self.body.parameters(), *self.critic.parameters()], **options)
-        self.adam_g = torch.optim.Adam(self.network.parameters(), **options)
-
-    def draw(self, classes, source):
-        z = torch.randn(len(classes), LATENT, generator=source)
-        z[:, :6] = torch.eye(6)[classes]
-        return self.network(z)
-
-    def loss(self, x, classes, value):
-        features = self.body[:-1](x)
-        p = self.critic(features)[:, 0].sigmoid()
-        bce = -(p.log() if value else (1 - p).log()).mean()
-        q = self.body[-1](features).softmax(dim=1)
-        return bce - q[torch.arange(len(x)), classes % 3].log().mean()
-
-    def step(self, reals, known, source, extra=lambda: 0.0):
-        count = len(reals[0].classes)
-        classes = known[torch.randint(len(known), (count,), generator=source)]
-        fakes = self.draw(classes, source).detach()
-        adversary = [self.loss(*batch, 1) + self.loss(fakes, classes, 0) for batch in reals]  # L_c of section 2.2
-        loss = sum(adversary) / len(adversary) + extra()
-        self.adam_d.zero_grad()
-        loss.backward()
-        self.adam_d.step()
-        classes = known[torch.randint(len(known), (count,), generator=source)]
-        loss = self.loss(self.draw(classes, source), classes, 1)
-        self.adam_g.zero_grad()
-        loss.backward()
-        self.adam_g.step()
-
-    def leaves(self):
-        modules = {"": self.body, "critic/": self.critic, "generator/": self.network}
-        return {mark + name: leaf.data for mark, module in modules.items() for name, leaf in module.named_parameters()}
-
-
-@pytest.mark.parametrize("replay", [False, True])
-def test_steps_are_those_of_torch(replay):
-    gan, known = gan_of(model_of()), torch.tensor([0, 1, 4])
-    game, source = game_of(gan), rng.generator(7)
-    plain = Plain(gan, game.leaves)
-    for number in range(3):
-        reals = [real([4, 4, 5], seed=number), *([real([0, 1, 0], seed=9)] if replay else [])]
-        game.step(reals, known)
-        plain.step(reals, known, source)
-    before = leaves_of(gan)
-    for name, leaf in plain.leaves().items():
-        torch.testing.assert_close(game.leaves[name], leaf, atol=1e-5, rtol=0)
-        assert (leaf - before[name]).abs().max() > 0.05
-    assert game.steps == 3
 
 
 @pytest.mark.parametrize("weights", [(2.0, 0.0, 0.0), (0.0, 3.0, 0.0), (0.0, 0.0, 4.0)])

@@ -212,7 +212,7 @@ def whole(trees):
 )
 def test_rounds_are_those_of_clients_in_torch_their_mean_and_its_consolidation(weights, more):
     """Without consistency and consolidation it is FedAvg over discriminators and generators."""
-    rule = Recorder(**{**SMALL, **more}, lr=0.01, share="always", weights=weights)
+    rule = Recorder(**{**SMALL, **more}, lr=0.01, weight_decay=0.01, share="always", weights=weights)
     result = run("partition.name=dirichlet", "partition.alpha=1", "cohort=4", rule=rule, stream=toy.stream(tasks=2))
     clients, replayed = Clients(rule, result.model.module), 0
     for (info, down, after), held in zip(rule.done, rule.held, strict=False):
