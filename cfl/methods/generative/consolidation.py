@@ -27,20 +27,13 @@ def groups_of(uploads: Tree, first: int) -> list[list[Owned]]:
     uploads: leaves (clients, ...) named "generator/...", and "labels" (clients, classes of the stream), 1 for a class
     that the client has seen; first: first class of the task.
     """
-    owned = [
-        (tree.part({name: leaf[row] for name, leaf in uploads.items()}, "generator"), uploads["labels"][row])
-        for row in range(len(uploads["labels"]))
-    ]
-    both = [
-        [(generator, seen.nonzero().flatten()) for generator, labels in owned if (seen := labels * mask).any()]
-        for mask in _masks(uploads["labels"][0], first)
-    ]
-    return [group for group in both if group]
-
-
-def _masks(like: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    new = (torch.arange(len(like), device=like.device) >= first).to(like)
-    return new, 1 - new
+    generators, new, earlier = tree.part(uploads, "generator"), list[Owned](), list[Owned]()
+    for row, seen in enumerate(uploads["labels"]):
+        generator, classes = tree.map(lambda leaf, row=row: leaf[row], generators), seen.nonzero().flatten()
+        for group, own in ((new, classes[classes >= first]), (earlier, classes[classes < first])):
+            if len(own):
+                group.append((generator, own))
+    return [group for group in (new, earlier) if group]
 
 
 def pool(gan: ACGAN, group: Sequence[Owned], count: int, source: torch.Generator) -> Labelled:

@@ -139,32 +139,30 @@ class Inversion:
             total = tree.scale(tree.sub(slow, fast), _REPTILE)
         slow, moments = tree.clone(slow), tree.clone(moments)
         _ADAM.update(total, moments, slow, self.generator_lr * steps, info.round)
-        return best, {**slow, **tree.under("adam", moments)}, self._blended(trees["statistics"], seen)
+        return best, {**slow, **tree.under("adam", moments)}, seen
 
     def _loss(self, x: Tensor, trees: Server, target: Target, info: RoundInfo) -> tuple[Tensor, Tree]:
-        """The loss () of samples x, as `generate` makes them, and the statistics of the teacher's normalisations."""
+        """The loss () of samples x, as `generate` makes them, and the statistics of R_BN with those of x.
+
+        These are (1 - m) of the batch and m of the rounds before, and in the first round of the batch alone.
+        """
         model, task, scale = info.model, info.task, info.pixels or Pixels(None, None)
+        before, m = trees["statistics"], self.bn_momentum
         entered = generators.inputs(x, *scale)
         with watched(model) as statistics:
             teacher = model.own_logits(trees["params"], entered, task, target.own)
         loss = self.label * F.cross_entropy(teacher, target.y)
-        apart = [
-            (running - self._blend(trees["statistics"], name, batch)).norm()
-            for name, (batch, running) in statistics.items()
-        ]
+        blended = {
+            name: (1 - m) * batch + m * before[name] if name in before else batch
+            for name, (batch, _) in statistics.items()
+        }
+        apart = [(running - blended[name]).norm() for name, (_, running) in statistics.items()]
         loss = loss + self.bn * torch.stack(apart).sum() if apart else loss
         if self.adversarial and info.round >= given(self.warmup):
             student = model.own_logits(_split(trees["student"], "sgd")[0], entered, task, target.own)
             agree = (student.argmax(1) == teacher.argmax(1)).to(x.dtype)
             loss = loss - self.adversarial * (agree * divergence(teacher, student, 1.0)).mean()
-        return loss, {name: batch.detach() for name, (batch, _) in statistics.items()}
-
-    def _blend(self, before: Tree, name: str, batch: Tensor) -> Tensor:
-        """(1 - m) batch + m previous; the batch alone in the first round."""
-        return batch if name not in before else (1 - self.bn_momentum) * batch + self.bn_momentum * before[name]
-
-    def _blended(self, before: Tree, last: Tree) -> Tree:
-        return {name: self._blend(before, name, batch) for name, batch in last.items()}
+        return loss, {name: leaf.detach() for name, leaf in blended.items()}
 
     def _cropped(self, x: Tensor, source: torch.Generator) -> Tensor:
         """The batch moved by up to 4 pixels with black at the border, and flipped with probability 1/2."""
