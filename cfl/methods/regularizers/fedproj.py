@@ -18,10 +18,11 @@ from torch import Tensor
 
 from cfl.contract import Ctx, RoundInfo
 from cfl.contract.losses import divergence
-from cfl.core import Tree, option, plugins, rng
+from cfl.core import ConfigError, Tree, option, plugins, rng
 from cfl.methods.regularizers.distillation import Loss, public_batch
 from cfl.methods.regularizers.feddf import FedDF
 from cfl.methods.regularizers.prox_projection import without_conflict
+from cfl.models import Model
 
 _SMALLEST = 1e-3  # of |g_m|; FedProj's code has 1e-6 for its square
 
@@ -57,6 +58,13 @@ class FedProj(FedDF):
         if self.stop is not None and self.stop <= self.start:
             return f"with start={self.start} and stop={self.stop} it never projects; raise stop, or use feddf"
         return super().refuses(run)
+
+    def init_client(self, params: Tree, model: Model) -> Tree:
+        if self.memory_batch == 1 and not model.takes_one:
+            raise ConfigError(
+                "regularizer.fedproj.memory_batch=1, but the model fails on a batch of one sample in training; raise it"
+            )
+        return {}
 
     def provide(self, own: Tree, info: RoundInfo) -> Tree:
         """The round's memory.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cfl.contract import Batch, Ctx, Phase, RoundInfo, Server, Strategy, TreesByOwner
 from cfl.contract.losses import soft_cross_entropy
-from cfl.core import Tree, option, plugins, rng
+from cfl.core import ConfigError, Tree, option, plugins, rng
 from cfl.methods.generative.generator import by_class, inputs
 from cfl.methods.generative.inversion import Inversion
 from cfl.models import Model
@@ -50,6 +50,11 @@ class TARGET(Inversion, Strategy):
     def plan(self, task: int, tasks: int, rounds: int) -> list[Phase]:
         generate = Phase("generate", self.rounds or 0, cohort="none", train=False)
         return [Phase("train", rounds), *([generate] if task < tasks - 1 else [])]
+
+    def init_server(self, params: Tree, model: Model) -> Server:
+        if self.batch == 1 and not model.takes_one:
+            raise ConfigError("strategy.batch=1, but the model fails on a batch of one sample in training; raise it")
+        return {}
 
     def heads(self, task: int, tasks: int) -> tuple[int, ...]:
         return tuple(range(task + 1))

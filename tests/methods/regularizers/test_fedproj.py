@@ -11,7 +11,7 @@ from torch import nn
 import cfl
 from cfl.contract import Batch, Phase, Strategy
 from cfl.contract.composed import ComposedMethod
-from cfl.core import optim, rng, tree
+from cfl.core import ConfigError, optim, rng, tree
 from cfl.engines.step import LocalStep, StepInputs
 from cfl.methods.regularizers import FedDF, FedProj
 from tests import toy
@@ -480,6 +480,15 @@ def test_memory_targets_are_the_mean_logits_of_the_last_rounds_models():
         every = torch.stack([result.model.logits(params, X[sent["rows"]], 0) for params in models[round - 1]])
         assert sent["logits"].shape == (7, 2) and torch.allclose(sent["logits"], every.mean(0), atol=1e-12)
     assert not torch.equal(method.sent[1][1]["rows"], method.sent[2][1]["rows"])
+
+
+def test_one_memory_sample_a_step_is_refused_for_a_model_that_takes_none():
+    """Batch normalisation has no variance of one sample; without it the run goes on."""
+    options = ("regularizer.fedproj.memory_batch=1", "model.norm_stats=running")
+    network = toy.net(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+    with pytest.raises(ConfigError, match="regularizer.fedproj.memory_batch=1, but the model fails on a batch of one"):
+        small("fedproj", *options, model=network)
+    small("fedproj", *options)
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import cfl
 from cfl.contract import Batch
 from cfl.contract.composed import ComposedMethod
-from cfl.core import optim, rng, tree
+from cfl.core import ConfigError, optim, rng, tree
 from cfl.engines.step import LocalStep, StepInputs
 from cfl.methods.strategies.fedavg import FedAvg
 from cfl.methods.strategies.target import TARGET
@@ -151,6 +151,15 @@ def test_batch_normalisation_has_the_statistics_of_the_teachers_task():
             assert torch.equal(first["teacher"][here], end["params"][there]), "of the new task's name"
         else:
             assert not any("running" in name for name in first["teacher"])
+
+
+def test_one_synthetic_sample_a_step_is_refused_for_a_model_that_takes_none():
+    """Batch normalisation has no variance of one sample; without it the run goes on."""
+    config, rule = toy.config("tasks=2", "rounds=1", "model.norm_stats=running"), TARGET(**{**SMALL, "batch": 1})
+    network = toy.net(torch.nn.Linear(8, 6), torch.nn.BatchNorm1d(6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
+    with pytest.raises(ConfigError, match="strategy.batch=1, but the model fails on a batch of one sample"):
+        cfl.run(config, stream=toy.stream(tasks=2), model=network, strategy=rule)
+    cfl.run(config, stream=toy.stream(tasks=2), strategy=rule)
 
 
 # --- the server, and traffic -----------------------------------------------------------------------------------------
