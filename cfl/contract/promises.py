@@ -157,12 +157,6 @@ def _term(value: Any, *_: Any) -> str:
     return "" if isinstance(value, Real) or (isinstance(value, Tensor) and not value.dim()) else kind(value)
 
 
-def _phases(value: Any, *_: Any) -> str:
-    if not isinstance(value, list | tuple):
-        return kind(value)
-    return next((f"a list with {kind(phase)}" for phase in value if not isinstance(phase, Phase)), "")
-
-
 def _tasks(value: Any, _: Any, task: int, tasks: int) -> str:
     if not isinstance(value, tuple | list):
         return kind(value)
@@ -187,10 +181,10 @@ def _paused(value: Any, member: LocalRegularizer, info: RoundInfo) -> str:
     return _frozen(value, member, info.task, info.model)
 
 
-def _lines(value: Any, *_: Any) -> str:
+def _listed(value: Any, *_: Any, of: type) -> str:
     if not isinstance(value, list | tuple):
         return kind(value)
-    return next((f"a list with {kind(line)}" for line in value if not isinstance(line, str)), "")
+    return next((f"a list with {kind(item)}" for item in value if not isinstance(item, of)), "")
 
 
 def _figures(value: Any, *_: Any) -> str:
@@ -237,10 +231,10 @@ _SERVER = "the server's trees, with all parameters and buffers in 'params'"
 
 PROMISES = {
     "refuses": Promise("a text, or None", _reason),
-    "plan": Promise("a list of cfl.Phase", _phases),
+    "plan": Promise("a list of cfl.Phase", partial(_listed, of=Phase)),
     "sees": Promise("a tuple of at least one task", _some_tasks),
     "init_server": Promise("a dictionary from names to trees", _first),
-    "notes": Promise("a list of texts", _lines),
+    "notes": Promise("a list of texts", partial(_listed, of=str)),
     "heads": Promise("a tuple of tasks", _tasks),
     "frozen": Promise("a frozenset of names of parameters", _frozen),
     "paused": Promise("a frozenset of names of parameters", _paused),
