@@ -47,7 +47,7 @@ class FederatedGAN:
     def __post_init__(self) -> None:
         options.fill(self, PRESETS[self.preset])
 
-    def initial(self, model: Model) -> Server:
+    def init_server(self, params: Tree, model: Model) -> Server:
         """The first weights of "critic" and "generator". Raises ConfigError where z has no room for the classes."""
         if self.latent <= (classes := sum(model.sizes)):
             raise ConfigError(f"strategy.latent={self.latent} has no room for {classes} classes and noise; raise it")

@@ -87,9 +87,6 @@ class FedCIL(FederatedGAN, Strategy):
     def frozen(self, task: int, model: Model) -> frozenset[str]:
         return frozenset()
 
-    def init_server(self, params: Tree, model: Model) -> Server:
-        return self.initial(model)
-
     def broadcast(self, server: Server, info: RoundInfo) -> TreesByOwner:
         names = ("critic", "generator") if self._travels(info.task) else ("critic",)
         return {**super().broadcast(server, info), **{name: server[name] for name in names}}

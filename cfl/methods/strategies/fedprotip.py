@@ -19,7 +19,6 @@ stay. The singular vectors are exact (the paper also has randomised ones). The g
 plain SGD: weight decay, which the code applies after the projection, and Adam act outside of it.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -57,9 +56,6 @@ class FedProTIP(TaskInference, Strategy):
     threshold_step: float = option(0.001, "added to the threshold after each task", source="code", at_least=0.0)
     samples: int = option(1280, "samples per client and task for bases and features (0: all)", source="code: 20 x 64",
                           at_least=0)  # fmt: skip
-
-    def refuses(self, run: Mapping[str, Any]) -> str | None:
-        return self.inference_refuses(run)
 
     def plan(self, task: int, tasks: int, rounds: int) -> list[Phase]:
         return [Phase("train", rounds), *self.feature_phases()]

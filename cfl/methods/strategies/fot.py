@@ -55,7 +55,7 @@ class FOT(OptionalTaskInference, LayerPolicy, GPSE, Strategy):
             raise ConfigError("strategy.model=local sketches the last cohort: use strategy.participants=sampled")
 
     def refuses(self, run: Mapping[str, Any]) -> str | None:
-        return self.inference_refuses(run) or super().refuses(run)
+        return super().refuses(run) or GPSE.refuses(self, run)
 
     def plan(self, task: int, tasks: int, rounds: int) -> list[Phase]:
         if task == tasks - 1 and not self.after_last_task:
@@ -128,15 +128,15 @@ class FOT(OptionalTaskInference, LayerPolicy, GPSE, Strategy):
         grown = any(found[name][0].shape[1] > basis.shape[1] for name, basis in known.items())
         if info.privacy and not grown:
             warn(f"the noise hides all directions ({info.place}): nothing more is protected")
-        basis, estimate = ({name: pair[part] for name, pair in found.items()} for part in (0, 1))
-        return {"basis": basis, "coverage_estimate": estimate}
+        return {
+            "basis": {name: basis for name, (basis, _) in found.items()},
+            "coverage_estimate": {name: share for name, (_, share) in found.items()},
+        }
 
     def report(self, server: Server, model: Model) -> dict[str, Any]:
         use = {name: basis.shape[1] / basis.shape[0] for name, basis in server["basis"].items()}
-        coverage, estimate = (
-            {name: float(share) for name, share in server.get(kind, {}).items()}
-            for kind in ("coverage", "coverage_estimate")
-        )
+        kinds = ("coverage", "coverage_estimate")
+        covered = {kind: {name: float(share) for name, share in server.get(kind, {}).items()} for kind in kinds}
         removed = removed_energy.shares(server["steps"])
         removed_energy.warn_of_slow_layers(removed, server.get("removed", {}), self.threshold)
-        return {"subspace_use": use, "coverage": coverage, "coverage_estimate": estimate, "removed": removed}
+        return {"subspace_use": use, **covered, "removed": removed}

@@ -11,9 +11,8 @@ in GPM's paper: weight decay and Adam act after the projection.
 Paper and code differ in the first task, where the code takes one direction too few (`first_rank_bug`).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -65,9 +64,6 @@ class GPM(OptionalTaskInference, Strategy):
         if self.participants == "sampled":
             phases = [replace(phase, cohort="sampled") for phase in phases]
         return [*phases, *self.feature_phases()]
-
-    def refuses(self, run: Mapping[str, Any]) -> str | None:
-        return self.inference_refuses(run)
 
     def frozen(self, task: int, model: Model) -> frozenset[str]:
         biases = {layer.bias for layer in model.layers if layer.bias and self.bias == "freeze"}

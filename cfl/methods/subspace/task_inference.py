@@ -71,7 +71,7 @@ class TaskInference:
         """The round after a task's training in which clients send sums over their features."""
         return [Phase(PHASE, cohort="available", train=False, work=True)] if self.infers else []
 
-    def inference_refuses(self, run: Mapping[str, Any]) -> str | None:
+    def refuses(self, run: Mapping[str, Any]) -> str | None:
         """Reason why tasks cannot be inferred with these options, or None."""
         if not self.infers or run["dp"]["level"] == "none":
             return None
