@@ -3,6 +3,7 @@ import re
 import shlex
 import subprocess
 import sys
+import zipfile
 from dataclasses import MISSING, dataclass, field
 from importlib.metadata import EntryPoint
 from typing import get_args
@@ -25,6 +26,7 @@ from cfl.report.described import PROTECTIONS, refused
 from cfl.runtime import runner
 from cfl.runtime.run_folder import RunFolder
 from tests import toy
+from tests.misuse.data import vast
 
 SMALL = ("--set", "tasks=2", "--set", "rounds=1", "--set", "model.hidden=[8]", "--set", "partition.clients=4")
 
@@ -584,13 +586,14 @@ def test_evaluate_repeats_the_last_evaluation_and_takes_own_samples(tmp_path, mo
     [
         (("evaluate", "nothing"), 2, "'nothing' holds no run"),
         (("evaluate", "run", "--task", "0"), 2, "--task is for samples in --data"),
-        (("evaluate", "run", "--data", "absent.npz"), 1, "cannot read 'absent.npz': No such file or directory"),
-        (("evaluate", "run", "--data", "array.npy"), 1, "with arrays x and y of numbers; it is no npz archive"),
+        (("evaluate", "run", "--data", "absent.npz"), 1, "there is no file 'absent.npz'; write it with"),
+        (("evaluate", "run", "--data", "array.npy"), 1, "array.npy cannot be read as an npz file: it is no"),
         (("evaluate", "run", "--data", "labels.npz"), 1, "has labels 5 to 6, and the head has classes 0 to 1"),
         (("evaluate", "run", "--data", "nan.npz"), 1, "x has NaN or infinity"),
         (("evaluate", "run", "--data", "none.npz"), 1, "'none.npz' has no samples"),
         (("evaluate", "run", "--data", "number.npz"), 1, "x have shape (); give (n, d)"),
-        (("evaluate", "run", "--data", "objects.npz"), 1, "it holds objects, or is damaged"),
+        (("evaluate", "run", "--data", "objects.npz"), 1, "array x of objects.npz cannot be read: it is damaged"),
+        (("evaluate", "run", "--data", "vast.npz"), 1, "array x of vast.npz cannot be read: it is damaged"),
         (("evaluate", "run"), 2, "has a stream of its own, 'custom'; pass --data"),
         (("train", "permuted-digits", "--from", "nothing"), 2, "'nothing' holds no run"),
         (("train", "permuted-digits", "--from", ""), 2, "start (--from) is an empty text; name the folder of a run"),
@@ -607,6 +610,9 @@ def test_evaluate_and_from_name_what_is_wrong(args, status, text, tmp_path, monk
     np.savez("none.npz", x=x[:0], y=y[:0])
     np.savez("number.npz", x=np.float32(3), y=y[:1])
     np.savez("objects.npz", x=np.array([{}]), y=y)
+    with zipfile.ZipFile("vast.npz", "w") as file:
+        file.writestr("x.npy", vast())
+        file.writestr("y.npy", vast())
     assert invoke(*args) == status
     assert text in capsys.readouterr().err
 

@@ -12,7 +12,8 @@ from cfl.report import tables
 from cfl.runtime.model_file import own_objects
 from cfl.runtime.runner import stream_of
 from cfl.runtime.saved_run import load
-from cfl.streams.tensors import as_labels, from_npz
+from cfl.streams import npz
+from cfl.streams.tensors import as_labels
 
 
 @app.command(epilog="Example: cfl-run evaluate runs/mine")
@@ -32,7 +33,7 @@ def evaluate(
     run = load(folder)
     title = f"{run.about['stream']}, {run.config.label}, seed {run.config.seed}"
     if data is not None:
-        x, y = from_npz(data)
+        x, y = npz.read(data, ("x", "y")).values()
         logits = run.logits(x, task)  # first: it refuses an x that has no length
         labels = as_labels(y, f"y in '{data}'", len(x))
         if not len(labels):

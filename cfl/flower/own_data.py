@@ -15,11 +15,11 @@ from cfl.config.schema import RunConfig
 from cfl.core import DataError, plugins
 from cfl.core.errors import FEW_NAMES, few
 from cfl.runtime.population import Population
-from cfl.streams import Stream, TextOptions, checks
+from cfl.streams import Stream, TextOptions, checks, npz
 from cfl.streams.partition import Deal
 from cfl.streams.scenario import with_scenario
 from cfl.streams.store import Pool, Task, TaskSamples
-from cfl.streams.tensors import as_inputs, as_labels, from_npz
+from cfl.streams.tensors import as_inputs, as_labels
 
 
 def described(stream: Stream, config: RunConfig) -> str:
@@ -162,7 +162,7 @@ def _samples(file: Path, task: dict[str, Any], shape: tuple[int, ...], vocabular
     if not file.exists():
         none = torch.empty(0, dtype=torch.int64)
         return TaskSamples(_pool(torch.empty(0, *shape), None, None, vocabulary), none, none)
-    x, y = from_npz(file)
+    x, y = npz.read(file, ("x", "y")).values()
     inputs = as_inputs(x, f"samples in {file}")
     given = [task[name] if inputs.dtype == torch.uint8 else None for name in ("mean", "std")]  # others are as they are
     mean, std = (None if value is None else torch.tensor(value) for value in given)

@@ -9,7 +9,6 @@ import csv
 import os
 import shutil
 import zipfile
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from cfl.core import DataError, packages, rng, unknown
 from cfl.core.typed import typed
-from cfl.streams import mini_imagenet, notmnist
+from cfl.streams import mini_imagenet, notmnist, npz
 from cfl.streams.store import Pool
 
 
@@ -48,8 +47,7 @@ class _Source:
 
 _NAMES = ("x_train", "y_train", "x_test", "y_test")
 _MEDMNIST_NAMES = {"train_images.npy", "train_labels.npy", "test_images.npy", "test_labels.npy"}
-_BROKEN = (zipfile.BadZipFile, zlib.error, csv.Error, AssertionError)  # torchvision asserts what MNIST's files hold
-_READ_ERRORS = (RuntimeError, OSError, MemoryError, ValueError, EOFError, KeyError, SyntaxError, *_BROKEN)
+_READ_ERRORS = (*npz.DAMAGED, csv.Error, AssertionError)  # torchvision asserts what MNIST's files hold
 
 
 @typed
@@ -136,30 +134,7 @@ def pooled(arrays: Arrays, mean: tuple[float, ...] | None = None, std: tuple[flo
 
 def _from_npz(path: Path, source: _Source) -> Arrays:
     again = "delete it and add --download, or " if source.loader else ""
-    replace = f"{again}write it with numpy.savez from {', '.join(_NAMES)}"
-    if not zipfile.is_zipfile(path):
-        raise DataError(f"{path} cannot be read as an npz file: it is no npz archive, or only a part of one; {replace}")
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            missing = [name for name in _NAMES if name not in file]
-            if missing:
-                held = ", ".join(sorted(file)[:8]) or "nothing"
-                raise DataError(f"{path} has no array {missing[0]}; it must hold {', '.join(_NAMES)}, not {held}")
-            arrays = {name: _read(file, name, path, replace) for name in _NAMES}
-    except _READ_ERRORS as error:
-        raise DataError(f"{path} cannot be read as an npz file, it is damaged; {replace}") from error
-    return _checked(arrays, str(path), source.classes)
-
-
-def _read(file: Any, name: str, path: Path, replace: str) -> np.ndarray:
-    """An array of an npz file. NumPy's own errors advise to allow pickles, hence another one."""
-    try:
-        array = file[name]
-        if not isinstance(array, np.ndarray):  # NumPy returns an entry of another format as bytes
-            raise ValueError(f"{name} is no array")
-    except _READ_ERRORS as error:
-        raise DataError(f"array {name} of {path} cannot be read: it is damaged or no array; {replace}") from error
-    return array
+    return _checked(npz.read(path, _NAMES, again), str(path), source.classes)
 
 
 def _checked(arrays: dict[str, np.ndarray], place: str, classes: int) -> Arrays:

@@ -1,10 +1,7 @@
 """Streams from tensors, NumPy arrays and lists."""
 
-import zipfile
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -96,22 +93,6 @@ def as_labels(value: Any, what: str, count: int) -> Tensor:
         at = int(bad[0])
         raise DataError(f"{what} must be 0, 1, 2, ..., not {y[at].item():.15g} (sample {at}); number them so")
     return labels
-
-
-def from_npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Read the arrays x and y of an .npz file. Raises DataError for any other file."""
-    wanted = f"'{path}' must be an .npz file with arrays x and y of numbers"
-    if path.is_file() and not zipfile.is_zipfile(path):
-        raise DataError(f"{wanted}; it is no npz archive, or only a part of one; write it with numpy.savez")
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return file["x"], file["y"]
-    except ValueError as error:  # whose text advises to allow pickles
-        raise DataError(f"{wanted}; it holds objects, or is damaged") from error
-    except OSError as error:
-        raise DataError(f"cannot read '{path}': {error.strerror or error}") from None
-    except (KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{wanted}: {error}") from error
 
 
 def _tensor(value: Any, what: str, numbers: str = "real numbers") -> Tensor:

@@ -309,7 +309,7 @@ def test_bytes_alone_are_scaled_and_normalised_as_the_images_of_the_benchmark(tm
     ("arrays", "message"),
     [
         ({}, "has no data of the run's tasks"),
-        ({"x": np.zeros((4, 64))}, "with arrays x and y"),
+        ({"x": np.zeros((4, 64))}, "has no array y; it must hold x, y, not x"),
         ({"x": np.zeros((4, 63)), "y": np.zeros(4)}, r"have shape \(63,\), those of the run \(64,\)"),
         (
             {"x": np.zeros((4, 64)), "y": np.full(4, 10)},

@@ -96,6 +96,12 @@ def vast() -> bytes:
     return file.getvalue()
 
 
+def unclosed() -> bytes:
+    """The header of an array, with a list that does not end."""
+    text = b"{'descr': (}    \n"
+    return np.lib.format.magic(1, 0) + len(text).to_bytes(2, "little") + text
+
+
 def npz(content: bytes, name: str = "mnist") -> Callable[[Path], Any]:
     def read(folder: Path) -> Any:
         (folder / f"{name}.npz").write_bytes(content)
@@ -516,6 +522,7 @@ CASES: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "npz without arrays": (npz(archive(**dict.fromkeys(arrays()))), DataError, "no array x_train; .*, not nothing"),
     "npz of objects": (npz(archive(x_train=np.full(20, None))), DataError, "array x_train of .*damaged or no array"),
     "npz of garbage": (npz(entries(x_train=b"garbage")), DataError, "array x_train of .*damaged or no array"),
+    "npz of an open header": (npz(entries(x_train=unclosed())), DataError, "array x_train of .*damaged or no array"),
     "npz too large": (npz(entries(x_train=vast())), DataError, "array x_train of .*damaged or no array"),
     "npz of floats": (
         npz(archive(x_train=np.zeros((20, 4, 5)))),
