@@ -156,7 +156,7 @@ class Model:
         return frozenset(self.head(task)) - frozenset(self.new_head(task))
 
     def classes_of(self, task: int) -> slice:
-        """Outputs of a growing head that are the classes of a task."""
+        """Numbers of a task's classes among those of all tasks; only a growing head has them as outputs and labels."""
         return slice(sum(self.sizes[:task]), sum(self.sizes[: task + 1]))
 
     def among(self, logits: Tensor, task: int) -> Tensor:
