@@ -55,7 +55,7 @@ class FOT(OptionalTaskInference, LayerPolicy, GPSE, Strategy):
             raise ConfigError("strategy.model=local sketches the last cohort: use strategy.participants=sampled")
 
     def refuses(self, run: Mapping[str, Any]) -> str | None:
-        return super().refuses(run) or GPSE.refuses(self, run)
+        return OptionalTaskInference.refuses(self, run) or GPSE.refuses(self, run)
 
     def plan(self, task: int, tasks: int, rounds: int) -> list[Phase]:
         if task == tasks - 1 and not self.after_last_task:
