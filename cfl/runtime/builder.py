@@ -98,8 +98,7 @@ def build_session(
     methods.check_model(model.module, config)
     composed = ComposedMethod(members)
     _check_fit(composed.strategy, stream, label)
-    if config.eval_later:
-        _check_shared(model, stream)
+    notes += _on_later_tasks(config, model, stream, composed.strategy, label)
     population = place.population(stream, config)
     rounds = place.rounds(composed, label, model, stream, population, config, public)
     _check_batches(model, population, rounds, config.local.batch_size)
@@ -120,8 +119,6 @@ def build_session(
         parts = EngineParts(engine, rounds, fingerprint, budget.multiplier, data_root, checkpoints, sink.warn)
         engine = make(parts)
     recorder = Recorder(folder, sink, state, rounds, budget, fingerprint, CallbackSet(callbacks, config, stream))
-    if config.eval_later and not composed.strategy.sequential:
-        notes.append(f"eval_later=true has no effect: {label} does not train one model on the tasks in sequence")
     notes += [*without_effect.notes(config, stream.scenario), *model.notes(), *composed.strategy.notes(model),
               *population.notes(), *budget.notes()]  # fmt: skip
     given = {name: each for name, each in members.items() if each != built.get(name)}
@@ -147,8 +144,12 @@ def _check_fit(strategy: Strategy, stream: Stream, label: str) -> None:
         raise ConfigError(f"{label} cannot run on texts: {why}")
 
 
-def _check_shared(model: models.Model, stream: Stream) -> None:
-    """Raise ConfigError if the model cannot predict for a task before it trains on the task."""
+def _on_later_tasks(
+    config: RunConfig, model: models.Model, stream: Stream, strategy: Strategy, label: str
+) -> list[str]:
+    """Notes on `eval_later`. Raises ConfigError if the model cannot predict for a task before it trains on the task."""
+    if not config.eval_later:
+        return []
     if stream.scenario != "domain":
         raise ConfigError(
             f"eval_later=true evaluates tasks before they are learned, and with scenario={stream.scenario} the model "
@@ -159,6 +160,9 @@ def _check_shared(model: models.Model, stream: Stream) -> None:
             "eval_later=true evaluates tasks before they are learned, and the model has no statistics of them then; "
             "set model.norm_stats=running or model.norm_stats=batch, or leave eval_later out"
         )
+    if not strategy.sequential:
+        return [f"eval_later=true has no effect: {label} does not train one model on the tasks in sequence"]
+    return []
 
 
 def _check_batches(model: models.Model, population: Population, rounds: Rounds, size: int) -> None:
