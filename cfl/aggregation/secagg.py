@@ -40,7 +40,7 @@ from cfl.aggregation.secagg_client import (
     commitment,
     derive,
     mask_key_of,
-)  # fmt: skip
+)
 from cfl.contract import STAGES
 from cfl.core import RoundAborted
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from cfl.config.schema import RunConfig
 from cfl.contract import LocalRegularizer, Strategy
-from cfl.contract.promises import kind
+from cfl.contract.kinds import kind
 from cfl.core import CflError
 from cfl.streams import selected
 from cfl.testing.hooks import Faults, watched

@@ -115,13 +115,8 @@ def _check_each(infer: Callable[..., Any], given: Mapping[str, Any], tasks: Tens
         faults.add("infer_task", f"{text}; infer it from the sample and the server's trees alone")
 
 
-def same(a: Any, b: Any) -> bool:
-    """True if two values are equal, tensors to the bit (NaN equals NaN)."""
-    return not any(unlike(a, b))
-
-
 def unlike(a: Any, b: Any, path: str = "") -> Iterator[str]:
-    """Yield the paths at which two values differ, such as "'state/seen'"; tensors are compared to the bit."""
+    """Yield the paths at which two values differ, such as "'state/seen'"; tensors to the bit (NaN equals NaN)."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         alike = a.shape == b.shape and a.dtype == b.dtype
         alike = alike and (torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all()))
@@ -156,7 +151,7 @@ def _observed(call: Callable[[], Any], hook: str, given: Mapping[str, Any], meth
         faults.add(name, f"raises {type(error).__name__}: {error}")
         raise HookFailed from error
     after = dict(_tensors(given))
-    if written := [path for path in before if path not in after or not same(before[path], after[path])]:
+    if written := [path for path in before if path not in after or any(unlike(before[path], after[path]))]:
         faults.add(name, f"writes to {few(written, 2)} in place; make a new tensor or dictionary")
     if added := [path for path in after if path not in before]:
         faults.add(name, f"adds {few(added, 2)} to its arguments; make a new dictionary")

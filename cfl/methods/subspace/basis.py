@@ -168,7 +168,7 @@ def choose_rank(squared: Tensor, covered: float, threshold: float, criterion: st
     Raises ValueError for another criterion.
     """
     rank, total = int((squared > 0).sum()), float(squared.sum())
-    if rank == 0 or total == 0.0:
+    if rank == 0:
         return 0
     tolerance = 1e-12
     if threshold >= 1.0 and criterion == "energy" and covered < 1 - tolerance:  # from 1 - tolerance on, only rounding

@@ -35,8 +35,8 @@ class LayerPolicy:
         names |= {layer.bias for layer in self.projected(model) if layer.bias and self.bias == "freeze"}
         by_path = list({layer.path: layer for layer in model.layers}.values())  # one entry per grouped convolution
         for name, after in model.norms.items():  # a norm follows the policy of the layer before it
-            policies = {self._policy(layer, model) for layer in by_path[max(after - 1, 0) :][:1]}
-            if "freeze" in policies or self.norm_affine == "freeze" and "finetune" not in policies:
+            policy = self._policy(by_path[max(after - 1, 0)], model) if by_path else ""
+            if policy == "freeze" or self.norm_affine == "freeze" and policy != "finetune":
                 names.add(name)
         return frozenset(names)
 
