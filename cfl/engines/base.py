@@ -89,7 +89,7 @@ class Collected:
 
 
 class Engine(Protocol):
-    """Computes rounds. gathers: of each regularizer and of "work"; sums: makes the sum of a round's uploads.
+    """Computes rounds. gathers: of each owner of uploads; sums: makes the sum of a round's uploads.
 
     grown: bytes by which the engine's largest other process has grown.
     """
