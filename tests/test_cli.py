@@ -143,6 +143,13 @@ def test_train_writes_the_folder_and_its_config_repeats_it(tmp_path, capsys):
     assert f"pass the file in it, '{config}'" in capsys.readouterr().err
 
 
+def test_another_file_named_model_beside_a_configuration_is_not_of_a_run(tmp_path):
+    (tmp_path / "mine.yaml").write_text("benchmark: permuted-digits\ntasks: 2\nrounds: 1\n")
+    (tmp_path / "model.json").write_text('{"architectures": ["BertModel"], "hidden_size": 384}')
+    output = ("--output", str(tmp_path / "run"), "--quiet", "--no-plot")
+    assert invoke("train", "--config", str(tmp_path / "mine.yaml"), *output) == 0
+
+
 def test_a_configuration_with_an_unknown_benchmark_says_how_to_make_it_known(tmp_path, capsys):
     """Its benchmark is recorded only; the list of benchmarks alone does not say that a file may register one."""
     config = tmp_path / "config.yaml"

@@ -17,6 +17,7 @@ from cfl.experiments.compare import alone, continuation
 from cfl.report import plots, tables
 from cfl.runtime import model_file, runner
 from cfl.runtime.mlflow import MlflowSink
+from cfl.runtime.run_folder import MODEL, read_json
 from cfl.runtime.sinks import Sink, Sinks, console_sink
 from cfl.runtime.tensorboard import TensorBoardSink
 from cfl.runtime.wandb import WandbSink
@@ -84,7 +85,7 @@ def _check_objects(file: Path, benchmark: str, method: str | None) -> None:
 
     method: given in place of the run's strategy and regularizers; None for these.
     """
-    for kind, names in model_file.own_objects(model_file.read(file.parent), benchmark).items():
+    for kind, names in model_file.own_objects(read_json(file.parent / MODEL), benchmark).items():
         if method is None or kind not in ("strategy", "regularizers"):
             own = f"{kind} ({', '.join(names)})"
             raise ConfigError(f"'{file}' does not describe its run, whose {own} came from Python; repeat the run there")

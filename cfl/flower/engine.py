@@ -20,8 +20,8 @@ from cfl.runtime.fingerprint import Fingerprint
 class SimulationEngine(OuterEngine):
     """Clients without a home: their states travel with the messages, so any node can compute any of them.
 
-    inner: the engine on each node, whose blocks are the units of work; link: to the nodes; end: ends the nodes until
-    the next message.
+    inner: the engine on each node, whose blocks are the units of work; link: to the nodes; end: ends the nodes on
+    this machine and removes their folder.
     The nodes get equal numbers of blocks, and the server merges the results in the order of the blocks. So the number
     of nodes does not change a bit of the result.
     """

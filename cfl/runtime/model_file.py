@@ -27,7 +27,7 @@ class _Pixels(BaseModel):
 class _About(BaseModel):
     """Contents of model.json, see `contents`; earlier versions wrote no vocabulary, regularizers or masks."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(strict=True)
     input_shape: list[_Size]
     classes: list[_Size]
     outputs: _Size
@@ -58,8 +58,8 @@ def read(folder: Path) -> dict[str, Any]:
 def own_objects(about: Mapping[str, Any], benchmark: str) -> dict[str, list[str]]:
     """Names of the user's own objects that a run had in place of what its options name, by what they are.
 
-    about: contents of its model.json; benchmark: its option. A stream counts as the user's own if it has another name
-    than the benchmark, or if no such benchmark is registered.
+    about: contents of its model.json, or of a file of that name; benchmark: its option. A stream counts as the user's
+    own if it has another name than the benchmark, or if no such benchmark is registered.
     """
     fields = {"stream": "stream", "network": "model", "strategy": "strategy"}
     if about.get("stream") == benchmark and benchmark in plugins.benchmarks.names():

@@ -111,6 +111,13 @@ def test_damaged_files_are_named(stored, tmp_path, name, text, fault):
         read([tmp_path])
 
 
+def test_a_run_whose_model_has_an_entry_of_a_newer_version_is_read(stored, tmp_path):
+    shutil.copytree(stored / "seed0", tmp_path / "run")
+    about = json.loads((tmp_path / "run/model.json").read_text())
+    (tmp_path / "run/model.json").write_text(json.dumps({**about, "later": 1}))
+    assert [run.path for run in read([tmp_path]).runs] == [tmp_path / "run"]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "fault"),
     [

@@ -59,7 +59,7 @@ class FedProj(FedDF):
             return f"with start={self.start} and stop={self.stop} it never projects; raise stop, or use feddf"
         return super().refuses(run)
 
-    def init_client(self, params: Tree, model: Model) -> Tree:
+    def init_shared(self, params: Tree, model: Model) -> Tree:
         if self.memory_batch == 1 and not model.takes_one:
             raise ConfigError(
                 "regularizer.fedproj.memory_batch=1, but the model fails on a batch of one sample in training; raise it"
