@@ -417,7 +417,7 @@ def test_command_page_names_the_fields_of_the_files(tmp_path):
     config = resolve(
         "permuted-digits",
         method="fot",
-        overrides=["tasks=2", "rounds=2", "eval_local=1", "validation=0.1", *private, *nodes],
+        overrides=["tasks=2", "rounds=2", "eval_local=1", "eval_later=true", "validation=0.1", *private, *nodes],
     )
 
     class Counts(cfl.Callback):

@@ -82,8 +82,8 @@ STOPPED = ("stopped", "callbacks", "epsilon_without_skipped")  # of runs with ca
 
 def test_the_figures_of_a_run_are_known():
     private = ["dp.level=client", "dp.noise_multiplier=1", "agg.weights=uniform", "sampling=poisson"]
-    config = toy_config("tasks=2", "rounds=1", "eval_local=1", "validation=0.25", *private)
-    found = cfl.run(config, stream=toy_stream(2)).metrics
+    config = toy_config("tasks=2", "rounds=1", "eval_local=1", "eval_later=true", "validation=0.25", *private)
+    found = cfl.run(config, stream=toy_stream(2, multi_head=False)).metrics
     others = {"task_accuracy", *STOPPED, *WIRE}
     assert set(found) - {"subspace_use"} == FIGURES - others  # subspace_use is the strategy's own
 
