@@ -19,7 +19,7 @@ def alexnet_cl(
     """
     whole(width=width)
     channels, side, _ = images(input_shape, at_least=19)
-    if not isinstance(dropout, list | tuple) or len(dropout) != 4:
+    if len(dropout) != 4:
         raise ValueError(f"model.dropout must be a list of four rates, not {dropout}")
     for kernel in (4, 3, 2):
         side = (side - kernel + 1) // 2

@@ -1,7 +1,6 @@
 """The convolutional network of McMahan et al. (AISTATS 2017), and helpers of all builders of image models."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 
@@ -41,11 +40,11 @@ def images(input_shape: Sequence[int], at_least: int = 1) -> tuple[int, int, int
     return channels, height, width
 
 
-def whole(**options: Any) -> None:
-    """Raise ValueError for a model option that is not a whole number of at least 1."""
+def whole(**options: int) -> None:
+    """Raise ValueError for a model option below 1."""
     for name, value in options.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"model.{name} must be a whole number of at least 1, not {value!r}")
+        if value < 1:
+            raise ValueError(f"model.{name} must be a whole number of at least 1, not {value}")
 
 
 def he_normal(module: nn.Module) -> None:

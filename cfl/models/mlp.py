@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from types import UnionType
 
 from torch import nn
 
@@ -17,11 +16,11 @@ def mlp(
     hidden: widths of the hidden layers; dropout: rate after each hidden layer, or empty for no dropout.
     Raises ValueError for other values.
     """
-    if not _all(hidden, int) or min(hidden, default=1) < 1:
+    if min(hidden, default=1) < 1:
         raise ValueError(
             f"model.hidden must be a list of whole numbers of at least 1, such as [128, 128], not {hidden}"
         )
-    if not _all(dropout, int | float) or not all(0 <= rate <= 1 for rate in dropout):
+    if not all(0 <= rate <= 1 for rate in dropout):
         raise ValueError(f"model.dropout must be a list of rates in [0, 1], such as [0.2, 0.5], not {dropout}")
     if dropout and len(dropout) != len(hidden):
         raise ValueError(
@@ -34,10 +33,3 @@ def mlp(
         layers += [Dropout(dropout[i])] if dropout else []
         width = size
     return nn.Sequential(*layers, nn.Linear(width, outputs))
-
-
-def _all(values: object, kind: type | UnionType) -> bool:
-    """True for a list or tuple of values of that kind; booleans do not count as numbers."""
-    return isinstance(values, list | tuple) and all(
-        isinstance(value, kind) and not isinstance(value, bool) for value in values
-    )

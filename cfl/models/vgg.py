@@ -24,8 +24,6 @@ def vgg11(
     images of 28 x 28 pixels instead.
     """
     channels, height, width_in = images(input_shape)
-    if not isinstance(hidden, list | tuple):
-        raise ValueError(f"model.hidden must be a list of widths, such as [512, 512], not {hidden!r}")
     whole(width=width, **{f"hidden[{place}]": size for place, size in enumerate(hidden)})
     layers: list[nn.Module] = []
     for stage in _STAGES:
