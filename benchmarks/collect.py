@@ -144,7 +144,7 @@ def _table(
     near = replace(table, cells=[cell for cell in table.cells if cell.spec.get("benchmark") in (None, *benchmarks)])
     found = near.runs([], sorted(seeds), scale, more, folder / "missing", [folder])
     found = {cell: [run for run in own if run.results()] for cell, own in found.items()}
-    used |= {run.experiment for own in found.values() for run in own}
+    used |= {experiment(run.config) for own in found.values() for run in own}
     places = {(cell.part, cell.column) for cell, own in found.items() if own}
     rows = {cell.row for cell, own in found.items() if own or not more}
     shown = {cell: own for cell, own in found.items() if (cell.part, cell.column) in places and cell.row in rows}

@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -95,11 +95,6 @@ class Run:
     config: RunConfig
     folder: Path
 
-    @cached_property
-    def experiment(self) -> str:
-        """Hash of the experiment. The folder's name has the hash `digest`."""
-        return experiment(self.config)
-
     def results(self) -> dict[str, Any] | None:
         """Return the metrics, the result of `spent`, and `timing` as in timing.json; None if the run is not finished.
 
@@ -120,7 +115,7 @@ def place(name: str, config: RunConfig, folder: Path, found: Path | None = None)
     if found is None and (run.folder / "metrics.json").exists():
         with suppress(ConfigError):  # as in `finished_in`
             there = load(read_yaml(run.folder / "config.yaml"))
-    if there is not config and experiment(there) != run.experiment:
+    if there is not config and experiment(there) != experiment(config):
         changed = change(dump(there), dump(config))
         raise ConfigError(
             f"'{run.folder}' holds the results of another run than this comparison put there: {changed}; move it away, "

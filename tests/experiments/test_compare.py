@@ -322,11 +322,6 @@ def test_a_run_that_has_gone_on_with_later_tasks_is_not_taken_for_the_planned_on
         planned(2)
 
 
-def test_the_hash_of_a_run_does_not_depend_on_its_folder(tmp_path):
-    (run,) = plan("permuted-digits", "fedavg", "0", tmp_path)[0].runs
-    assert replace(run, folder=tmp_path / "mine-0").experiment == run.experiment == experiment(run.config)
-
-
 def test_a_run_without_stored_seconds_is_finished(tmp_path):
     (run,) = plan("permuted-digits", "fedavg", "0", tmp_path)[0].runs
     run.folder.mkdir()

@@ -143,7 +143,7 @@ def test_a_finished_run_of_any_engine_stands_for_a_cell(tmp_path):
 
     planned = run(tmp_path / "new")
     other = planned.config.model_copy(update={"engine": "pool+vmapped", "block": 8})
-    assert digest(other) != digest(planned.config) and experiment(other) == planned.experiment
+    assert digest(other) != digest(planned.config) and experiment(other) == experiment(planned.config)
     folder = tmp_path / "kept" / "mine"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(json.dumps(dump(other)))
