@@ -149,7 +149,12 @@ def _table(
     rows = {cell.row for cell, own in found.items() if own or not more}
     shown = {cell: own for cell, own in found.items() if (cell.part, cell.column) in places and cell.row in rows}
     ours = {cell: reproduce.scores(table.measures, own) for cell, own in shown.items()}
-    return [reproduced.markdown(block) + "\n" for block in reproduced.blocks(table, ours, scale)]
+    return [_block(*block) for block in reproduced.blocks(table, ours, scale)]
+
+
+def _block(title: str, heads: list[str], rows: list[list[str]]) -> str:
+    rule = ["---"] + ["---:"] * (len(heads) - 1)
+    return "\n".join([f"**{title}**", "", *(f"| {' | '.join(cells)} |" for cells in (heads, rule, *rows)), ""])
 
 
 def _machines(runs: Path) -> str:

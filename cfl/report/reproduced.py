@@ -1,4 +1,4 @@
-"""A paper's table next to our results, for the terminal and in Markdown."""
+"""A paper's table next to our results."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -48,13 +48,6 @@ def rich(block: Block) -> Shown:
     for row in rows:
         shown.add_row(*row)
     return shown
-
-
-def markdown(block: Block) -> str:
-    """Format a block in Markdown."""
-    title, heads, rows = block
-    rule = ["---"] + ["---:"] * (len(heads) - 1)
-    return "\n".join([f"**{title}**", "", *(f"| {' | '.join(cells)} |" for cells in (heads, rule, *rows))])
 
 
 def _beside(shown: Sequence[str], cells: Iterable[Cell], ours: Ours, differ: bool) -> tuple[list[str], list[list[str]]]:
