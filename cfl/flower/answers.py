@@ -7,13 +7,14 @@ import os
 import socketserver
 import time
 from collections.abc import Callable, Mapping
+from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
 
 from flwr.app import Context, RecordDict
 
 from cfl.flower import apps
-from cfl.flower.forward import Stream, receive, send
+from cfl.flower.forward import receive, send
 from cfl.flower.link import FAULT
 
 LOOK = 0.2  # seconds between looks whether the SuperNode has ended
@@ -31,7 +32,7 @@ def serve(address: str | Path, options: Mapping[str, str], ended: Callable[[], A
             except (ConnectionError, EOFError):  # as when the SuperLink ends within a round
                 print("Flower's process ended before it had the answer to its message", flush=True)
 
-        def _answer(self, stream: Stream) -> str:
+        def _answer(self, stream: BufferedIOBase) -> str:
             """Answer a message, and return a line about it."""
             start, (head, records) = time.monotonic(), receive(stream)
             action, run, node = head["action"], head["run"], head["node"]

@@ -8,8 +8,9 @@ import json
 import socket
 from collections.abc import Callable
 from functools import partial
+from io import BufferedIOBase
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -18,16 +19,6 @@ from flwr.common.constant import ErrorCode
 Answer = Callable[[str, Path, RecordDict, Context], RecordDict]
 ACTIONS = ("join", "keys", "shares", "confirm", "unmask")  # queries of the server, beside "train"
 ENDED = "its 'cfl-run join' has ended; start it again with the same --folder"
-
-
-class Stream(Protocol):
-    """One side of a connection, which is read or written."""
-
-    def read(self, size: int, /) -> bytes: ...
-
-    def write(self, data: bytes, /) -> int: ...
-
-    def flush(self) -> None: ...
 
 
 def client(config: Path, here: Callable[[], Answer]) -> ClientApp:
@@ -47,7 +38,7 @@ def app_of(act: Callable[[str, Message, Context], Message]) -> ClientApp:
     return app
 
 
-def send(stream: Stream, head: dict[str, Any], records: RecordDict) -> None:
+def send(stream: BufferedIOBase, head: dict[str, Any], records: RecordDict) -> None:
     """Write plain data and records: the length of a JSON text, the text, and the bytes of all arrays."""
     arrays = [(name, key, item) for name, record in records.array_records.items() for key, item in record.items()]
     places = [[name, key, item.dtype, list(item.shape), item.stype, len(item.data)] for name, key, item in arrays]
@@ -60,7 +51,7 @@ def send(stream: Stream, head: dict[str, Any], records: RecordDict) -> None:
     stream.flush()
 
 
-def receive(stream: Stream) -> tuple[dict[str, Any], RecordDict]:
+def receive(stream: BufferedIOBase) -> tuple[dict[str, Any], RecordDict]:
     """Read what `send` wrote. Raises EOFError if the other side has gone."""
     described = json.loads(_exactly(stream, int.from_bytes(_exactly(stream, 8), "little")))
     records = RecordDict({name: ConfigRecord(values) for name, values in described["configs"].items()})
@@ -91,7 +82,7 @@ def _asked(address: str, head: dict[str, Any], records: RecordDict) -> RecordDic
             return receive(stream)[1]
 
 
-def _exactly(stream: Stream, size: int) -> bytes:
+def _exactly(stream: BufferedIOBase, size: int) -> bytes:
     data = stream.read(size)
     if len(data) < size:
         raise EOFError("the process of cfl-run join has ended")
