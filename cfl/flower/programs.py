@@ -45,12 +45,12 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def end_with_this() -> None:
+def exit_when_terminated() -> None:
     """Let this process end by an exception when it is terminated, so that it ends the programs that it has started."""
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
 
 
-def ends_with_this(how: signal.Signals = signal.SIGTERM) -> Callable[[], object] | None:
+def ends_with_parent(how: signal.Signals = signal.SIGTERM) -> Callable[[], object] | None:
     """A `preexec_fn` by which a program gets a signal when this process is killed, too; None where it needs Linux."""
     linux = sys.platform == "linux"
     return partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, int(how)) if linux else None

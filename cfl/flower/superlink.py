@@ -63,7 +63,7 @@ def serve(
         encoding="utf-8",
     )
     environment = programs.environment(home)
-    programs.end_with_this()
+    programs.exit_when_terminated()
     with contextlib.nullcontext() if running else _superlink(host, port, files, node_keys, home, environment):
         for key in sorted(node_keys.glob("*.pub")) if node_keys else []:
             _call(["flwr", "supernode", "register", str(key), CONNECTION], environment, unless=REGISTERED)
@@ -88,7 +88,7 @@ def _superlink(
         process = subprocess.Popen(
             command, env=environment, stdout=log, stderr=log, start_new_session=True,
             # By force: else it waits for readers of its logs, and its SuperExec takes the run of the next SuperLink.
-            preexec_fn=programs.ends_with_this(signal.SIGKILL),
+            preexec_fn=programs.ends_with_parent(signal.SIGKILL),
         )  # fmt: skip
     try:
         _await_port(host, port, process, home / "superlink.log")

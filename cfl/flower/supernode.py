@@ -57,7 +57,7 @@ def join(
     home = folder / "flower"
     make_folder(home, folder, "--folder")
     print(f"node '{options['name']}': joining {address}; Flower's output is in {home / LOG}", flush=True)
-    programs.end_with_this()
+    programs.exit_when_terminated()
     while True:
         why = _supernode(address, command, options, home)
         if why is not None and UNKNOWN_KEY not in why:
@@ -90,7 +90,7 @@ def _supernode(address: str, command: Sequence[str], options: Mapping[str, str],
         config = " ".join(f"{name}={programs.quoted(value)}" for name, value in options.items())
         own = ["--host", "127.0.0.1", "--port", str(_free_port()), "--node-config", config]
         process = subprocess.Popen(
-            [*command, *own], env=environment, stdout=log, stderr=log, preexec_fn=programs.ends_with_this()
+            [*command, *own], env=environment, stdout=log, stderr=log, preexec_fn=programs.ends_with_parent()
         )
         try:
             answers.serve(options["socket"], options, _ended(process, home / LOG, address))
