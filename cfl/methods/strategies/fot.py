@@ -39,10 +39,6 @@ class FOT(OptionalTaskInference, LayerPolicy, GPSE, Strategy):
         "the sum of second moments of the classifier's inputs, and the number of samples"
     )
     per_sample: ClassVar[bool] = True
-    class_incremental: ClassVar[str] = (
-        "the part of the head with the classes of a task trains in that task alone, since no basis protects it; "
-        "strategy.infer_tasks=true infers the task of a test sample"
-    )
 
     participants: str = option("all", "clients in GPSE", source="code: sampled", choices=("all", "sampled"))
     model: str = option("global", "model that is sketched", source="code: local", choices=("global", "local"))

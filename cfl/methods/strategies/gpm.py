@@ -38,10 +38,6 @@ class GPM(OptionalTaskInference, Strategy):
         "task the sum of second moments of the classifier's inputs, and the number of samples"
     )
     hard_constraint: ClassVar[bool] = True
-    class_incremental: ClassVar[str] = (
-        "the part of the head with the classes of a task trains in that task alone, since no basis protects it; "
-        "strategy.infer_tasks=true infers the task of a test sample"
-    )
 
     threshold: float = option(0.95, "share of input energy to protect", source="GPM, eq. 9", above=0.0, at_most=1.0)
     threshold_step: float = option(0.0, "added to the threshold after each task", source="GPM's code", at_least=0.0)

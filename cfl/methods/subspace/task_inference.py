@@ -21,7 +21,7 @@ scored alone. A task takes at most d / T directions, for T tasks, so that some a
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -126,6 +126,11 @@ class TaskInference:
 @dataclass(frozen=True)
 class OptionalTaskInference(TaskInference):
     """Task inference that an option switches on."""
+
+    class_incremental: ClassVar[str] = (
+        "the part of the head with the classes of a task trains in that task alone, since no basis protects it; "
+        "strategy.infer_tasks=true infers the task of a test sample"
+    )
 
     infer_tasks: bool = option(False, "with scenario=class: infer the task of a test sample", source="FedProTIP")
     core_columns: int = option(10, "core directions of the features of a task, with infer_tasks", at_least=1)
