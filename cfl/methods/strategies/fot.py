@@ -59,16 +59,12 @@ class FOT(OptionalTaskInference, LayerPolicy, GPSE, Strategy):
         if self.model == "local":  # the authors' code: GPSE in the last training round
             phases = [Phase("train", rounds - 1), Phase("train+gpse", work=True)]
         else:
-            gpse = Phase(
-                "gpse", cohort="available" if self.participants == "all" else "sampled", train=False, work=True
-            )
+            every = self.participants == "all"
+            gpse = Phase("gpse", cohort="available" if every else "sampled", train=False, work=True)
             phases = [Phase("train", rounds), gpse]
         if self.measure_coverage:
             phases.append(Phase("coverage", cohort="available", train=False, work=True, diagnostic=True))
         return [*phases, *self.feature_phases()]
-
-    def frozen(self, task: int, model: Model) -> frozenset[str]:
-        return super().frozen(task, model) | model.old_head(task)
 
     def init_server(self, params: Tree, model: Model) -> Server:
         device = next(iter(params.values())).device

@@ -27,7 +27,7 @@ class LayerPolicy:
         return [layer for layer in model.layers if self._policy(layer, model) == "fot"]
 
     def frozen(self, task: int, model: Model) -> frozenset[str]:
-        """Names of the parameters that do not change after the first task."""
+        """Names of the parameters that do not change in a task: after the first one, and parts of a growing head."""
         if task == 0:
             return frozenset()
         layers = [layer for layer in model.layers if self._policy(layer, model) == "freeze"]
@@ -38,7 +38,7 @@ class LayerPolicy:
             policy = self._policy(by_path[max(after - 1, 0)], model) if by_path else ""
             if policy == "freeze" or self.norm_affine == "freeze" and policy != "finetune":
                 names.add(name)
-        return frozenset(names)
+        return model.old_head(task) | names
 
     def notes(self, model: Model) -> list[str]:
         """Lines for the user: projected, frozen and unprotected parameters of the model."""
