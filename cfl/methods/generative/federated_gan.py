@@ -79,11 +79,18 @@ class FederatedGAN:
         orders = (torch.randperm(len(client), generator=source) for _ in range(given(self.iterations)))
         return client.gathered((order[: self.batch].to(client.device) for order in orders), key)
 
-    def pictures(self, generator: Tree, count: int, model: Model) -> Tensor:
-        """Images that a generator draws of the first `count` classes, as `by_class` arranges them."""
+    def images(self, server: Server, model: Model) -> Tensor | None:
+        """Images of the global generator (classes so far, 8, channels, height, width) uint8, a class a row.
+
+        None for inputs that are no 8-bit images, and until the server has "shown": the number of "classes" so far.
+        """
+        if "shown" not in server or len(model.input_shape) != 3:
+            return None
         source, scale = rng.generator(rng.key(model.seed, "fedcil", "images")), Pixels(None, None)
+        count = int(server["shown"]["classes"])
         classes = torch.arange(count, device=acgan.device_of(model)).repeat_interleave(COLUMNS)
-        return by_class(stored(self.gan(model, 0, scale).fakes(generator, classes, source).x, scale), classes)
+        drawn = self.gan(model, 0, scale).fakes(server["generator"], classes, source)
+        return by_class(stored(drawn.x, scale), classes)
 
 
 def joined(params: Tree, critic: Tree, generator: Tree) -> Tree:

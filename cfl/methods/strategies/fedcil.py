@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from cfl.contract import Client, Gathers, Phase, RoundInfo, Server, Strategy, TreesByOwner
 from cfl.core import Tree, option, plugins, rng, tree
@@ -140,15 +139,6 @@ class FedCIL(FederatedGAN, Strategy):
             for _ in range(given(self.consolidation)):
                 game.step([pool(gan, group, self.batch, source) for group in groups], gan.known, keep=False)
         return game.leaves
-
-    def images(self, server: Server, model: Model) -> Tensor | None:
-        """Images of the global generator (classes so far, 8, channels, height, width) uint8, a class a row.
-
-        None for inputs that are no 8-bit images, and before the server has a trained generator.
-        """
-        if "shown" not in server or len(model.input_shape) != 3:
-            return None
-        return self.pictures(server["generator"], int(server["shown"]["classes"]), model)
 
     def _travels(self, task: int) -> bool:
         return task > 0 or self.share == "always"
