@@ -49,17 +49,12 @@ def _normalised(planes: int) -> nn.Module:
     return nn.BatchNorm2d(planes, track_running_stats=False)  # the generator always runs in training mode
 
 
-class VectorGenerator(nn.Sequential):
-    """Maps latent vectors (n, latent) to samples (n, size) that are no images, through 2 `width` hidden units."""
-
-    def __init__(self, latent: int, width: int, size: int) -> None:
-        norm = nn.BatchNorm1d(2 * width, track_running_stats=False)
-        super().__init__(nn.Linear(latent, 2 * width), norm, nn.LeakyReLU(0.2), nn.Linear(2 * width, size))
-
-
 def build(latent: int, width: int, shape: Sequence[int]) -> nn.Module:
-    """Make the generator of samples of a shape, (channels, height, width) or (size,)."""
-    return ImageGenerator(latent, width, shape) if len(shape) == 3 else VectorGenerator(latent, width, math.prod(shape))
+    """Make the generator of samples of a shape, (channels, height, width) or else through 2 `width` hidden units."""
+    if len(shape) == 3:
+        return ImageGenerator(latent, width, shape)
+    norm = nn.BatchNorm1d(2 * width, track_running_stats=False)
+    return nn.Sequential(nn.Linear(latent, 2 * width), norm, nn.LeakyReLU(0.2), nn.Linear(2 * width, math.prod(shape)))
 
 
 @cache
