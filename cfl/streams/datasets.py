@@ -78,7 +78,8 @@ def load(name: str, data_root: Path | str | None = None, download: bool = False)
         )
     root, file = Path(place), Path(place) / f"{name}.npz"
     if file.exists() and not (source.read is _from_medmnist and _is_medmnist(file)):
-        return _from_npz(file, source)
+        again = "delete it and add --download, or " if source.loader else ""
+        return _checked(npz.read(file, _NAMES, again), str(file), source.classes)
     if source.read and (download and source.loader or (root / source.place).exists()):
         return source.read(name, source, root, download)
     raise DataError(
@@ -130,11 +131,6 @@ def pooled(arrays: Arrays, mean: tuple[float, ...] | None = None, std: tuple[flo
     """
     first, second = (None if c is None else torch.tensor(c, dtype=torch.float32).view(-1, 1, 1) for c in (mean, std))
     return Pool(torch.cat([arrays.x_train, arrays.x_test]), first, second)
-
-
-def _from_npz(path: Path, source: _Source) -> Arrays:
-    again = "delete it and add --download, or " if source.loader else ""
-    return _checked(npz.read(path, _NAMES, again), str(path), source.classes)
 
 
 def _checked(arrays: dict[str, np.ndarray], place: str, classes: int) -> Arrays:
