@@ -113,14 +113,9 @@ def subspaces(groups: Sequence[RunGroup]) -> Iterator[Panel]:
         for field, title in titles.items():
             layers = list(dict.fromkeys(name for tasks in reports for one in tasks for name in one.get(field, ())))
             if layers:
-                by_layer = [[[_share(one, field, name) for one in tasks] for tasks in reports] for name in layers]
+                # None becomes NaN
+                by_layer = [[[one.get(field, {}).get(name) for one in tasks] for tasks in reports] for name in layers]
                 yield Panel(group.label, title, np.array([_mean(_stacked(rows)) for rows in by_layer]), layers)
-
-
-def _share(report: Mapping[str, Any], field: str, name: str) -> float:
-    """A layer's figure after a task, NaN if there is none."""
-    share = report.get(field, {}).get(name)
-    return np.nan if share is None else share
 
 
 def _lines(title: str, series: Sequence[Series], **look: Any) -> Figure:
