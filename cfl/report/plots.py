@@ -67,7 +67,7 @@ def lines(series: Sequence[Series], *, about: str, marks: bool = True, breaks: S
     marks: draw markers; breaks: positions of vertical lines, such as starts of tasks; axes: properties, such as xlabel.
     """
     with _drawing():
-        figure, plot = _svg_figure()
+        figure, plot = _figure(1, *_SIZE)
         for one in series:
             _curve(plot, one, one.style.marker if marks else "")
         for place in breaks:
@@ -127,7 +127,7 @@ def _wrapped(text: str, width: int) -> str:
 def bars(names: Sequence[str], series: Sequence[Series], *, about: str, **axes: Any) -> str:
     """SVG with a bar per name and group, and its standard deviation. about, axes: as for `lines`."""
     with _drawing():
-        figure, plot = _svg_figure()
+        figure, plot = _figure(1, *_SIZE)
         width = 0.84 / len(series)
         for number, one in enumerate(series):
             places = one.x + (number - (len(series) - 1) / 2) * width
@@ -234,18 +234,13 @@ def _ticks(tasks: int) -> list[int]:
     return list(range(0, tasks, 1 + tasks // 16))
 
 
-_SIZE = 4.9, 2.95  # inches: on a phone, text is as large as a footnote
+_SIZE = 2.95, 4.9  # inches, height and width: on a phone, text is as large as a footnote
 
 
 def _drawing() -> AbstractContextManager[None]:
     from matplotlib import rc_context
 
     return rc_context(fname=str(files("cfl") / "report" / "page.mplstyle"))
-
-
-def _svg_figure() -> tuple[Any, Any]:
-    width, height = _SIZE
-    return _figure(1, height, width)
 
 
 def _svg(figure: Any, about: str) -> str:
