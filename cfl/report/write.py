@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Sequence
 from datetime import date
-from functools import partial
 from pathlib import Path
 
 from cfl.core import ConfigError, warn
@@ -12,18 +11,14 @@ from cfl.report import figures, html, runs, spreadsheet, tables, unfinished
 from cfl.report.overview import overview
 from cfl.report.runs import Found
 
-
-def _figure(kind: str, found: Found, highlight: str | None) -> bytes:
-    return figures.stream(runs.scenes(found.runs), kind, highlight)
-
-
 _LINES = (".html", ".png", ".pdf")  # reports with lines that --highlight makes wide
 _KINDS: dict[str, Callable[[Found, str | None], str | bytes]] = {
     ".html": lambda found, highlight: html.page(found, date=date.today().isoformat(), highlight=highlight),
     ".csv": lambda found, _: spreadsheet.text(found),
     ".md": lambda found, _: tables.markdown(*overview(runs.scenes(found.runs))),
     ".tex": lambda found, _: tables.latex(*overview(runs.scenes(found.runs))),
-    **{f".{kind}": partial(_figure, kind) for kind in ("png", "pdf")},
+    ".png": lambda found, highlight: figures.stream(runs.scenes(found.runs), "png", highlight),
+    ".pdf": lambda found, highlight: figures.stream(runs.scenes(found.runs), "pdf", highlight),
 }
 
 
