@@ -108,11 +108,12 @@ class Inversion:
         later = frozenset().union(*heads) - frozenset().union(*heads[: info.task + 1])
         known = {name: leaf for name, leaf in params.items() if name not in later}
         weights = redrawn(known, model, rng.generator(rng.key(key, "student")))
+        momentum = {name: torch.zeros_like(leaf) for name, leaf in weights.items() if model.is_parameter(name)}
         return {
             "synthetic": {"x": generators.stored(empty, info.pixels), **scale},
             "labels": {"own": none, "y": none},
             "generator": {**first, **tree.under("adam", _ADAM.init(first))},
-            "student": {**weights, **tree.under("sgd", tree.map(torch.zeros_like, _trained(weights, model)))},
+            "student": {**weights, **tree.under("sgd", momentum)},
             "statistics": {},
         }
 
@@ -244,18 +245,12 @@ def redrawn(params: Tree, model: Model, source: torch.Generator) -> Tree:
         elif leaf.dim() > 1:
             fan = leaf[0].numel() + len(leaf) * leaf[0, 0].numel()
             new[name] = torch.randn(leaf.shape, generator=source).to(leaf) * (2 / fan) ** 0.5
-        elif name in model.norms:
-            still = name.partition("@")[0].endswith("bias")
-            new[name] = (
-                torch.zeros_like(leaf) if still else 1 + 0.02 * torch.randn(leaf.shape, generator=source).to(leaf)
-            )
+        elif name in model.norms and name.partition("@")[0].endswith("bias"):
+            new[name] = torch.zeros_like(leaf)
         else:
-            new[name] = torch.randn(leaf.shape, generator=source).to(leaf)
+            values = torch.randn(leaf.shape, generator=source).to(leaf)
+            new[name] = 1 + 0.02 * values if name in model.norms else values
     return new
-
-
-def _trained(weights: Tree, model: Model) -> Tree:
-    return {name: leaf for name, leaf in weights.items() if model.is_parameter(name)}
 
 
 def _split(whole: Tree, group: str) -> tuple[Tree, Tree]:
