@@ -70,14 +70,14 @@ def check_rounds(session: Session, plain: Session, faults: Faults) -> None:
         ]
         # The state of a regularizer ends with its task, so compare it within the task only.
         prefix = "" if tasks[position + 1 : position + 2] in ([], [task]) else f"{STRATEGY}/"
-        after = {id: _begun(leaves, prefix) for id, leaves in session.state.clients.items()}
+        after = {id: _with_prefix(leaves, prefix) for id, leaves in session.state.clients.items()}
         for outcome in alone:
             for id, leaves in outcome.states.items():
-                if differing := [*unlike(_begun(leaves, prefix), after.get(id, {}))]:
+                if differing := [*unlike(_with_prefix(leaves, prefix), after.get(id, {}))]:
                     text = "the state of a client depends on the other clients in the round, or on their order"
                     faults.add(hook, f"{text} ({few(differing, 2)}); use only the state that the hook gets and returns")
         for id, leaves in kept.items():
-            if id not in info.clients and (differing := [*unlike(_begun(leaves, prefix), after[id])]):
+            if id not in info.clients and (differing := [*unlike(_with_prefix(leaves, prefix), after[id])]):
                 text = "the state of a client changes in a round without it"
                 faults.add(hook, f"{text} ({few(differing, 2)}); do not write to a state in place")
 
@@ -90,7 +90,7 @@ def _check_kept(session: Session, shared: TreesByOwner, first: TreesByOwner, fau
             faults.add("broadcast", f"{text}; send the same tree in all rounds of the task, or leave it out of `kept`")
 
 
-def _begun(leaves: Tree, prefix: str) -> Tree:
+def _with_prefix(leaves: Tree, prefix: str) -> Tree:
     return {name: leaf for name, leaf in leaves.items() if name.startswith(prefix)}
 
 

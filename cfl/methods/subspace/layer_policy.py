@@ -27,7 +27,7 @@ class LayerPolicy:
         return [layer for layer in model.layers if self._policy(layer, model) == "fot"]
 
     def frozen(self, task: int, model: Model) -> frozenset[str]:
-        """Names of the parameters that do not change in a task: after the first one, and parts of a growing head."""
+        """Names of the parameters that do not change in a task; in the first one all change."""
         if task == 0:
             return frozenset()
         layers = [layer for layer in model.layers if self._policy(layer, model) == "freeze"]
