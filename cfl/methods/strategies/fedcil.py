@@ -102,13 +102,13 @@ class FedCIL(FederatedGAN, Strategy):
         taught = travels and not tree.equal(shared["generator"], gan.initial)  # else the server's is not trained yet
         generator = shared["generator"] if taught else tree.part(state, "generator") or gan.initial
         game = self.game(gan, joined(params, shared["critic"], generator), classes, info.frozen, source, state)
+        later = taught and info.round  # consistency enforcement, from the second round of a task
         strengths = (given(self.alpha), given(self.beta), given(self.gamma))
         with acgan.training(info.model, rng.key(info.key, "dropout", client.id)):
             for batch in self.batches(client, source, rng.key(info.key, "augment", client.id)):
                 reals = [Labelled(batch.x, gan.classes_of(batch.y))]
                 if len(past):  # section 2.2: as many images of the client's earlier classes
                     reals.append(gan.fakes(tree.part(state, "old"), choose(past, len(batch.y), source), source))
-                later = taught and info.round  # consistency enforcement, from the second round of a task
                 extra = game.consistency(shared["generator"], reals[0], gan.known, strengths) if later else None
                 game.step(reals, classes, extra)
         up = {name: leaf for name, leaf in game.leaves.items() if travels or not name.startswith("generator/")}
