@@ -94,11 +94,6 @@ def dump(config: RunConfig) -> dict[str, Any]:
     return config.model_copy(update=filled(config)).model_dump(mode="json")
 
 
-def json_schema() -> dict[str, Any]:
-    """Return the JSON schema of `config.yaml`."""
-    return RunConfig.model_json_schema()
-
-
 def filled(config: RunConfig) -> dict[str, Any]:
     """Check the options of the model, the strategy and the regularizers, and fill in their defaults."""
     of_model = models.filled(config.model.name, config.model.options, config.model.weights)

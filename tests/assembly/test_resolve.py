@@ -3,7 +3,7 @@ import copy
 import pytest
 import yaml
 
-from cfl.assembly.resolve import dump, json_schema, load, resolve
+from cfl.assembly.resolve import dump, load, resolve
 from cfl.config.overrides import merged, read_yaml
 from cfl.config.presets import preset
 from cfl.config.schema import RunConfig
@@ -312,12 +312,6 @@ def test_unreadable_files_are_named(tmp_path):
         resolve(file=bad)
     with pytest.raises(ConfigError, match="no benchmark is given"):
         resolve()
-
-
-def test_the_json_schema_knows_every_option_and_refuses_others():
-    schema = json_schema()
-    assert set(schema["properties"]) == set(RunConfig.model_fields)
-    assert schema["additionalProperties"] is False
 
 
 @pytest.mark.parametrize(
