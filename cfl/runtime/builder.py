@@ -73,7 +73,7 @@ def build_session(
     members: Mapping[str, LocalRegularizer],
     own: nn.Module | None = None,
     folder: RunFolder | None = None,
-    sink: Sink | None = None,
+    sink: Sink = NullSink(),
     data_root: Path | None = None,
     place: Place = HERE,
     callbacks: Sequence[Callback] = (),
@@ -85,7 +85,6 @@ def build_session(
     Measures which engine is fastest if the configuration leaves that open. Raises ConfigError if the configuration, the
     methods, the model and the stream do not fit together, or a package is missing.
     """
-    sink = NullSink() if sink is None else sink
     built = methods.build(config)
     label = config.label if members == built else "+".join(_names(config, members, built))
     stream, validation = _prepared(stream, config)

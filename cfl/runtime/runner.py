@@ -103,7 +103,7 @@ def carry_out(
     network: nn.Module | None = None,
     output: Path | str | None = None,
     resume: bool = False,
-    sink: Sink | None = None,
+    sink: Sink = NullSink(),
     data_root: Path | None = None,
     observe: Observer | None = None,
     place: Place = HERE,
@@ -111,7 +111,7 @@ def carry_out(
 ) -> Result:
     """Run a configuration with these objects, as `run` does. place: where the clients are."""
     with contextlib.ExitStack() as at_end:
-        settings = _compiling(settings, NullSink() if sink is None else sink)
+        settings = _compiling(settings, sink)
         folder = RunFolder(output, resume=resume) if output is not None else None
         if folder is not None:
             at_end.callback(folder.close)
