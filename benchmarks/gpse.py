@@ -208,7 +208,6 @@ def client(repeats: int) -> list[dict[str, Any]]:
             strategy = FOT(**options)
             engine = LoopEngine(
                 model,
-                strategy,
                 ComposedMethod({"strategy": strategy}),
                 optim.sgd(),
                 epochs=1,

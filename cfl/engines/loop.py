@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cfl.aggregation.gaussian import SampleNoise
 from cfl.aggregation.plain import UploadSum
-from cfl.contract import MEMORY, Batch, Client, Gathers, RoundInfo, RoundInputs, Strategy, TreesByOwner
+from cfl.contract import MEMORY, Batch, Client, Gathers, RoundInfo, RoundInputs, TreesByOwner
 from cfl.contract.composed import STRATEGY, ComposedMethod
 from cfl.contract.finite import any_of
 from cfl.core import RAW, HookError, Tree, UpdateError, rng, tree
@@ -53,7 +53,6 @@ class LoopEngine(Engine):
     """
 
     model: Model
-    strategy: Strategy
     composed: ComposedMethod
     optimizer: Optimizer
     epochs: int
@@ -94,8 +93,8 @@ class LoopEngine(Engine):
         return found
 
     def fault(self, inputs: RoundInputs, client: Client) -> str:
-        watched, why, steep = Watched(self.composed), "its upload is not finite; ", self.composed.steep_options()
-        twin = replace(self, composed=watched, strategy=watched.strategy)
+        twin = replace(self, composed=Watched(self.composed))
+        why, steep = "its upload is not finite; ", self.composed.steep_options()
         try:
             for again, params, _, state, _ in twin._finished(inputs._replace(clients=[client])):
                 if inputs.info.phase.work:
@@ -153,7 +152,7 @@ class LoopEngine(Engine):
             self.model.evaluation(),
             rng.fork(key, client.device),
         ):
-            upload, own = self.strategy.work(params, client, shared, own, info)
+            upload, own = self.composed.strategy.work(params, client, shared, own, info)
         if info.phase.stores and upload:
             raise UpdateError(
                 f"work uploads {list(upload)} in a phase with stores=True ({info.place}), whose results stay on the "

@@ -236,7 +236,6 @@ def _engine(
         compile=compile,
         known=[rounds.model, rounds.public or (), *rounds.population.train, *rounds.population.reversed.values()],
         model=rounds.model,
-        strategy=rounds.strategy,
         composed=rounds.composed,
         optimizer=optim.build(config.local.optimizer, config.local.momentum, config.local.weight_decay),
         epochs=config.local.epochs,

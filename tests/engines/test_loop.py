@@ -44,9 +44,7 @@ def make_model(make=plain, multi_head=False, shape=(4,), **options):
 def engine_of(model, strategy=None, locals_=None, **options):
     strategy = strategy or Strategy()
     defaults = dict(optimizer=optim.sgd(), epochs=1, batch_size=8, weights="samples", on_bad_update="raise")
-    return LoopEngine(
-        model, strategy, ComposedMethod({"strategy": strategy, **(locals_ or {})}), **{**defaults, **options}
-    )
+    return LoopEngine(model, ComposedMethod({"strategy": strategy, **(locals_ or {})}), **{**defaults, **options})
 
 
 def info_of(model, clients, task=0, round=0, phase=Phase("train"), lr=LR):
@@ -59,11 +57,11 @@ def run(engine, samples, rows, server=None, task=0, round=0, lr=LR, states=None,
     """Run one round and return the outcome and the server's new trees. rows: client id to its rows."""
     info = info_of(engine.model, rows, task, round, lr=lr)
     server = server or {"params": engine.model.params}
-    shared = engine.strategy.broadcast(server, info)
+    shared = engine.composed.strategy.broadcast(server, info)
     states = states or {id: engine.composed.client_state(None, shared["params"], engine.model) for id in rows}
     clients = [Client(id, {task: Share(samples, torch.tensor(own))}, task, (task,)) for id, own in rows.items()]
     outcome = engine.round(RoundInputs(info, shared, clients, states))
-    return outcome, engine.strategy.absorb(server, outcome.mean, info, server_lr)
+    return outcome, engine.composed.strategy.absorb(server, outcome.mean, info, server_lr)
 
 
 @pytest.mark.parametrize("size", [24, 21, 17])  # with batches of 8: even, ragged, and a last batch of one sample

@@ -91,7 +91,7 @@ def engine_of(strategy, model=None, epochs=2):
     with rng.fork(1):
         model = model or Model(mlp((8,), 2, hidden=(4,)), (8,), [2, 2, 2], multi_head=False)
     composed = ComposedMethod({"strategy": strategy})
-    return LoopEngine(model, strategy, composed, optim.sgd(), epochs, 5, weights="samples", on_bad_update="raise")
+    return LoopEngine(model, composed, optim.sgd(), epochs, 5, weights="samples", on_bad_update="raise")
 
 
 def play(engine, states, clients, phase=Phase("train"), round=0):

@@ -214,7 +214,7 @@ def test_every_method_equals_its_run_with_the_loop_engine(method, multi_head, en
 def engine_of(name, model, strategy=None, rules=None, block=None, workers=2, **options):
     strategy = strategy or Strategy()
     defaults = dict(optimizer=optim.sgd(), epochs=1, batch_size=4, weights="samples", on_bad_update="raise")
-    parts = dict(model=model, strategy=strategy, composed=ComposedMethod({"strategy": strategy, **(rules or {})}))
+    parts = dict(model=model, composed=ComposedMethod({"strategy": strategy, **(rules or {})}))
     return engines.build(
         name, block=block, cohort=9, workers=workers, known=[model], **parts, **{**defaults, **options}
     )
