@@ -1,7 +1,7 @@
 """What a run is made of beyond its options: data, network, methods, and the code of other packages, each as a hash."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -23,6 +23,7 @@ CHECKPOINTS = "in its checkpoints"
 SOURCES = ("the model in", "the tokenizer")  # parts of `code` whose files may be gone when a run is finished
 
 
+@dataclass(eq=False)
 class Fingerprint:
     """What the checkpoints of a run depend on.
 
@@ -31,30 +32,25 @@ class Fingerprint:
     start: the initial parameters if some were taken from another run or from pretrained weights, else empty.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        composed: ComposedMethod,
-        network: nn.Module,
-        stream: Stream,
-        public: bool,
-        own: bool,
-        states: str = CHECKPOINTS,
-        start: Tree | None = None,
-    ) -> None:
-        self.config, self.composed, self.network, self.stream = config, composed, network, stream
-        self._public, self._own_network, self.states, self._start = public, own, states, start or {}
+    config: RunConfig
+    composed: ComposedMethod
+    network: nn.Module
+    stream: Stream
+    public: bool
+    own: bool
+    states: str
+    start: Tree
 
     @cached_property
     def text(self) -> str:
         """Hash of options and parts. Checkpoints store it."""
-        start = {"starting model": content.digest(self._start)} if self._start else {}
+        start = {"starting model": content.digest(self.start)} if self.start else {}
         return checkpoint.fingerprint({**decisive(resolve.dump(self.config)), "parts": self.parts, **start})
 
     @cached_property
     def parts(self) -> dict[str, str]:
         """Hashes of all that the options do not describe, by names for messages."""
-        return {**self.stream.digests(self._public), **self.without_data}
+        return {**self.stream.digests(self.public), **self.without_data}
 
     @cached_property
     def without_data(self) -> dict[str, str]:
@@ -67,10 +63,8 @@ class Fingerprint:
         """The fingerprint of a run with the first tasks alone. options: that differ, such as `tasks` and `rounds`."""
         own = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
         config, stream = self.config.model_copy(update=own), replace(self.stream, tasks=self.stream.tasks[:tasks])
-        start = {name: leaf for name, leaf in self._start.items() if int(name.partition("@")[2] or 0) < tasks}
-        return Fingerprint(
-            config, self.composed, self.network, stream, self._public, self._own_network, self.states, start
-        )
+        start = {name: leaf for name, leaf in self.start.items() if int(name.partition("@")[2] or 0) < tasks}
+        return replace(self, config=config, stream=stream, start=start)
 
     def changed(self, there: Options, parts: Mapping[str, str]) -> str:
         """Name the first thing that differs from the options and the parts in the run's folder; empty if unknown."""
@@ -84,7 +78,7 @@ class Fingerprint:
             if parts[name] != self.parts[name]:
                 return f"{name} changed since the run began"
         source = self.config.start or self.config.model.weights
-        return f"the model in '{source}' changed since the run began" if self._start else ""
+        return f"the model in '{source}' changed since the run began" if self.start else ""
 
     def changed_option(self, there: Options) -> str:
         """Name the first option that differs from those in the run's folder; empty if none does, or none are there."""
@@ -104,11 +98,11 @@ class Fingerprint:
 
     def _network(self) -> dict[str, str]:
         factory = plugins.models.get(self.config.model.name)
-        if not self._own_network and not content.foreign(factory):
+        if not self.own and not content.foreign(factory):
             leaves = {name: [str(leaf.dtype), list(leaf.shape)] for name, leaf in self.network.named_parameters()}
             return {"the network": content.digest(leaves)}
         kinds = {_name(part): type(part) for part in self.network.modules() if content.foreign(type(part))}
-        named = {} if self._own_network else {f"the code of model '{self.config.model.name}'": factory}
+        named = {} if self.own else {f"the code of model '{self.config.model.name}'": factory}
         named |= {f"the code of {name}": kind for name, kind in sorted(kinds.items())}
         return {name: content.digest(part) for name, part in {**named, "the network": self.network}.items()}
 
