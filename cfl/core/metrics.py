@@ -56,15 +56,14 @@ def seen_accuracy(acc: np.ndarray) -> np.ndarray:
 
 def summary(acc: np.ndarray, sequential: bool) -> dict[str, float]:
     """ACC, FGT, BWT and learning accuracy; all but ACC are NaN if one model does not learn the tasks in sequence."""
-    after = {
-        "fgt": forgetting,
-        "fgt_max": forgetting_from_best,
-        "bwt": backward_transfer,
-        "learning_accuracy": learning_accuracy,
+    figures = {
+        "acc": average_accuracy(acc),
+        "fgt": forgetting(acc),
+        "fgt_max": forgetting_from_best(acc),
+        "bwt": backward_transfer(acc),
+        "learning_accuracy": learning_accuracy(acc),
     }
-    return {"acc": average_accuracy(acc)} | {
-        name: measure(acc) if sequential else float("nan") for name, measure in after.items()
-    }
+    return figures if sequential else dict.fromkeys(figures, math.nan) | {"acc": figures["acc"]}
 
 
 def percent(value: float | None, decimals: int = 1) -> str:
