@@ -18,10 +18,6 @@ from cfl.core.tree import Tree
 _FUSED = (torch.float32, torch.float64)
 
 
-def _never(grads: Tree, params: Tree) -> bool:
-    return False
-
-
 class Optimizer(NamedTuple):
     """init(params) -> state; update(grads, state, params, lr, step) writes to params and state; step counts from 0.
 
@@ -34,7 +30,7 @@ class Optimizer(NamedTuple):
     init: Callable[[Tree], Tree]
     update: Callable[[Tree, Tree, Tree, float | Tensor, int], None]
     momentum: float = 0.0
-    fuses: Callable[[Tree, Tree], bool] = _never
+    fuses: Callable[[Tree, Tree], bool] = lambda grads, params: False
 
 
 def sgd(momentum: float = 0.0, weight_decay: float = 0.0) -> Optimizer:
