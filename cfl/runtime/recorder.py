@@ -79,6 +79,7 @@ class Recorder:
                 self._check_replaced(self.folder)
             self.folder.truncate_rounds(self.state.done)
             self.folder.truncate_sheets(len(self.state.reports))
+            self.callbacks.begin(read_rows(self.folder.path))
             if (before := len(self.state.accuracy_matrix)) < tasks:
                 extend(self.state, fresh, self.rounds, self.fingerprint, self.folder)
                 keep_metrics(self.folder.path, before)
@@ -91,10 +92,6 @@ class Recorder:
             self.folder.remove_error()  # of an earlier session
         self.sink.start(config, notes, total)
         self._clock = time.monotonic()  # a sink may take seconds to start
-
-    def rows(self) -> list[dict[str, Any]]:
-        """The rows of all completed rounds; empty without a folder."""
-        return read_rows(self.folder.path) if self.folder is not None else []
 
     def images(self, task: int, made: Tensor | None) -> None:
         """Write the images that the strategy has made by the end of a task as a contact sheet."""

@@ -66,8 +66,6 @@ class Session:
         if self.config.eval_later and self.strategy.sequential:
             self.initial_accuracy = self._accuracies(range(len(self.stream)), None)
         self.recorder.start(self.config, self.about, self.notes, resume)
-        if self.recorder.callbacks and self.state.done:
-            self.recorder.callbacks.begin(self.recorder.rows())
 
     def conclude_pending(self) -> None:
         """Conclude the round after which a callback failed, if the last session ended so."""
