@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from cfl.aggregation.plain import UploadSum
+from cfl.config.schema import RunConfig
 from cfl.contract import Client, RoundInputs, Share
 from cfl.core import ConfigError, UpdateError, machine
 from cfl.engines.base import Engine
@@ -52,25 +53,22 @@ def undecided(engine: str, block: int | None) -> bool:
 
 
 def choose(
-    engine: str,
-    block: int | None,
-    workers: int,
-    threads: int,
+    config: RunConfig,
     device: torch.device,
     build: Callable[[str, int | None, bool], Engine],
     inputs: RoundInputs,
-    batch_size: int,
-    compile: bool | None = None,
-    rounds: int = 1,
+    rounds: int,
 ) -> Choice:
-    """Return the fastest choice for `engine`, timed on the first steps of a round whose results are discarded.
+    """Return the fastest choice for `config.engine`, timed on the first steps of a round; their results are discarded.
 
-    build: makes the engine of a name and a block, with compiled steps or without; inputs: of the round.
-    engine, block, workers, threads, batch_size, compile: as configured; a given block is kept.
+    config: of the run; a given block is kept.
+    build: makes the engine of a name and a block, with compiled steps or without; inputs: of the round;
     rounds: number of such rounds in the run, which decides whether compiled steps pay.
     With engine=auto, choices that fail are left out, and with compile=True those whose steps are never compiled. With a
     named engine, an error of its smallest block is raised.
     """
+    engine, block, threads, compile = config.engine, config.block, config.threads, config.compile
+    workers, batch_size = config.workers or machine.cores(), config.local.batch_size
     short = [_shortened(client, batch_size) for client in inputs.clients[:CLIENTS]]
     trials = _Trials(build, device, workers, inputs._replace(clients=short))
     engines = _engines(workers, threads, device) if engine == "auto" else [(engine, threads)]

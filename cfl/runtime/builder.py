@@ -258,16 +258,5 @@ def _with_measured_engine(
     first = next((each for each in inputs if each.clients), None)
     if first is None:  # no client ever trains, so that nothing can be measured
         return config.model_copy(update={"engine": "loop"} if config.engine == "auto" else {})
-    choice = choose(
-        config.engine,
-        config.block,
-        config.workers or machine.cores(),
-        config.threads,
-        machine.device(config.device),
-        make,
-        first,
-        config.local.batch_size,
-        config.compile,
-        len(training),
-    )
+    choice = choose(config, machine.device(config.device), make, first, len(training))
     return config.model_copy(update=choice._asdict())

@@ -9,6 +9,7 @@ import torch
 import yaml
 
 import cfl
+from cfl import RunConfig
 from cfl.contract import Client, RoundInputs, Share
 from cfl.core import UpdateError, machine
 from cfl.engines import choose as module
@@ -37,15 +38,12 @@ class Trials:
         self.engines.append(Trial(self, name, block, compile))
         return self.engines[-1]
 
-    def choose(
-        self, engine, block=None, workers=1, threads=1, clients=20, device=CPU, batch_size=2, shares=None, **more
-    ):
+    def choose(self, engine, clients=20, device=CPU, batch_size=2, shares=None, rounds=1, **options):
+        config = RunConfig(benchmark="toy", engine=engine, local={"batch_size": batch_size}, **{"workers": 1} | options)
         info = info_of(model_of(), range(clients))
         shares = shares or {0: Share(samples_of(9), torch.arange(9))}
         members = [Client(id, shares, 0, (0,)) for id in range(clients)]
-        found = choose(
-            engine, block, workers, threads, device, self.build, RoundInputs(info, {}, members, {}), batch_size, **more
-        )
+        found = choose(config, device, self.build, RoundInputs(info, {}, members, {}), rounds)
         assert all(trial.closed for trial in self.engines)
         return found
 
