@@ -1,14 +1,8 @@
-"""Whether a `torch.func` transform is running, by a private function of torch, or a fallback without it."""
+"""Whether a `torch.func` transform is running, by a private function of torch: setup.cfg bounds torch for that."""
 
-try:
-    from torch._C._functorch import peek_interpreter_stack
-except ImportError:  # a later torch may rename it: setup.cfg bounds torch for that reason
-    peek_interpreter_stack = None  # type: ignore[assignment]
+from torch._C._functorch import peek_interpreter_stack
 
 
 def transforming() -> bool:
-    """True inside a `torch.func` transform, and if torch cannot tell.
-
-    Callers take a faster way outside transforms, so a wrong True costs time and changes no result.
-    """
-    return peek_interpreter_stack is None or peek_interpreter_stack() is not None
+    """True inside a `torch.func` transform; callers take a faster way outside."""
+    return peek_interpreter_stack() is not None
