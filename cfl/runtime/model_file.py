@@ -16,14 +16,6 @@ from cfl.streams import Stream
 _Size = Annotated[int, Field(ge=1)]
 
 
-class _Pixels(BaseModel):
-    """Numbers or nested lists of them, see `Pixels`."""
-
-    model_config = ConfigDict(extra="forbid")
-    mean: list[Any] | float | None = None
-    std: list[Any] | float | None = None
-
-
 class _About(BaseModel):
     """Contents of model.json, see `contents`; earlier versions wrote no vocabulary, regularizers or masks."""
 
@@ -35,7 +27,7 @@ class _About(BaseModel):
     scenario: Literal["task", "domain", "class"]
     stream: str
     tasks: list[str]
-    pixels: _Pixels
+    pixels: dict[Literal["mean", "std"], list[Any] | float | None]  # see `Pixels`
     model: str | None
     strategy: str | None
     regularizers: list[str] = []
