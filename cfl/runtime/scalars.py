@@ -13,10 +13,6 @@ Scalars = Mapping[str, float]
 class ScalarSink(NullSink, ABC):
     """Base of sinks that write scalars by number of completed rounds. A subclass defines `_write`."""
 
-    def __init__(self) -> None:
-        self._step = 0
-        self._config: RunConfig | None = None
-
     def start(self, config: RunConfig, notes: list[str], total_rounds: int) -> None:
         """Keep the configuration: the first round tells where a resumed run continues."""
         self._config, self._step = config, total_rounds

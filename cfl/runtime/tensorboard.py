@@ -18,7 +18,6 @@ class TensorBoardSink(ScalarSink):
     """
 
     def __init__(self, folder: Path) -> None:
-        super().__init__()
         packages.need("tensorboard", "a sink for TensorBoard (--tensorboard)")
         self._folder = folder
         self._writer: Any = None
@@ -33,9 +32,8 @@ class TensorBoardSink(ScalarSink):
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self._folder), purge_step=self._step)
-            if self._config is not None:
-                text = yaml.safe_dump(dump(self._config), sort_keys=False)
-                self._writer.add_text("config", f"```\n{text}```", self._step)
+            text = yaml.safe_dump(dump(self._config), sort_keys=False)
+            self._writer.add_text("config", f"```\n{text}```", self._step)
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, self._step)
         self._writer.flush()

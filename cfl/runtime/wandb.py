@@ -20,7 +20,6 @@ class WandbSink(ScalarSink):
     """
 
     def __init__(self, folder: Path) -> None:
-        super().__init__()
         packages.need("wandb", "a sink for Weights & Biases (--wandb)")
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb reads it when it is imported
         self._wandb = import_module("wandb")
@@ -64,5 +63,4 @@ class WandbSink(ScalarSink):
             self._run = None
 
     def _write(self, scalars: Scalars) -> None:
-        if self._run is not None:
-            self._run.log(dict(scalars), step=self._step)
+        self._run.log(dict(scalars), step=self._step)
