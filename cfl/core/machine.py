@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -61,6 +62,18 @@ def keep_memory() -> None:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD
         mallopt(-1, 256 << 20)  # M_TRIM_THRESHOLD
+
+
+@contextlib.contextmanager
+def log_level(name: str, level: int) -> Iterator[None]:
+    """Set the level of a logger inside the block."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @contextlib.contextmanager

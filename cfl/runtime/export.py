@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
-from cfl.core import ConfigError, Tree, files, packages, unknown
+from cfl.core import ConfigError, Tree, files, machine, packages, unknown
 
 
 def write(path: Path, network: nn.Module, leaves: Tree, about: Mapping[str, Any]) -> Path:
@@ -42,11 +42,9 @@ def _onnx(network: nn.Module, leaves: Tree, about: Mapping[str, Any]) -> bytes:
     packages.need("onnx", "an .onnx file")
     sample = torch.zeros(2, *about["input_shape"])
     batch = {0: torch.export.Dim("batch")}
-    said = logging.getLogger("torch.onnx")
-    level = said.level
-    said.setLevel(logging.ERROR)  # it lists torchvision's operators, which a network may not need
     try:
-        with warnings.catch_warnings():
+        # torch lists torchvision's operators, which a network may not need
+        with machine.log_level("torch.onnx", logging.ERROR), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = torch.onnx.export(
                 _holding(network, leaves), (sample,), input_names=["x"], output_names=["logits"],
@@ -54,8 +52,6 @@ def _onnx(network: nn.Module, leaves: Tree, about: Mapping[str, Any]) -> bytes:
             )  # fmt: skip
     except Exception as error:  # whatever torch raises for a network that it cannot trace
         raise ConfigError(f"torch cannot export this network to ONNX: {error}; export to .safetensors") from error
-    finally:
-        said.setLevel(level)
     assert program is not None
     if not program.model_proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param:
         raise ConfigError(

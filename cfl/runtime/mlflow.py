@@ -4,7 +4,6 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +14,7 @@ from filelock import FileLock
 from cfl.assembly.resolve import dump
 from cfl.config.overrides import flat
 from cfl.config.schema import RunConfig
-from cfl.core import packages, warn
+from cfl.core import machine, packages, warn
 from cfl.runtime.scalars import Scalars, ScalarSink
 
 _RUN = "mlflow-run"  # file in the run's folder: id of its run in the store
@@ -33,7 +32,6 @@ class MlflowSink(ScalarSink):
     """
 
     def __init__(self, folder: Path, store: str | None = None) -> None:
-        super().__init__()
         packages.need("mlflow", "a sink for MLflow (--mlflow)")
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # MLflow reads it when it is imported
         self._mlflow = import_module("mlflow")
@@ -46,7 +44,7 @@ class MlflowSink(ScalarSink):
         """Open the store, and find or begin the run there."""
         super().start(config, notes, total_rounds)
         self._folder.mkdir(parents=True, exist_ok=True)
-        with _quiet(), self._alone():
+        with machine.log_level("mlflow", logging.WARNING), self._alone():  # without remarks on the tables that it makes
             self._client = self._mlflow.MlflowClient(tracking_uri=self._store)
             if not self._continued():
                 self._begin(config)
@@ -114,15 +112,3 @@ class MlflowSink(ScalarSink):
         if self._step > self._written:
             entity, now = self._mlflow.entities.Metric, int(1000 * time.time())  # milliseconds
             self._client.log_batch(self._id, [entity(name, value, now, self._step) for name, value in scalars.items()])
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide remarks of MLflow, such as those on tables that it creates."""
-    said = logging.getLogger("mlflow")
-    level = said.level
-    said.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        said.setLevel(level)
