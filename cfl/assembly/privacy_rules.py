@@ -46,7 +46,7 @@ def check_schedule(phases: Iterable[Phase], owners: Mapping[int, int], config: R
                 f"a secure sum of one client is its upload, and only one holds data of task {task}: raise "
                 "partition.task_share or set secagg=none"
             )
-    cohorts = {phase.cohort for phase in phases if not (phase.diagnostic or phase.stores)} - {"none"}
+    cohorts = {phase.cohort for phase in phases if phase.protected} - {"none"}
     if config.sampling == "round" and "sampled" in cohorts and config.cohort < max(owners.values(), default=0):
         raise ConfigError(
             "everybody can compute the cohorts of sampling=round, so accomplices of the server may have chosen theirs; "
