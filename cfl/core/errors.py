@@ -104,9 +104,9 @@ def line_in(file: str, error: BaseException) -> int | None:
 def wanted(schema: Mapping[str, Any]) -> str:
     """Describe in words the values that a JSON schema accepts."""
     if "anyOf" in schema:
-        return " or ".join(f"'{one['const']}'" if "const" in one else wanted(one) for one in schema["anyOf"])
+        return " or ".join(map(wanted, schema["anyOf"]))
     if "const" in schema:
-        return f"'{schema['const']}' (this version has nothing else)"
+        return f"'{schema['const']}'"
     if "enum" in schema:
         return f"one of {', '.join(map(str, schema['enum']))}"
     if "pattern" in schema:
