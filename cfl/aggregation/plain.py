@@ -91,7 +91,8 @@ class UploadSum:
         for owner, total in combined.items():  # counters are not summed: those of the lowest id stay
             total |= {name: leaf for name, leaf in self._outlines[owner].items() if not leaf.is_floating_point()}
         stacks = [self._stacks[client] for client in sorted(self._stacks)]
-        return combined | {owner: tree.stack([each[owner] for each in stacks]) for owner in (stacks or [{}])[0]}
+        owners = stacks[0] if stacks else ()
+        return combined | {owner: tree.stack([each[owner] for each in stacks]) for owner in owners}
 
     def traffic(self) -> tuple[int, int]:
         """Bytes that all clients uploaded, and downloaded beside the broadcast; also of an aborted round."""
