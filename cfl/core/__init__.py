@@ -1,4 +1,4 @@
-"""The ground floor: trees, randomness, options, errors, registries. Nothing here imports from the floors above."""
+"""The lowest part: trees, randomness, options, errors, registries. It imports from no other part of `cfl`."""
 
 from cfl.core.errors import (
     RAW,

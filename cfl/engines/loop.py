@@ -93,12 +93,12 @@ class LoopEngine(Engine):
         return found
 
     def fault(self, inputs: RoundInputs, client: Client) -> str:
-        twin = replace(self, composed=Watched(self.composed))
+        watched = replace(self, composed=Watched(self.composed))
         why, steep = "its upload is not finite; ", self.composed.steep_options()
         try:
-            for again, params, _, state, _ in twin._finished(inputs._replace(clients=[client])):
+            for again, params, _, state, _ in watched._finished(inputs._replace(clients=[client])):
                 if inputs.info.phase.work:
-                    twin._work(inputs.info, inputs.shared, params, state, again)
+                    watched._work(inputs.info, inputs.shared, params, state, again)
         except NotFinite as error:
             why, steep = f"{error}; ", [*steep, "server.lr"] if error.early else steep
             why += "check what it computes, or " if error.early else ""

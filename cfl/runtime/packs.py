@@ -33,7 +33,7 @@ class _Pack:
         return sum(self.sizes.values())
 
     @property
-    def worn(self) -> bool:
+    def mostly_unused(self) -> bool:
         """Whether less than half of the file is needed."""
         return 2 * sum(self.sizes[name] for name in self.held) < self.size
 
@@ -59,7 +59,7 @@ class Packs:
         New packs are on disk afterwards, and older ones are not touched. Raises OSError.
         """
         selected = {name: pack.select(states) for name, pack in self._packs.items()}
-        packs = {name: pack for name, pack in selected.items() if not pack.worn}
+        packs = {name: pack for name, pack in selected.items() if not pack.mostly_unused}
         small = {name for name, pack in packs.items() if pack.size < SMALL}
         if len(small) > MANY:
             packs = {name: pack for name, pack in packs.items() if name not in small}

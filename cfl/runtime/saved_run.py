@@ -28,7 +28,7 @@ from cfl.streams.tensors import as_inputs
 
 @dataclass(eq=False)
 class SavedRun:
-    """A model that has lived on: what `cfl.load` returns.
+    """The model of a run, as `cfl.load` returns it.
 
     config: of the run; metrics: as in metrics.json, empty before the run has ended; model: the network and its tree of
     initial parameters; server: all trees of the server, such as "params" and a method's "basis"; latest: number of the
