@@ -101,8 +101,8 @@ ENGINES: dict[str, dict[str, Any]] = {  # blocks and processes are checked one a
     "flower": {"block": 1, "workers": 2, "flower": FlowerConfig(address="in-process")},
 }
 ADVICE = {
-    "vmapped": "hooks run under torch.func.vmap: use torch.where for branches, do not call .item(), and multiply by "
-    "ctx.batch.mask",
+    "vmapped": "hooks run under torch.func.vmap: use torch.where for branches, do not call .item(), index by "
+    "ctx.client[None] instead of ctx.client, and multiply by ctx.batch.mask",
     "pool": "client hooks run in other processes: keep nothing outside client states and the server's trees",
     "flower": "client hooks run on other machines: keep nothing outside client states and the server's trees",
 }

@@ -176,6 +176,20 @@ class BranchesLater(cfl.LocalRegularizer):
         return {name: leaf if leaf.norm().item() > 1 else 2 * leaf for name, leaf in grads.items()}
 
 
+@dataclass(frozen=True)
+class LooksUpItsWeight(cfl.LocalRegularizer):
+    """Weight the term by the client's own entry of what the server sends."""
+
+    as_row: bool = True
+
+    def provide(self, own, info):
+        return {"weights": torch.arange(info.population) / info.population}
+
+    def penalty(self, params, logits, ctx):
+        own = ctx.sent["weights"][ctx.client[None] if self.as_row else ctx.client]
+        return (own * logits.square().mean(dim=1, keepdim=True) * ctx.batch.mask[:, None]).sum()
+
+
 class BranchesInFinish(cfl.LocalRegularizer):
     def finish(self, params, ctx, steps):
         return {"norm": torch.tensor(float(sum(leaf.norm() for leaf in params.values())))}, ctx.state
@@ -479,6 +493,8 @@ def test_a_hook_that_reads_the_key_is_not_compared_under_vmap_however_small_the_
     [
         (KnowsItsProcess(), True, ("engine 'pool' gives '1.weight' that differs by", "keep nothing outside client")),
         (BranchesLater(), True, ("engine 'vmapped' fails: local training failed at", "use torch.where")),
+        (LooksUpItsWeight(as_row=False), True, ("engine 'vmapped' fails", "index by ctx.client[None]")),
+        (LooksUpItsWeight(), True, ()),
         (KnowsItsProcess(), False, ()),
         (MasksByKey(), True, ()),
     ],
