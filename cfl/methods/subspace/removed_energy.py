@@ -41,9 +41,10 @@ def warn_of_slow_layers(removed: Mapping[str, float], before: Tree, threshold: f
     new = [name for name, share in removed.items() if share > HALF >= before.get(name, 0)]
     if new:
         worst = max(new, key=removed.__getitem__)
+        above = sum(share > HALF for share in removed.values())
         warn(
             f"the projection removed {removed[worst]:.0%} of the energy of this task's steps in layer {worst!r}, "
-            f"and more than half in {len(new)} of {len(removed)} layers: the task's inputs overlap with earlier "
+            f"and more than half in {above} of {len(removed)} layers: the task's inputs overlap with earlier "
             f"ones, so it is learned slowly; a lower strategy.threshold (now {threshold:g}) protects less"
         )
 
