@@ -28,7 +28,11 @@ _WORDS = (
     "task. FGT is the mean accuracy lost since a task was learned. LA is the mean accuracy just after learning a task. "
     "MB are 1e6 bytes, summed over all clients and rounds. Seconds are the wall-clock time of all rounds."
 )
-_FWT = "FWT is the mean accuracy on a task just before learning it, less that of the initial model."
+_FURTHER = {  # columns of `tables.OPTIONAL`; epsilon has a section of its own
+    "fwt": "FWT is the mean accuracy on a task just before learning it, less that of the initial model.",
+    "validation_acc": "val. ACC is ACC on held-out training samples.",
+    "task_accuracy": "tasks % is the share of test samples whose task is inferred right.",
+}
 _BOLD = (
     "Bold: the best score, and every score that prints like it or whose paired difference from it has a 95 % interval "
     "that contains 0. If that holds for all, or if groups have fewer than two seeds or different ones, nothing is bold."
@@ -53,7 +57,7 @@ def page(found: Found, *, date: str, highlight: str | None = None) -> str:
         *(_lead(scene) for scene in shown if not several),
         _summary(shown, several),
         quiet(_WORDS),
-        quiet(_FWT) if any("fwt" in run.metrics for run in found.runs) else "",
+        *(quiet(text) for name, text in _FURTHER.items() if any(name in run.metrics for run in found.runs)),
         quiet(_BOLD) if any(len(scene.groups) > 1 and len(scene.groups[0].runs) > 1 for scene in shown) else "",
         *map(quiet, _missing(found)),
         section("Runs without results", *unfinished.parts(found), name="unfinished"),

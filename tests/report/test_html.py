@@ -237,6 +237,20 @@ def test_names_are_escaped(stored, tmp_path):
     assert other.tables[0][1][0] == name
 
 
+@pytest.mark.parametrize(
+    ("name", "title", "text"),
+    [
+        ("fwt", "FWT %", "FWT is the mean accuracy on a task just before learning it"),
+        ("validation_acc", "val. ACC %", "val. ACC is ACC on held-out training samples."),
+        ("task_accuracy", "tasks %", "tasks % is the share of test samples whose task is inferred right."),
+    ],
+)
+def test_the_page_explains_a_column_that_only_some_runs_have(name, title, text, stored, tmp_path, page):
+    shown = html.page(runs.read([changed(stored, tmp_path / "run", **{name: 0.5})]), date="")
+    assert title in Reader(shown).tables[0][0] and text in shown
+    assert text not in page
+
+
 def test_privacy_is_shown_if_a_run_has_it(stored, tmp_path, page):
     spent = {"epsilon": 2.0, "epsilon_by_client": {"0": 1.0, "1": 2.0}, "delta": 1e-5}
     run = changed(stored, tmp_path / "run", **spent, epsilon_of="all uploads", noise_multiplier=1.25)
