@@ -642,7 +642,8 @@ def test_evaluate_shows_all_tasks_of_a_benchmark_of_ones_own(tmp_path, monkeypat
     assert shown.count("classes 0 1") == 2 and f"ACC {100 * sum(last) / 2:.1f}%" in shown
     monkeypatch.setattr(plugins.benchmarks, "_items", {"permuted-digits": plugins.benchmarks.get("permuted-digits")})
     assert invoke("evaluate", "run") == 2
-    assert "has a stream of its own, 'twins'; pass --data" in capsys.readouterr().err
+    said = "a stream of its own, 'twins'; pass --data, or give the Python file that registers it to cfl-run --plugin"
+    assert said in capsys.readouterr().err
 
 
 DAMPED = """

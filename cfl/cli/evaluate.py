@@ -49,6 +49,9 @@ def evaluate(
     if task is not None:
         raise ConfigError("--task is for samples in --data; without --data, all tasks are evaluated")
     if "stream" in own_objects(run.about, run.config.benchmark):
-        raise ConfigError(f"the run in '{folder}' has a stream of its own, '{run.about['stream']}'; pass --data")
+        raise ConfigError(
+            f"the run in '{folder}' has a stream of its own, '{run.about['stream']}'; pass --data, or give the Python "
+            "file that registers it to cfl-run --plugin"
+        )
     stream = stream_of(run.config, data_root, download, public=methods.need_public(methods.build(run.config)))
     display(*tables.evaluated([*zip(run.about["tasks"], run.accuracies(stream))], f"{title}, test data"))

@@ -250,7 +250,8 @@ def _repeat(named: Named) -> Iterator[str]:
     for name, group in named:
         run = group.runs[0]
         if run.objects:
-            lines.append(f"# {' '.join(name.split())}: with objects of its own, so by your program alone\n")
+            own = ", ".join(f"{kind} ({', '.join(names)})" for kind, names in run.objects.items())
+            lines.append(f"# {' '.join(name.split())}: has its own {own}; repeat it by your program\n")
             continue
         again = command(run.config) if run.config else None
         if again is None:  # no options give this configuration, so the command names its file
@@ -261,6 +262,8 @@ def _repeat(named: Named) -> Iterator[str]:
         seeds = " ".join(str(other.metrics["seed"]) for other in group.runs)
         lines.append(f"# {' '.join(name.split())}\nfor seed in {seeds}; do {once} --output {folder}; done\n")
     yield code("\n".join(lines))
+    if any("stream" in group.runs[0].objects for _, group in named):
+        yield quiet("If a Python file registers the stream, write this report by cfl-run --plugin FILE report.")
     machines = {json.dumps(run.machine) for _, group in named for run in group.runs if run.machine}
     for text in sorted(machines):
         yield quiet("Computed on: " + ", ".join(f"{name} {value}" for name, value in json.loads(text).items()))

@@ -397,7 +397,10 @@ def test_runs_with_objects_of_the_users_own_are_groups_of_their_own(tmp_path):
     ]  # fmt: skip
     assert all(len(kind) == 1 for kind in kinds) and len({group.label for group in groups}) == 9
     page = html.page(found, date="")
-    assert page.count("with objects of its own, so by your program alone") == 8
+    assert page.count("; repeat it by your program") == 8
+    own = ["network (Sequential)", "regularizers (near)", "regularizers (fedprox)"]
+    assert [page.count(f": has its own {what}; repeat") for what in own] == [2, 2, 2]
+    assert "--plugin" not in page
 
 
 def test_runs_on_other_data_are_groups_of_their_own(tmp_path):
@@ -425,7 +428,8 @@ def test_runs_on_other_data_are_groups_of_their_own(tmp_path):
     assert [len(group.runs) for group in scene.groups] == [2, 2]
     assert all(re.fullmatch(r"fedavg \(data=hash-[0-9a-f]{6}\)", group.label) for group in scene.groups)
     page = html.page(found, date="")
-    assert page.count("with objects of its own, so by your program alone") == 2 and "cfl-run train" not in page
+    assert page.count(": has its own stream (own-points); repeat it by your program") == 2
+    assert "cfl-run --plugin FILE report" in page and "cfl-run train" not in page
 
 
 def test_a_stream_with_the_name_of_another_benchmark_gets_no_command(tmp_path):
@@ -433,7 +437,7 @@ def test_a_stream_with_the_name_of_another_benchmark_gets_no_command(tmp_path):
     config = cfl.resolve("permuted-digits", overrides=["tasks=2", "rounds=1", "partition.clients=2"])
     cfl.run(config, stream=replace(toy.stream(2), name="split-digits"), output=tmp_path)
     page = html.page(read([tmp_path]), date="")
-    assert "with objects of its own, so by your program alone" in page and "cfl-run train" not in page
+    assert ": has its own stream (split-digits); repeat it by your program" in page and "cfl-run train" not in page
 
 
 def test_the_scenario_is_always_named_where_runs_differ_in_it(tmp_path):
