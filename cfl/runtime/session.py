@@ -151,9 +151,8 @@ class Session:
             state.stops.append({"task": task, "phase": phase.name, "round": number, **stopped})
         if places:
             what = f"phase {phase.name} of task {task}" if stopped["skips"] == "phase" else "the run"
-            self.recorder.sink.note(
-                f"{stopped['callback']} ends {what} after round {number}, {len(places)} rounds early"
-            )
+            early = f"{len(places)} round{'s' * (len(places) > 1)} early"
+            self.recorder.sink.note(f"{stopped['callback']} ends {what}, {early}")
         state.position, state.pending = schedule.following(self.schedule, position, state.skipped), None
         if ends and state.position < len(self.schedule):
             self.rounds.begin_task(task + 1, state)

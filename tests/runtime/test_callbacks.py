@@ -142,6 +142,14 @@ def test_a_stopped_phase_is_the_run_that_was_planned_so(tmp_path):
     assert rows(tmp_path)[0]["accuracy"] == stopped.accuracy_matrix[0, 0]
 
 
+def test_the_note_of_a_stop_has_no_number_beside_those_of_the_progress(capsys):
+    """The progress counts the rounds of the run from 1, rounds.jsonl those of a phase from 0."""
+    run(At(1), progress=True)  # of three tasks of two rounds each
+    assert "note: At ends phase train of task 1, 1 round early\n" in capsys.readouterr().out
+    run(At(1, "run"), progress=True)
+    assert "note: At ends the run, 3 rounds early\n" in capsys.readouterr().out
+
+
 def test_the_other_phases_of_a_task_follow(tmp_path):
     run(At(1), method="fot", output=tmp_path)
     names = [row["phase"] for row in rows(tmp_path) if row["task"] == 1]
