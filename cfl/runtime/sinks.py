@@ -62,7 +62,7 @@ class NullSink:
         """Nothing to release."""
 
 
-class PlainSink(NullSink):
+class PlainSink:
     """Plain lines for logs and pipes: about twenty rounds of a run, every task, every note."""
 
     def __init__(self, file: IO[str] | None = None) -> None:
@@ -103,6 +103,12 @@ class PlainSink(NullSink):
     def warn(self, text: str) -> None:
         """Print the warning to standard error."""
         print(f"warning: {text}", file=sys.stderr, flush=True)
+
+    def finish(self, metrics: dict[str, Any]) -> None:
+        """Print nothing: the caller prints the results."""
+
+    def close(self) -> None:
+        """Nothing to release."""
 
     def _say(self, text: str) -> None:
         print(text, file=self._file or sys.stdout, flush=True)
