@@ -9,10 +9,12 @@ import json
 import sys
 import tokenize
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from enum import Enum
 from functools import cached_property, partial
 from hashlib import blake2b
 from importlib import metadata
+from pathlib import PurePath
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -22,13 +24,13 @@ from torch import Tensor, nn
 
 _KNOWN = {"cfl", "torch", "numpy", *sys.stdlib_module_names}  # their code is not hashed, an upgrade continues a run
 _OF_MODULES = set(vars(nn.Module()))
-_LISTS: tuple[type[Any], ...] = (list, tuple, deque, type({}.keys()), type({}.values()), type({}.items()))
+_VIEWS: tuple[type[Any], ...] = (type({}.keys()), type({}.values()), type({}.items()))  # of mappings
 _PIECE = 1 << 24  # bytes of rows that are gathered at once
 
 
 def digest(value: Any) -> str:
     """Hash any value: 32 hex digits. Parameters count by shape and dtype, functions and classes by their source."""
-    return blake2b(json.dumps(_Describer([])(value)).encode(), digest_size=16).hexdigest()
+    return blake2b(json.dumps(_Describer()(value)).encode(), digest_size=16).hexdigest()
 
 
 def of_rows(rows: Tensor, index: Tensor) -> str:
@@ -65,9 +67,9 @@ def _slots(kind: type) -> list[str]:
 class _Describer:
     """Describes values as JSON data; each function and class is described once."""
 
-    def __init__(self, above: list[int]) -> None:
+    def __init__(self) -> None:
         self._met: dict[int, Any] = {}  # functions and classes by their ids
-        self._above = above  # ids of the values that contain the current one
+        self._above: list[int] = []  # ids of the values that contain the current one
 
     def __call__(self, value: Any) -> Any:
         if value is None or isinstance(value, (bool, int, str)):
@@ -85,16 +87,16 @@ class _Describer:
     def _compound(self, value: Any) -> Any:
         if isinstance(value, nn.Parameter):
             return [str(value.dtype), list(value.shape), value.requires_grad]
-        if isinstance(value, np.ndarray):
+        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
             return self._array(value)
         if isinstance(value, Tensor):
             return [str(value.dtype), list(value.shape), blake2b(_raw(value), digest_size=16).hexdigest()]
         if isinstance(value, Mapping):
             return [[self(name), self(item)] for name, item in value.items()]
-        if isinstance(value, _LISTS):
+        if isinstance(value, (list, tuple)):
             return [self(item) for item in value]
-        if isinstance(value, (set, frozenset)):  # each item by itself, so that their order does not matter
-            return sorted((_Describer(self._above)(item) for item in value), key=json.dumps)
+        if isinstance(value, (set, frozenset)):
+            return self._unordered(value)
         if isinstance(value, partial):
             return ["partial", self(value.func), self(value.args), self(value.keywords)]
         if isinstance(value, MethodType):
@@ -103,9 +105,22 @@ class _Describer:
             return self._code(value)
         return self._object(value)
 
+    def _unordered(self, items: Collection[Any]) -> list[Any]:
+        """Describe a set alike in whatever order: its items by the names of what they use, then each of these.
+
+        What they use are the functions and classes that were not met before.
+        """
+        known = {*self._met}
+        found = [self(item) for item in items]
+        used = [each for id, each in self._met.items() if id not in known]
+        if used:  # once more, with names in place of what the first item that uses it has described
+            found = [self(item) for item in items]
+        for each in used:
+            del self._met[id(each)]
+            found.append(self(each))
+        return sorted(found, key=json.dumps)
+
     def _array(self, value: np.ndarray) -> Any:
-        if value.dtype.hasobject:
-            return [list(value.shape), self(value.tolist())]
         if isinstance(value, np.ma.MaskedArray):
             return [self(value.filled()), self(np.ma.getmaskarray(value))]
         try:
@@ -118,8 +133,11 @@ class _Describer:
             buffers = {name: [str(leaf.dtype), list(leaf.shape)] for name, leaf in value.named_buffers(recurse=False)}
             leaves, children = dict(value.named_parameters(recurse=False)), dict(value.named_children())
             return [self(type(value)), self([leaves, buffers, children, state(value)])]
+        held = _held(value)
         if (state(value) or hasattr(value, "__dict__")) and not isinstance(value, ModuleType):
-            return [self(type(value)), self(state(value))]
+            return [self(type(value)), self(state(value)), *([self(held)] if held else [])]
+        if held and not _shown(value):
+            return [_name(type(value)), self(held)]
         text = getattr(value, "__name__", None) or repr(value)
         return [_name(type(value)), "" if " at 0x" in text else text]
 
@@ -151,6 +169,37 @@ class _Describer:
         module = sys.modules.get(cls.__module__)
         source = _source(module) or _version(cls.__module__) if cls.__module__ != "__main__" else ""
         return [_name(cls), source, [[name, self(function)] for name, function in _functions(cls)]]
+
+
+def _held(value: Any) -> list[Any]:
+    """What a collection holds that is neither a list, a tuple, a set nor a mapping; empty for anything else."""
+    if isinstance(value, memoryview):  # of some formats it has no items
+        return [value.format, [*(value.shape or ())], value.tobytes().hex()]
+    if isinstance(value, np.ndarray):
+        return [[*value.shape], value.tolist()] if value.nbytes else []
+    if isinstance(value, deque):
+        return [value.maxlen, *value] if value else []
+    return list(value) if isinstance(value, _VIEWS) else []
+
+
+def _shown(value: Any, above: tuple[int, ...] = ()) -> bool:
+    """Whether the text of a value shows all of it, in every process; that of a tensor or of a long array does not.
+
+    above: ids of the values that contain this one.
+    """
+    if id(value) in above:
+        return True
+    inside = partial(_shown, above=(*above, id(value)))
+    if isinstance(value, np.ndarray):
+        return value.size <= np.get_printoptions()["threshold"] and all(map(inside, value.flat))
+    if type(value) in (list, tuple, deque) or isinstance(value, _VIEWS):
+        return all(map(inside, value))
+    if type(value) is dict:
+        return all(map(inside, value.items()))
+    if isinstance(value, (Tensor, set, frozenset)):
+        return False
+    bare = isinstance(value, (Enum, PurePath)) or not (state(value) or hasattr(value, "__dict__"))
+    return bare and " at 0x" not in repr(value)
 
 
 def _functions(cls: type) -> Iterator[tuple[str, Any]]:

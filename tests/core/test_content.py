@@ -1,6 +1,7 @@
 """Hashes of values: equal for equal content, whatever the addresses, and different for what differs anywhere."""
 
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +106,10 @@ def objects(at: int) -> np.ndarray:
     return np.array([int(place == at) for place in range(5000)], dtype=object)
 
 
+class Queue(deque):
+    """A queue that may have attributes."""
+
+
 EQUAL = {
     "numbers": lambda: [1, 2.5, True, None, "text", b"bytes", 1j],
     "not a number": lambda: float("nan"),
@@ -161,6 +167,8 @@ DIFFERENT = {
     "a tensor in a queue": (deque([long(2500)]), deque([long(2501)])),
     "a tensor in a queue in a queue": (deque([deque([long(2500)])]), deque([deque([long(2501)])])),
     "an object in a queue": (deque([Pair(1, long(2500))]), deque([Pair(1, long(2501))])),
+    "a queue with attributes": (Queue([1]), Queue([2])),
+    "the longest length of a queue": (deque([long(0)], 1), deque([long(0)], 2)),
     "a tensor among the values of a mapping": ({1: long(2500)}.values(), {1: long(2501)}.values()),
     "a number in the middle of an array of objects": (objects(2500), objects(2501)),
     "a tensor in an array of objects": (np.array([Pair(1, long(0))]), np.array([Pair(1, long(1))])),
@@ -170,6 +178,7 @@ DIFFERENT = {
     "orders of bytes": (np.array([1], "<i4"), np.array([1], ">i4")),
     "the mask of an array": (np.ma.array([1, 2], mask=[0, 1]), np.ma.array([1, 2], mask=[1, 0])),
     "an array and its mask": (np.ma.array([1, 2]), np.array([1, 2])),
+    "bytes in a view": (memoryview(b"a"), memoryview(b"b")),
     "arguments of a partial": (functools.partial(factor, 1), functools.partial(factor, 2)),
 }
 
@@ -177,6 +186,21 @@ DIFFERENT = {
 @pytest.mark.parametrize("pair", DIFFERENT.values(), ids=DIFFERENT)
 def test_different_values_have_different_hashes(pair):
     assert content.digest(pair[0]) != content.digest(pair[1])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (deque([1, 2.5, "a", (None, [b"x"])], 9), "deque([1, 2.5, 'a', (None, [b'x'])], maxlen=9)"),
+        (deque([Path("a"), np.float64(0.5)]), "deque([PosixPath('a'), np.float64(0.5)])"),
+        (np.array([1, "a", None], dtype=object), "array([1, 'a', None], dtype=object)"),
+        ({1: "a"}.items(), "dict_items([(1, 'a')])"),
+    ],
+)
+def test_collections_that_their_text_shows_keep_the_hash_of_the_text(value, text):
+    """With which runs of earlier versions continue."""
+    described = json.dumps([f"{type(value).__module__}.{type(value).__qualname__}", text])
+    assert content.digest(value) == blake2b(described.encode(), digest_size=16).hexdigest()
 
 
 class Alike:
@@ -198,7 +222,7 @@ def tripled(x: float) -> float:
 
 
 def test_functions_in_a_set_that_share_a_helper_are_hashed_in_no_order():
-    """Each describes the helper: else only the first that is met would."""
+    """They are described as if the helper were known, and then the helper: else the first that is met would have it."""
     one, other = Alike(doubled), Alike(tripled)
     assert [*{one, other}] == [one, other] and [*{other, one}] == [other, one]
     assert content.digest({one, other}) == content.digest({other, one}) != content.digest({one})
