@@ -251,7 +251,7 @@ def _repeat(named: Named) -> Iterator[str]:
         run = group.runs[0]
         if run.objects:
             own = ", ".join(f"{kind} ({', '.join(names)})" for kind, names in run.objects.items())
-            lines.append(f"# {' '.join(name.split())}: has its own {own}; repeat it by your program\n")
+            lines.append(" ".join(f"# {name}: has its own {own}; repeat it by your program".split()) + "\n")
             continue
         again = command(run.config) if run.config else None
         if again is None:  # no options give this configuration, so the command names its file

@@ -440,6 +440,12 @@ def test_a_stream_with_the_name_of_another_benchmark_gets_no_command(tmp_path):
     assert ": has its own stream (split-digits); repeat it by your program" in page and "cfl-run train" not in page
 
 
+def test_the_name_of_a_stream_does_not_end_the_comment_that_it_stands_in(tmp_path):
+    config = cfl.resolve("permuted-digits", overrides=["tasks=2", "rounds=1", "partition.clients=2"])
+    cfl.run(config, stream=replace(toy.stream(2), name="own\nls"), output=tmp_path)
+    assert ": has its own stream (own ls); repeat it by your program" in html.page(read([tmp_path]), date="")
+
+
 def test_the_scenario_is_always_named_where_runs_differ_in_it(tmp_path):
     for scenario, rounds in (("class", 1), ("class", 2), ("task", 1)):
         options = [f"scenario={scenario}", f"rounds={rounds}", "tasks=2", "model.hidden=[8]", "partition.clients=2"]
