@@ -79,7 +79,8 @@ class Recorder:
                 self._check_replaced(self.folder)
             self.folder.truncate_rounds(self.state.done)
             self.folder.truncate_sheets(len(self.state.reports))
-            self.callbacks.begin(read_rows(self.folder.path))
+            if self.callbacks:
+                self.callbacks.begin(read_rows(self.folder.path))
             if (before := len(self.state.accuracy_matrix)) < tasks:
                 extend(self.state, fresh, self.rounds, self.fingerprint, self.folder)
                 keep_metrics(self.folder.path, before)
