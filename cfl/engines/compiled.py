@@ -55,6 +55,7 @@ def compiled(graph: fx.GraphModule, leaves: Sequence[Tensor]) -> Callable[..., S
     plain.recompile()
     # Processes of the compiler's own would be forked with the pool's workers.
     with torch.no_grad(), settings.patch(compile_threads=1):
+        from torch._functorch.compile_utils import fx_graph_cse
         from torch._guards import TracingContext, tracing
         from torch._inductor.compile_fx import compile_fx_inner
         from torch._inductor.decomposition import select_decomp_table
@@ -64,6 +65,7 @@ def compiled(graph: fx.GraphModule, leaves: Sequence[Tensor]) -> Callable[..., S
             lowered = make_fx(pure, select_decomp_table(), "fake", _allow_non_fake_inputs=True)(
                 *leaves, *(one() for one in empty)
             )
+            lowered.graph = fx_graph_cse(lowered.graph)  # hooks repeat passes at the same weights, as FedSOL's do
             fakes = [node.meta["val"] for node in lowered.graph.nodes if node.op == "placeholder"]
             with tracing(TracingContext(fakes[0].fake_mode)):
                 run = compile_fx_inner(lowered, fakes)

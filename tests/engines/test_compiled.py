@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._inductor import compile_fx
 from torch._inductor import config as settings
 
 import cfl
@@ -175,6 +176,24 @@ def test_an_update_by_hand():
     inputs = {"params": {"w": weight}, "grads": {"w": grad}, "lr": {"": lr}}
     result = traced.Traces()(work, inputs, task=0, alike=True, compile=True)
     assert weight.item() == pytest.approx(1.6) and result[""]["twice"].item() == 6.0
+
+
+def test_a_repeated_pass_is_computed_once(monkeypatch):
+    """FedSOL's step has the body's pass at the same weights twice, for the divergence and for the perturbed loss.
+
+    Of the batched products with the 8 inputs, one is left: the global model's is not batched, as its weights are those
+    of all clients, and the gradient's is part of the update.
+    """
+    products, compile_fx_inner = [], compile_fx.compile_fx_inner
+
+    def noted(graph, fakes):
+        nodes = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default)
+        products.append(sum(any(8 in factor.meta["val"].shape for factor in node.args) for node in nodes))
+        return compile_fx_inner(graph, fakes)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", noted)
+    weights("compile=true", method="fedavg+fedsol")
+    assert products and set(products) == {1}
 
 
 def test_only_whole_blocks_with_whole_batches_are_compiled(compilations):
