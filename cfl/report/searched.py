@@ -43,11 +43,14 @@ def stored(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def notes(choices: Sequence[Choice]) -> Iterator[str]:
-    """A line for each method without a choice, and for each chosen number at an end of three or more."""
+    """A line for each method without a choice, for a choice among ties, and for a chosen number at an end of three."""
     for choice in choices:
         if choice.best is None:
             first = choice.groups[0]
             yield f"no setting of {first.method} is chosen: runs of each of its {len(choice.groups)} failed"
+            continue
+        if len(choice.groups) > 1 and len({*choice.scores}) == 1:
+            yield f"{choice.best.label}: all {len(choice.groups)} settings have the same score; the first one is chosen"
             continue
         for name, value in choice.best.searched.items():
             tried = [group.searched[name] for group in choice.groups]

@@ -84,9 +84,10 @@ def test_a_setting_with_a_failed_run_is_not_chosen(tmp_path):
         ((0.5, 0.6, 0.4), []),
         ((0.5, 0.4, 0.6), ["fedavg, local.lr=0.5: local.lr=0.5 is the largest value; try larger ones, too"]),
         ((0.6, 0.4, 0.5), ["fedavg, local.lr=0.01: local.lr=0.01 is the smallest value; try smaller ones, too"]),
+        ((0.5, 0.5, 0.5), ["fedavg, local.lr=0.01: all 3 settings have the same score; the first one is chosen"]),
     ],
 )
-def test_a_choice_at_the_end_of_three_numbers_is_said(scores, notes, tmp_path):
+def test_a_choice_at_the_end_of_three_numbers_and_among_ties_is_said(scores, notes, tmp_path):
     groups = grid("fedavg", folder=tmp_path, options=("local.lr=0.5,0.01,0.1",))
     groups.sort(key=lambda group: group.searched["local.lr"])
     finish(groups, *((score,) for score in scores))
