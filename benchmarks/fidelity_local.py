@@ -23,7 +23,7 @@ from cfl.streams import datasets
 SKEWED = ("tasks=1", "partition.name=lda", "partition.alpha=0.1", "local.epochs=5")  # few classes a client
 NARROW = (
     *("partition.name=sharding", "partition.shards=2", "model.width=8", "model.hidden=64"),
-    *("local.augment=[]", "local.epochs=1", "eval_every=0"),
+    *("model.repeat_grey=false", "local.augment=[]", "local.epochs=1", "eval_every=0"),
 )
 
 

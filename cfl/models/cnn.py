@@ -2,20 +2,32 @@
 
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 
-def cnn(input_shape: Sequence[int], outputs: int, width: int = 32, hidden: int = 512) -> nn.Module:
+class RepeatGrey(nn.Module):
+    """Repeats the channel of grey images: (batch, 1, height, width) to (batch, 3, height, width)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.expand(-1, 3, -1, -1)
+
+
+def cnn(
+    input_shape: Sequence[int], outputs: int, width: int = 32, hidden: int = 512, repeat_grey: bool = False
+) -> nn.Module:
     """Two 5 x 5 convolutions with pooling, one hidden layer (McMahan et al., 2017): 1,663,370 parameters for MNIST.
 
-    FedSOL (CVPR 2024) repeats the grey channel of MNIST for it; here the first convolution has the images' channels.
     width: filters of the first convolution, the second has twice as many; hidden: units of the hidden layer, whose
-    outputs are the features. All layers have biases. Raises ValueError for images below 4 x 4 pixels.
+    outputs are the features; repeat_grey: repeat the channel of grey images to three, as FedSOL's code does (CVPR
+    2024). All layers have biases. Raises ValueError for images below 4 x 4 pixels, and for colour images to repeat.
     """
     channels, height, width_in = images(input_shape, at_least=4)
     whole(width=width, hidden=hidden)
+    if repeat_grey and channels != 1:
+        raise ValueError(f"model.repeat_grey=true is for grey images; these have {channels} channels")
     return nn.Sequential(
-        nn.Conv2d(channels, width, 5, padding=2),
+        *([RepeatGrey()] if repeat_grey else []),
+        nn.Conv2d(3 if repeat_grey else channels, width, 5, padding=2),
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Conv2d(width, 2 * width, 5, padding=2),

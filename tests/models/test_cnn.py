@@ -33,13 +33,19 @@ def test_parameters(shape, pixels):
 
 def test_parameters_of_the_paper():
     assert count(models.build("cnn", (1, 28, 28), 10, {})) == 1_663_370  # McMahan et al., 2017, Section 3
+    assert count(models.build("cnn", (1, 28, 28), 10, {"repeat_grey": True})) == 1_663_370 + 2 * 25 * 32
 
 
-@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 9, 14), (3, 4, 4)], ids=str)
-def test_outputs_by_hand(shape):
-    module, x = make(shape, **SMALL)
+@pytest.mark.parametrize(
+    ("shape", "repeat_grey"),
+    [((1, 28, 28), False), ((1, 8, 8), True), ((3, 9, 14), False), ((3, 4, 4), False)],
+    ids=str,
+)
+def test_outputs_by_hand(shape, repeat_grey):
+    module, x = make(shape, **SMALL, repeat_grey=repeat_grey)
     first, first_bias, second, second_bias, hidden, hidden_bias, last, last_bias = module.parameters()
-    out = x
+    assert first.shape[1] == (3 if repeat_grey else shape[0])
+    out = torch.cat([x, x, x], dim=1) if repeat_grey else x
     for weight, bias in ((first, first_bias), (second, second_bias)):
         out = F.max_pool2d(F.conv2d(out, weight, bias, padding=2).relu(), 2)  # an odd side loses a pixel
     features = (out.reshape(2, -1) @ hidden.T + hidden_bias).relu()
@@ -63,6 +69,7 @@ def test_layers_and_heads():
         ((64,), {}, r"needs images \(channels, height, width\)"),
         ((1, 3, 8), {}, "at least 4 x 4 pixels, not 3 x 8"),
         ((32, 32, 3), {}, "not 32 x 3; channels come first"),
+        ((3, 8, 8), {"repeat_grey": True}, r"model\.repeat_grey=true is for grey images; these have 3 channels"),
         ((1, 8, 8), {"width": 0}, r"model\.width must be a whole number of at least 1, not 0"),
         ((1, 8, 8), {"hidden": 1.5}, r"model\.hidden must be a whole number, not 1\.5"),
         ((1, 8, 8), {"hidden": True}, r"model\.hidden must be a whole number, not True"),

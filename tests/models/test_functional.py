@@ -10,6 +10,7 @@ from cfl.models import Model
 
 NETWORKS = [
     ("cnn", (1, 8, 8), {"width": 3, "hidden": 7}),
+    ("cnn", (1, 8, 8), {"width": 3, "hidden": 7, "repeat_grey": True}),
     ("vgg11", (1, 16, 16), {"width": 2}),
     ("vgg11", (1, 16, 16), {"width": 2, "norm": True}),
     ("resnet8", (3, 16, 16), {"width": 2}),

@@ -2,7 +2,7 @@
 
 A step (Algorithm 1): g_p is the gradient of a proximal loss at the weights w, and e = rho Lambda g_p / |g_p| (eq. 6).
 The optimiser steps from w with the gradient of the local loss at w + e. Lambda scales each weight by its distance from
-the global model (eq. 7): the code divides |w - w_global| by its norm over a layer's outputs, the paper by its norm over
+the global model (eq. 7): the code divides |w - w_global| by its norm along the output axis, the paper by its norm over
 the whole layer.
 """
 
