@@ -102,7 +102,7 @@ class Run:
         """
         if not (metrics := read_json(self.folder / "metrics.json")):
             return None
-        timing = read_json(self.folder / "timing.json")
+        timing = read_json(self.folder / "timing.json", dict[str, dict[str, float]])
         return {**metrics, **spent(timing), "timing": timing}
 
 

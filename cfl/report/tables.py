@@ -110,9 +110,10 @@ def summary(runs: Sequence[Metrics]) -> dict[str, Any]:
     """Mean and population standard deviation over runs of one method.
 
     Keys: acc, fgt, learning_accuracy (fractions); bytes_up, bytes_down (all clients); client_bytes (mean bytes that a
-    client stores between rounds); seconds; client_seconds (sum over clients); server_seconds; epsilon with differential
-    privacy; validation_acc with held-out samples, task_accuracy with inferred tasks and fwt with later tasks evaluated
-    (fractions). Values: dicts with mean and std, NaN if undefined or not stored. seeds: list of the seeds.
+    client stores between rounds); seconds; client_seconds (wall clock of the cohort, with the sum of uploads);
+    server_seconds; epsilon with differential privacy; validation_acc with held-out samples, task_accuracy with inferred
+    tasks and fwt with later tasks evaluated (fractions). Values: dicts with mean and std, NaN if undefined or not
+    stored. seeds: list of the seeds.
     """
     out: dict[str, Any] = {"seeds": [run["seed"] for run in runs]}
     for name in (*SCORES, *_COSTS, "seconds", *(name for name in OPTIONAL if name in runs[0])):

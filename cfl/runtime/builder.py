@@ -39,8 +39,7 @@ class EngineParts(NamedTuple):
     """What an engine outside of `cfl.engines` is made from.
 
     inner: the engine that computes clients there; multiplier: standard deviation of the noise over dp.clip;
-    data_root: folder of the data sets; checkpoints: folder of the run's checkpoints, None for a run in memory;
-    say: prints a line of warning.
+    data_root: folder of the data sets; checkpoints: folder of the run's checkpoints, None for a run in memory.
     """
 
     inner: Engine
@@ -49,7 +48,6 @@ class EngineParts(NamedTuple):
     multiplier: float
     data_root: Path | None
     checkpoints: Path | None
-    say: Callable[[str], None]
 
 
 class Place(NamedTuple):
@@ -111,13 +109,14 @@ def build_session(
     fingerprint = Fingerprint(
         config, composed, module, stream, public is not None, own is not None, place.states, start
     )
+    called = CallbackSet(callbacks, config, stream)  # refuses callbacks before an engine opens anything
     engine = _engine(config, rounds, protection, config.engine, config.block, bool(config.compile))
     make = place.engine or (None if config.engine in engines.ENGINES else plugins.engines.get(config.engine))
     if make is not None:
         checkpoints = folder.checkpoints if folder else None
-        parts = EngineParts(engine, rounds, fingerprint, budget.multiplier, data_root, checkpoints, sink.warn)
+        parts = EngineParts(engine, rounds, fingerprint, budget.multiplier, data_root, checkpoints)
         engine = make(parts)
-    recorder = Recorder(folder, sink, state, rounds, budget, fingerprint, CallbackSet(callbacks, config, stream))
+    recorder = Recorder(folder, sink, state, rounds, budget, fingerprint, called)
     notes += [*without_effect.notes(config, stream.scenario), *model.notes(), *composed.strategy.notes(model),
               *population.notes(), *budget.notes()]  # fmt: skip
     given = {name: each for name, each in members.items() if each != built.get(name)}

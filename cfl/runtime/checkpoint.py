@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from cfl.core import CheckpointError, ConfigError, Tree, files, machine
+from cfl.core import CheckpointError, Tree, files, machine
 from cfl.runtime import tree_file
 from cfl.runtime.packs import NAMES, Packs
 
@@ -38,10 +38,8 @@ def save(
     by other names, of which few differ from those of the last checkpoint; packs: what was written to this folder
     before, None to write all states.
     A kill at any moment leaves the earlier checkpoints intact. Equal input and equal packs give equal bytes.
-    Raises CheckpointError if the folder cannot be written, ConfigError for a serial below 0.
+    Raises CheckpointError if the folder cannot be written.
     """
-    if serial < 0:
-        raise ConfigError(f"a checkpoint needs serial >= 0, not {serial}")
     target = folder / f"checkpoint-{serial:06d}.safetensors"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,8 @@
 """A finished run goes on with tasks that have arrived since, and ends like a run that had all tasks from the start."""
 
-from contextlib import suppress
-from pathlib import Path
-
 from cfl.assembly import network
 from cfl.contract import Server
-from cfl.core import CheckpointError, ConfigError, tree
+from cfl.core import CheckpointError, tree
 from cfl.runtime.fingerprint import CHECKPOINTS, Fingerprint
 from cfl.runtime.rounds import Rounds
 from cfl.runtime.run_folder import RunFolder, read_rows
@@ -35,19 +32,6 @@ def extend(state: RunState, fresh: Server, rounds: Rounds, fingerprint: Fingerpr
     state.widen(rounds.tasks)
     if task == done:  # else rounds at the end of the last task come first
         rounds.begin_task(done, state)
-
-
-def keep_metrics(folder: Path, tasks: int) -> None:
-    """Rename metrics.json, which marks a run as finished, to metrics-<tasks>-tasks.json.
-
-    Raises ConfigError if that fails.
-    """
-    new = folder / f"metrics-{tasks}-tasks.json"
-    try:
-        with suppress(FileNotFoundError):  # the session before was killed here
-            (folder / "metrics.json").replace(new)
-    except OSError as error:
-        raise ConfigError(f"'{new}' cannot be written ({error.strerror}); fix the permissions of its folder") from None
 
 
 def _first_server(tasks: int, rounds: Rounds, fingerprint: Fingerprint) -> Server:

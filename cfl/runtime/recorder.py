@@ -18,7 +18,7 @@ from cfl.engines import Outcome
 from cfl.runtime import checkpoint, contact_sheet
 from cfl.runtime.callback_set import CallbackSet
 from cfl.runtime.fingerprint import Fingerprint, code
-from cfl.runtime.later_tasks import extend, keep_metrics
+from cfl.runtime.later_tasks import extend
 from cfl.runtime.privacy_budget import Budget
 from cfl.runtime.rounds import Rounds
 from cfl.runtime.run_folder import (
@@ -66,15 +66,14 @@ class Recorder:
 
         about: contents of model.json.
         """
-        total, fresh, tasks = self._total(), self.state.server, self.rounds.tasks
+        fresh, tasks = self.state.server, self.rounds.tasks
         if self.folder is not None:
             if not resume:
                 checkpoint.clear(self.folder.checkpoints)
             elif found := self._last(self.folder):
                 self.state.restore(*found, device=self._device)
                 self._check_callbacks(found[1].get("callbacks", {}))
-                total = self._total()
-                notes = [*notes, f"resumed after {self.state.done} of {total} rounds"]
+                notes = [*notes, f"resumed after {self.state.done} of {self._total()} rounds"]
             else:
                 self._check_replaced(self.folder)
             self.folder.truncate_rounds(self.state.done)
@@ -83,7 +82,7 @@ class Recorder:
                 self.callbacks.begin(read_rows(self.folder.path))
             if (before := len(self.state.accuracy_matrix)) < tasks:
                 extend(self.state, fresh, self.rounds, self.fingerprint, self.folder)
-                keep_metrics(self.folder.path, before)
+                self.folder.keep_metrics(before)
                 self.save(wait=True)  # before config.yaml, which fits no earlier checkpoint
                 notes = [*notes, f"the run had {before} of the {tasks} tasks"]
             self.folder.write_config(resolve.dump(config))
@@ -91,7 +90,7 @@ class Recorder:
             place = {"states": self.fingerprint.states}
             self.folder.write(MADE_OF, {"run": self.fingerprint.parts, "code": code(config), "place": place})
             self.folder.remove_error()  # of an earlier session
-        self.sink.start(config, notes, total)
+        self.sink.start(config, notes, self._total())
         self._clock = time.monotonic()  # a sink may take seconds to start
 
     def images(self, task: int, made: Tensor | None) -> None:
@@ -194,7 +193,8 @@ class Recorder:
             held = row_of(self.state.validation_matrix[task])
             validation = {"validation": held} if held[task] is not None else {}
             names = {"task": task, "name": self.fingerprint.stream.tasks[task].name}
-            self.sink.task({**names, "accuracy": accuracies, **validation, **spent})
+            callbacks = {"callbacks": own} if (own := self.state.reports[task].get("callbacks")) else {}
+            self.sink.task({**names, "accuracy": accuracies, **validation, **spent, **callbacks})
 
     def _total(self) -> int:
         """Number of rounds of the run, as far as it is known."""

@@ -45,6 +45,10 @@ class RunFolder:
             self._lock.acquire(timeout=_PATIENCE)
         except Timeout:
             raise self._used() from None
+        except OSError as error:  # the lock of another user
+            raise ConfigError(
+                f"'{self.path / _LOCK}' cannot be locked ({error.strerror}); choose another --output"
+            ) from None
         if not resume and self._holds_run():  # of a process that held the lock until now
             self._lock.release()
             raise self._full()
@@ -91,6 +95,12 @@ class RunFolder:
         """Write a JSON file of the folder, see `write_json`."""
         write_json(self.path / name, data)
 
+    def keep_metrics(self, tasks: int) -> None:
+        """Rename metrics.json, which marks a run as finished, to metrics-<tasks>-tasks.json."""
+        new = self.path / f"metrics-{tasks}-tasks.json"
+        with _writing(new), suppress(FileNotFoundError):  # the session before was killed here
+            (self.path / "metrics.json").replace(new)
+
     def remove_error(self) -> None:
         """Remove `error.json`: the run goes on. Raises ConfigError if the file cannot be removed."""
         with _writing(self.path / ERROR):
@@ -100,7 +110,6 @@ class RunFolder:
         """Append a line to `rounds.jsonl`; `sync_rounds` flushes it to disk. Raises ConfigError if the write fails."""
         with _writing(self._rounds), self._rounds.open("a", encoding="utf-8") as file:
             file.write(json.dumps(plain(row), allow_nan=False) + "\n")
-            file.flush()
 
     def sync_rounds(self) -> None:
         """Flush `rounds.jsonl` to disk, so that it survives a loss of power. Raises ConfigError if that fails."""
@@ -229,18 +238,24 @@ def runs_in(folder: Path) -> list[Path]:
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """Read the rows of a run's `rounds.jsonl`; none without the file. Raises ConfigError for a damaged file."""
+    """Read the rows of a run's `rounds.jsonl`; none without the file.
+
+    Raises ConfigError for a file that is damaged or cannot be read.
+    """
     path = folder / "rounds.jsonl"
     try:
         return [_row(line) for line in path.read_bytes().splitlines()] if path.is_file() else []
     except ValueError:
         raise ConfigError(f"'{path}' is damaged; repeat the run, or move the file away") from None
+    except OSError as error:
+        raise ConfigError(f"'{path}' cannot be read ({error.strerror})") from None
 
 
 def read_json(path: Path, kind: Any = dict[str, Any]) -> dict[str, Any]:
     """Read the mapping in a JSON file; empty if the file does not exist.
 
-    kind: type of the mapping, or a model of pydantic for it. Raises ConfigError for a file that does not hold it.
+    kind: type of the mapping, or a model of pydantic for it. Raises ConfigError for a file that does not hold it, or
+    cannot be read.
     """
     if not path.is_file():
         return {}
@@ -250,6 +265,8 @@ def read_json(path: Path, kind: Any = dict[str, Any]) -> dict[str, Any]:
     except ValueError as error:  # bytes that are no text, text that is no JSON, or JSON of another type
         what = f" ({first_fault(error)})" if isinstance(error, ValidationError) else ""
         raise ConfigError(f"'{path}' is damaged{what}; move its folder away, then repeat the run") from None
+    except OSError as error:
+        raise ConfigError(f"'{path}' cannot be read ({error.strerror})") from None
     return data
 
 
@@ -293,4 +310,7 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"'{path}' cannot be written ({error.strerror}); choose another --output") from None
+        raise ConfigError(
+            f"'{path}' cannot be written ({error.strerror}); free space there, fix its permissions or choose another "
+            "--output"
+        ) from None

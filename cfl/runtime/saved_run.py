@@ -110,7 +110,8 @@ class SavedRun:
         """
         if not self.metrics:
             raise ConfigError(f"the run in '{self.folder}' is not finished; continue it with --resume")
-        options, timing = flat(resolve.dump(self.config)), read_json(self.folder / "timing.json")
+        timing = read_json(self.folder / "timing.json", dict[str, dict[str, float]])
+        options = flat(resolve.dump(self.config))
         return table.frame(table.row(self.metrics, self.about["scenario"], options, timing))
 
     @typed

@@ -25,8 +25,9 @@ class ScalarSink(NullSink, ABC):
         self._write(_known({**scores, **traffic, **_owned(row.get("callbacks", {}))}))
 
     def task(self, row: dict[str, Any]) -> None:
-        """Write the accuracy on each task seen so far, a fraction."""
-        self._write(_known({f"task/{j}": value for j, value in enumerate(row["accuracy"])}))
+        """Write the accuracy on each task seen so far, a fraction, and the metrics of callbacks."""
+        accuracies = {f"task/{j}": value for j, value in enumerate(row["accuracy"])}
+        self._write(_known({**accuracies, **_owned(row.get("callbacks", {}))}))
 
     def warn(self, text: str) -> None:
         """Write nothing: another sink shows warnings."""

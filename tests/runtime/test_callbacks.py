@@ -8,7 +8,9 @@ import torch
 from cfl.callbacks import EarlyStopping
 
 import cfl
+from cfl.assembly import methods
 from cfl.core import CallbackError, CheckpointError, ConfigError
+from cfl.runtime.builder import Place, build_session
 from cfl.runtime.callback_set import CallbackSet
 from tests import toy
 from tests.runtime.test_resume import OPTIONS, Stop, finished, killed
@@ -257,6 +259,19 @@ def test_a_run_resumes_with_the_decisions_that_it_began_with(tmp_path):
             run(*others, output=tmp_path, resume=True)
     run(At(0), Length(), output=tmp_path, resume=True)
     run(output=tmp_path, resume=True)  # the run is over: no later round depends on a callback
+
+
+def test_a_refused_callback_opens_no_engine():
+    class Refuses(cfl.Callback):
+        def check(self, config):
+            raise ConfigError("not for this run")
+
+    config, opened = toy.config(method="fedavg"), []
+    with pytest.raises(ConfigError, match="not for this run"):
+        build_session(
+            config, toy.stream(), methods.build(config), place=Place(engine=opened.append), callbacks=[Refuses()]
+        )
+    assert not opened
 
 
 def test_observers_may_come_and_go(tmp_path):

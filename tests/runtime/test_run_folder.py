@@ -2,6 +2,7 @@ import errno
 import json
 import math
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from filelock import FileLock
 
 from cfl.config.overrides import read_yaml
 from cfl.core import ConfigError
-from cfl.runtime.run_folder import RunFolder, has_rounds, read_rows
+from cfl.runtime.run_folder import RunFolder, has_rounds, read_made_of, read_rows
 
 ROW = {"task": 0, "phase": "train", "round": 0, "clients": 2, "loss": 0.5, "accuracy": None, "lr": 0.1, "seconds": 0.1}
 
@@ -103,6 +104,20 @@ def test_a_lock_of_another_user_does_not_count_as_held(tmp_path, monkeypatch):
 
     monkeypatch.setattr(FileLock, "acquire", denied)
     assert not RunFolder.busy(tmp_path)
+    with pytest.raises(ConfigError, match=r"\.lock' cannot be locked \(Permission denied\)"):
+        RunFolder(tmp_path, resume=True)
+
+
+@pytest.mark.parametrize(("read", "name"), [(read_rows, "rounds.jsonl"), (read_made_of, "made_of.json")])
+def test_a_file_that_cannot_be_read_is_named(read, name, tmp_path, monkeypatch):
+    def denied(path, **options):  # root may read every file
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    (tmp_path / name).touch()
+    for how in ("read_bytes", "read_text"):
+        monkeypatch.setattr(Path, how, denied)
+    with pytest.raises(ConfigError, match=f"{name}' cannot be read .Permission denied"):
+        read(tmp_path)
 
 
 def test_an_error_names_a_folder_that_cannot_be_made(tmp_path):

@@ -73,6 +73,21 @@ def test_a_resumed_run_continues_at_its_round_and_hides_repeated_rounds(tmp_path
     assert [step for step, _ in events(tmp_path)[1]["loss"]] == [1, 2, 3, 4]
 
 
+class Seen(cfl.Callback):
+    """Counts the tasks."""
+
+    def on_task(self, view):
+        return {"tasks": view.task + 1}
+
+
+def test_metrics_at_the_end_of_a_task_are_events_of_its_last_round(tmp_path):
+    """Two rounds of each task."""
+    sink = TensorBoardSink(tmp_path / "tensorboard")
+    cfl.run(cfl.resolve("permuted-digits", method="fedavg", overrides=ROUNDS), sink=sink, callbacks=[Seen()])
+    sink.close()
+    assert events(tmp_path)[1]["Seen/tasks"] == [(2, 1.0), (4, 2.0)]
+
+
 def test_several_sinks_get_the_same_calls():
     class Log(NullSink):
         def __init__(self):
