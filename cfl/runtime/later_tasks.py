@@ -59,13 +59,20 @@ def _obstacle(state: RunState, rounds: Rounds, fingerprint: Fingerprint, folder:
     for task in range(done):
         if tuple(strategy.sees(task, done)) != rounds.sees(task):
             return f"{rounds.label} trains on the data of other tasks in task {task}"
+    repeat = "(if `rounds` differs, repeat that of the run)"
+    for stop in state.stops:
+        task, name, last = stop["task"], stop["phase"], stop["round"]
+        later = sum(number > last and (task, name) == (at, phase.name) for at, phase, number in rounds.schedule)
+        if stop["rounds"] != later:
+            was = f"it skipped {stop['rounds']} of the rounds of phase {name} in task {task}"
+            return f"{was} where a run of all tasks skips {later} {repeat}"
     places = (place for place in range(state.position) if place not in state.skipped)
     for row, place in zip(read_rows(folder.path), places, strict=True):
         task, phase, number = rounds.schedule[place]
         if (row["task"], row["phase"], row["round"]) != (task, phase.name, number):
             was = f"round {row['round']} of phase {row['phase']} in task {row['task']}"
             now = f"round {number} of phase {phase.name} in task {task}"
-            return f"it has {was} where a run of all tasks has {now} (if `rounds` differs, repeat that of the run)"
+            return f"it has {was} where a run of all tasks has {now} {repeat}"
     return ""
 
 

@@ -343,6 +343,31 @@ def test_a_run_that_a_callback_ended_after_its_last_round_is_refused_and_yet_com
         run(tmp_path, 3, "rounds=2", callbacks=[EndsLast()], resume=True)
 
 
+class StopsAtOnce(cfl.Callback):
+    """Ends the training of task 0 after its first round."""
+
+    def stop(self, rows):
+        return "phase" if (rows[-1]["task"], rows[-1]["phase"]) == (0, "train") else None
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+@pytest.mark.parametrize("method", ["fedavg", "fot"])  # FOT has further rounds at the end of tasks
+def test_rounds_that_a_callback_skipped_are_part_of_the_plan(method, rounds, tmp_path):
+    """Of 3 rounds it skips 2, of other `rounds` all but the first."""
+    others = {"method": method, "callbacks": [StopsAtOnce()]}
+    run(tmp_path, 1, "rounds=3", **others)
+    text = refusal(tmp_path, f"rounds={rounds}", **others)
+    what = f"it skipped 2 of the rounds of phase train in task 0 where a run of all tasks skips {rounds - 1} (if"
+    assert what in text
+
+
+def test_a_run_with_skipped_rounds_goes_on(tmp_path):
+    for tasks, name in ((3, "whole"), (1, "parts"), (3, "parts")):
+        again = (tmp_path / name).exists()
+        run(tmp_path / name, tasks, "rounds=3", callbacks=[StopsAtOnce()], resume=again)
+    assert equal(tmp_path / "whole", tmp_path / "parts")
+
+
 class Looks(cfl.Strategy):
     """Trains on the data of the last task, too, and says nothing of it."""
 
