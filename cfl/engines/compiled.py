@@ -65,7 +65,7 @@ def compiled(graph: fx.GraphModule, leaves: Sequence[Tensor]) -> Callable[..., S
             lowered = make_fx(pure, select_decomp_table(), "fake", _allow_non_fake_inputs=True)(
                 *leaves, *(one() for one in empty)
             )
-            lowered.graph = fx_graph_cse(lowered.graph)  # hooks repeat passes at the same weights, as FedSOL's do
+            lowered.graph = fx_graph_cse(lowered.graph)  # hooks repeat passes at the same weights
             fakes = [node.meta["val"] for node in lowered.graph.nodes if node.op == "placeholder"]
             with tracing(TracingContext(fakes[0].fake_mode)):
                 run = compile_fx_inner(lowered, fakes)

@@ -21,6 +21,12 @@ class TensorBoardSink(ScalarSink):
         packages.need("tensorboard", "a sink for TensorBoard (--tensorboard)")
         self._folder = folder
         self._writer: Any = None
+        self._repeats: int | None = None  # the first round of this session: it hides what the folder has from there on
+
+    def round(self, row: dict[str, Any]) -> None:
+        if self._writer is None:
+            self._repeats = row["rounds_done"]
+        super().round(row)
 
     def close(self) -> None:
         """Close the file."""
@@ -31,7 +37,7 @@ class TensorBoardSink(ScalarSink):
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(self._folder), purge_step=self._step)
+            self._writer = SummaryWriter(str(self._folder), purge_step=self._repeats)
             text = yaml.safe_dump(dump(self._config), sort_keys=False)
             self._writer.add_text("config", f"```\n{text}```", self._step)
         for name, value in scalars.items():

@@ -88,6 +88,17 @@ def test_metrics_at_the_end_of_a_task_are_events_of_its_last_round(tmp_path):
     assert events(tmp_path)[1]["Seen/tasks"] == [(2, 1.0), (4, 2.0)]
 
 
+def test_a_run_that_resumes_after_its_last_round_hides_no_round(tmp_path):
+    config = cfl.resolve("permuted-digits", overrides=ROUNDS)
+    for resume in (False, True):
+        sink = TensorBoardSink(tmp_path / "tensorboard")
+        cfl.run(config, output=tmp_path, resume=resume, sink=sink)
+        sink.close()
+    found = events(tmp_path)[1]
+    assert [step for step, _ in found["loss"]] == [1, 2, 3, 4]
+    assert [step for step, _ in found["task/1"]] == [4]
+
+
 def test_several_sinks_get_the_same_calls():
     class Log(NullSink):
         def __init__(self):
