@@ -118,11 +118,14 @@ def code(config: RunConfig) -> dict[str, str]:
     if config.benchmark in plugins.benchmarks.names():  # else the run has a stream of the user's own
         named |= {f"benchmark '{config.benchmark}'": plugins.benchmarks.get(config.benchmark).build}
     found = {f"the code of {name}": content.digest(item) for name, item in named.items() if content.foreign(item)}
-    for folder, pattern in ((config.start, "checkpoints/checkpoint-*"), (config.model.weights, "*.safetensors")):
+    for folder, pattern, hashed in (
+        (config.model.weights, "*.safetensors", _contents),
+        (config.start, "checkpoints/checkpoint-*.safetensors", _trained),  # last: a run with both starts from here
+    ):
         files = sorted(Path(folder).glob(pattern)) if folder is not None else []
         if files:
             marks = tuple((str(path), path.stat().st_mtime_ns) for path in files)
-            found[f"{SOURCES[0]} '{folder}'"] = _trained(marks) if folder == config.start else _contents(marks)
+            found[f"{SOURCES[0]} '{folder}'"] = hashed(marks)
     if (path := config.text.tokenizer) is not None and Path(path).is_file():
         found[f"{SOURCES[1]} '{path}'"] = _contents(((path, Path(path).stat().st_mtime_ns),))
     return found

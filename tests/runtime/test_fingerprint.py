@@ -168,6 +168,23 @@ def test_the_code_of_each_plug_in_that_a_configuration_names_counts(registry, ma
     assert found[0] == found[2] != found[1]
 
 
+def test_a_checkpoint_that_is_being_written_is_no_model_to_start_from(tmp_path):
+    """Its file may be there alone: the run was killed in its first write."""
+    part = tmp_path / "checkpoints" / "checkpoint-000001.safetensors.tmp"
+    part.parent.mkdir()
+    part.touch()
+    assert code(plain(f"start={tmp_path}")) == {}
+
+
+def test_one_folder_to_start_from_and_of_weights_is_hashed_by_its_checkpoints(tmp_path):
+    """A run with both starts from the checkpoints."""
+    cfl.run(plain(), stream=toy.stream(), output=tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"exported")
+    start = plain(f"start={tmp_path}")
+    both = start.model_copy(update={"model": ModelConfig(weights=str(tmp_path))})
+    assert code(both) == code(start) and list(code(start)) == [f"the model in '{tmp_path}'"]
+
+
 def test_a_network_of_a_plug_in_with_other_code_is_refused(tmp_path, monkeypatch):
     """Its parameters have the same names and shapes."""
     config = plain().model_copy(update={"model": ModelConfig(name="mine")})
