@@ -175,6 +175,12 @@ def test_the_configuration_of_a_run_with_objects_is_not_taken_for_the_run(object
     again = ("train", "--config", str(tmp_path / "run" / "config.yaml"), "--output", str(tmp_path / "again"), "--quiet")
     assert invoke(*again) == 2
     assert f"does not describe its run, whose {kind} came from Python" in capsys.readouterr().err
+    if "stream" not in objects:  # the nodes of a federation have the data
+        assert invoke("serve", str(tmp_path / "run" / "config.yaml"), "--output", str(tmp_path / "served")) == 2
+        assert f"does not describe its run, whose {kind} came from Python" in capsys.readouterr().err
+    (tmp_path / "run" / "metrics.json").unlink()
+    assert invoke("report", str(tmp_path / "run"), "--output", str(tmp_path / "page.html")) == 2
+    assert "continue with: your program, with resume=True" in capsys.readouterr().err
     if "strategy" in objects:
         assert invoke(*again, "--method", "er", "--no-plot") == 0
 
@@ -317,7 +323,7 @@ def test_an_interrupted_run_prints_the_command_that_continues_it(tmp_path, capsy
 
     monkeypatch.setattr(runner, "run", interrupted)
     folder = tmp_path / "my run"
-    args = ("train", "permuted-digits", "--output", str(folder), "--download", "--data-root", "da ta")
+    args = ("train", "permuted-digits", "--output", str(folder), "--download", "--data-root", "da ta", "--tensorboard")
     assert invoke(*args) == 130
     assert "nothing is saved; give the same command again" in capsys.readouterr().err  # stopped while loading
 
@@ -325,7 +331,7 @@ def test_an_interrupted_run_prints_the_command_that_continues_it(tmp_path, capsy
     assert invoke(*args) == 130
     again = shlex.split(capsys.readouterr().err.partition("continue with: ")[2])
     wanted = ["--config", f"{folder}/config.yaml", "--output", str(folder), "--resume", "--data-root", "da ta"]
-    assert again == ["cfl-run", "train", *wanted, "--download"]
+    assert again == ["cfl-run", "train", *wanted, "--download", "--tensorboard"]
 
 
 def test_resume_names_the_first_option_that_differs(tmp_path, capsys):
@@ -407,6 +413,16 @@ def test_describe_says_which_options_of_a_model_are_required(monkeypatch, capsys
     shown = capsys.readouterr().out.replace("│", " ").split("\n")
     assert any(line.split() == ["model.width", "required", "int"] for line in shown)
     assert any(line.split() == ["model.depth", "2", "int"] for line in shown)
+
+
+def test_describe_shows_annotations_that_cannot_be_read(monkeypatch, capsys):
+    def build(input_shape, outputs, sizes: "Unknown" = (2,)):  # noqa: F821  # imported for type checkers alone
+        """A model."""
+
+    monkeypatch.setattr(plugins.models, "_items", {**plugins.models._items, "typed": build})
+    assert invoke("describe", "typed") == 0
+    shown = capsys.readouterr().out.replace("│", " ").split("\n")
+    assert any(line.split() == ["model.sizes", "(2,)", "Unknown"] for line in shown)
 
 
 @pytest.mark.parametrize(

@@ -143,11 +143,11 @@ class ProtectedSum(UploadSum):
         return super().traffic() if self._secure is None else (self._secure.bytes_up, self._secure.bytes_down)
 
     def add(self, client: int, uploads: TreesByOwner, weight: float) -> bool:
-        """Add a client's uploads as `UploadSum` does, but a client-level protected part that is not finite as zero.
+        """Add a client's uploads as `UploadSum` does, but a protected part that is not finite as zero.
 
         To exclude such a client, or to stop, would depend on its data, so it stays in the sum, the count and the noise.
-        An unprotected part that is not finite excludes the client, since nothing protects that part. So it does at
-        example level, where uploads are already noisy.
+        An unprotected part that is not finite excludes the client, since nothing protects that part. At example level
+        `work` counts as zero, and an update, which is noisy already, excludes the client.
         """
         uploading = client in self.info.uploading  # False: the cohort is empty, and the client only shows the shapes
         if self._secure is None and uploading:

@@ -42,8 +42,10 @@ def configured(
                 f"strategy='{strategy}' is not one strategy; name local regularizers in regularizers=[...]"
             )
         changed |= {"method": strategy, "strategy": {}}
-    if named := _named(regularizers, config):
-        changed |= {"regularizers": [*named], "regularizer": named}
+    if regularizers is not None:
+        named = _named(regularizers, config)
+        if ((*named,), named) != (config.regularizers, config.regularizer):
+            changed |= {"regularizers": [*named], "regularizer": named}
     return load({**dump(config), **changed}) if changed else config
 
 
@@ -68,9 +70,11 @@ def members(
 
 
 def _named(regularizers: Given, config: RunConfig) -> dict[str, Any]:
-    """The registered regularizers among the given ones: name to options."""
+    """The given regularizers that a configuration can name: name to options."""
     if isinstance(regularizers, Mapping):
-        return {name: values for name, values in regularizers.items() if isinstance(values, Mapping)}
+        known = {name: config.regularizer.get(name, {}) for name in config.regularizers}
+        found = {name: own if isinstance(own, Mapping) else known.get(name) for name, own in regularizers.items()}
+        return {name: values for name, values in found.items() if values is not None}
     names = [regularizers] if isinstance(regularizers, str) else list(regularizers or ())
     if len(set(names)) < len(names):
         raise ConfigError(f"regularizers must differ from each other, not {', '.join(names)}")

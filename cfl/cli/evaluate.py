@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from cfl.assembly import methods
 from cfl.cli.app import DataRoot, Download, app, display
 from cfl.core import ConfigError, DataError
 from cfl.report import tables
@@ -53,5 +52,5 @@ def evaluate(
             f"the run in '{folder}' has a stream of its own, '{run.about['stream']}'; pass --data, or give the Python "
             "file that registers it to cfl-run --plugin"
         )
-    stream = stream_of(run.config, data_root, download, public=methods.need_public(methods.build(run.config)))
+    stream = stream_of(run.config, data_root, download, public=False)
     display(*tables.evaluated([*zip(run.about["tasks"], run.accuracies(stream))], f"{title}, test data"))

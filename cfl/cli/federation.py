@@ -10,6 +10,7 @@ from cfl.assembly.resolve import resolve
 from cfl.cli.app import DataRoot, app, display
 from cfl.experiments.compare import alone
 from cfl.report import tables
+from cfl.runtime.model_file import check_described
 from cfl.runtime.run_folder import read_json
 
 Clients = Annotated[str, typer.Option(help="Clients of this node, such as 3 or 0-3,7.")]
@@ -38,6 +39,7 @@ def serve(
     from cfl.flower import superlink  # loads Flower
 
     settings = resolve(file=config)
+    check_described(config, settings.benchmark, but=("stream",))  # the nodes have the data
     folder = output or Path("runs") / alone(settings)
     try:
         superlink.serve(

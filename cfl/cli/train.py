@@ -4,6 +4,7 @@
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,11 +14,12 @@ from cfl.assembly.resolve import resolve
 from cfl.cli.app import Benchmark, DataRoot, Download, Engine, Output, Plot, Quiet, Scale, Set, app, display
 from cfl.config.schema import RunConfig
 from cfl.core import ConfigError, machine, plugins
-from cfl.experiments.compare import alone, continuation
+from cfl.experiments.compare import alone
 from cfl.report import plots, tables
-from cfl.runtime import model_file, runner
+from cfl.report.repeat import continuation
+from cfl.runtime import runner
 from cfl.runtime.mlflow import MlflowSink
-from cfl.runtime.run_folder import MODEL, read_json
+from cfl.runtime.model_file import check_described
 from cfl.runtime.sinks import Sink, Sinks, console_sink
 from cfl.runtime.tensorboard import TensorBoardSink
 from cfl.runtime.wandb import WandbSink
@@ -62,7 +64,9 @@ def train(
     sinks += [MlflowSink(folder)] if mlflow else []
     sinks += [WandbSink(folder)] if wandb else []
     sink = Sinks(*sinks, console_sink(quiet))  # the console last: the others take seconds to start
-    metrics = _run(resolved, folder, resume, sink, data_root=data_root, download=download)
+    flags = ["--data-root", str(data_root)] if data_root else []
+    flags += ["--download"] * download + ["--tensorboard"] * tensorboard + ["--mlflow"] * mlflow + ["--wandb"] * wandb
+    metrics = _run(resolved, folder, resume, sink, flags, data_root=data_root, download=download)
     display(*tables.run(metrics, resolved.title, folder))
     if plot:
         plots.accuracy(metrics["accuracy_matrix"], resolved.title, folder / "accuracy.png")
@@ -76,34 +80,24 @@ def _resolved(benchmark: str | None, file: Path | None, method: str | None, **la
     with plugins.read_from(file):
         plugins.benchmarks.get(config.benchmark)
     if file is not None:
-        _check_objects(file, config.benchmark, method)
+        check_described(file, config.benchmark, but=("strategy", "regularizers") if method is not None else ())
     return config
 
 
-def _check_objects(file: Path, benchmark: str, method: str | None) -> None:
-    """Raise ConfigError if the run that wrote a config.yaml had objects in place of what the file names.
-
-    method: given in place of the run's strategy and regularizers; None for these.
-    """
-    for kind, names in model_file.own_objects(read_json(file.parent / MODEL), benchmark).items():
-        if method is None or kind not in ("strategy", "regularizers"):
-            own = f"{kind} ({', '.join(names)})"
-            raise ConfigError(f"'{file}' does not describe its run, whose {own} came from Python; repeat the run there")
-
-
-def _run(config: RunConfig, folder: Path, resume: bool, sink: Sink, **data: Any) -> dict[str, Any]:
+def _run(
+    config: RunConfig, folder: Path, resume: bool, sink: Sink, flags: Sequence[str], **data: Any
+) -> dict[str, Any]:
     machine.keep_memory()
     try:
         return runner.run(config, output=folder, resume=resume, sink=sink, **data).metrics
     except KeyboardInterrupt:
-        print(_interrupted(folder, **data), file=sys.stderr)
+        print(_interrupted(folder, flags), file=sys.stderr)
         raise
     finally:
         sink.close()
 
 
-def _interrupted(folder: Path, data_root: Path | None, download: bool) -> str:
+def _interrupted(folder: Path, flags: Sequence[str]) -> str:
     if not (folder / "config.yaml").exists():
         return "interrupted before the first round: nothing is saved; give the same command again"
-    data = (["--data-root", str(data_root)] if data_root else []) + ["--download"] * download
-    return f"interrupted; continue with: {shlex.join([*continuation(folder), *data])}"
+    return f"interrupted; continue with: {shlex.join([*continuation(folder), *flags])}"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cfl.contract import Batch, Client, Ctx, RoundInfo, RoundInputs, TreesByOwner
-from cfl.core import Tree, rng, tree
+from cfl.core import HookError, Tree, rng, tree
 from cfl.engines.block import ALL, Block, Group
 from cfl.engines.loop import LoopEngine, Trained, check_writes, count_writes, named, recorded
 from cfl.engines.step import LocalStep, StepInputs
@@ -54,12 +54,12 @@ class VmappedEngine(LoopEngine):
                     trained = self._train_block(step, inputs, block) if together else None
                 except _NeedsKeys:
                     trained = None
-                except RuntimeError as error:
+                except (RuntimeError, HookError) as error:
                     if "vmap" not in str(error) and "atching rule" not in str(error):
                         raise
                     why = shorten(str(error), 120, placeholder=" ...")
                     raise RuntimeError(f"clients cannot train as a block: {why}; set engine=loop or pool") from error
-                yield from trained or (self._train(step, inputs, client) for client in block)
+            yield from trained or super().trained(step, inputs._replace(clients=block))
 
     def blocks(self, clients: Sequence[Client], states: Mapping[int, Tree]) -> list[list[Client]]:
         """Group clients by the task's samples and the shapes of the states that a step sees, sort by steps, and cut."""

@@ -23,8 +23,8 @@ from cfl.core import ConfigError, options, plugins, unknown
 from cfl.core.plugins import roles
 from cfl.experiments.settings import VALIDATION, Settings
 from cfl.experiments.settings import label as labelled
-from cfl.runtime import checkpoint, fingerprint
-from cfl.runtime.run_folder import read_json, read_made_of
+from cfl.runtime import checkpoint, fingerprint, model_file
+from cfl.runtime.run_folder import MODEL, read_json, read_made_of
 from cfl.runtime.table import spent, stoppers
 
 HOW = ("engine", "block", "compile", "workers", "threads", "device", "checkpoint_every", "flower")
@@ -133,11 +133,6 @@ def alone(config: RunConfig) -> str:
     return f"{name}-{experiment(config)}"
 
 
-def continuation(folder: Path) -> list[str]:
-    """Return the command that continues the run in a folder."""
-    return [*plugins.program(), "train", "--config", str(folder / "config.yaml"), "--output", str(folder), "--resume"]
-
-
 def finished(*folders: Path) -> dict[str, Path]:
     """Find the finished runs in some folders, at any depth: experiment to folder.
 
@@ -151,9 +146,11 @@ def finished(*folders: Path) -> dict[str, Path]:
     for path in (path for path in paths if (path / "config.yaml").is_file()):
         data = read_yaml(path / "config.yaml")
         try:
-            found[experiment(load(data))] = path
+            config = load(data)
         except ConfigError as error:
             raise ConfigError(f"the run '{path}' is from another version, move it away: {error}") from None
+        if not _has_objects(path, config.benchmark):
+            found[experiment(config)] = path
     return found
 
 
@@ -162,8 +159,15 @@ def finished_in(folder: Path) -> dict[Path, RunConfig]:
     found = {}
     for path in filter(_planned, sorted(folder.glob("*/metrics.json"))):
         with suppress(ConfigError):
-            found[path.parent] = load(read_yaml(path.parent / "config.yaml"))
+            config = load(read_yaml(path.parent / "config.yaml"))
+            if not _has_objects(path.parent, config.benchmark):
+                found[path.parent] = config
     return found
+
+
+def _has_objects(folder: Path, benchmark: str) -> bool:
+    """Whether a run had the user's own objects, such as a strategy, which its config.yaml does not name."""
+    return bool(model_file.own_objects(read_json(folder / MODEL), benchmark))
 
 
 def _planned(metrics: Path) -> bool:

@@ -46,7 +46,7 @@ def filled(name: str, options: Mapping[str, Any], weights: str | None = None) ->
     The folder is read only if an option is missing. Raises ConfigError for an unknown option, for a value that is not
     of the type in the builder's annotation, and for a folder that holds no weights of this model.
     """
-    known = _own(name)
+    known = builder_options(name)
     for option in options:
         if option not in known:
             raise _unknown(name, option, list(known))
@@ -60,7 +60,7 @@ def filled(name: str, options: Mapping[str, Any], weights: str | None = None) ->
     return plain | sizes | given
 
 
-def _own(name: str) -> dict[str, Parameter]:
+def builder_options(name: str) -> dict[str, Parameter]:
     """The options of a model: the parameters of its builder that follow input shape and number of outputs."""
     builder = plugins.models.get(name)
     try:
@@ -73,7 +73,7 @@ def _own(name: str) -> dict[str, Parameter]:
 def _has(name: str, option: str) -> bool:
     """Whether a model has an option; False for one that cannot be loaded, or has no signature."""
     with suppress(ConfigError, ValueError):
-        return option in _own(name)
+        return option in builder_options(name)
     return False
 
 

@@ -1,11 +1,11 @@
 """Output of `cfl-run describe` for a benchmark, method, model or regularizer, and for options of a run."""
 
 import inspect
-from collections.abc import Callable
 from dataclasses import MISSING
 from importlib.resources import files
 from typing import Any
 
+from cfl import models
 from cfl.assembly import privacy_rules
 from cfl.assembly.resolve import resolve
 from cfl.config.option_names import GROUPS, option_names, strategy_options
@@ -34,7 +34,7 @@ def blocks(kind: str, name: str, item: Any, source: str) -> list[Any]:
     if kind == "benchmarks":
         return [title, _preset(name)]
     if kind == "models":
-        return [title, tables.hyper_parameters(_parameters(item), "model.")]
+        return [title, tables.hyper_parameters(_parameters(name), "model.")]
     rows, prefix = options.describe(item), "strategy." if kind == "methods" else f"regularizer.{name}."
     own = tables.hyper_parameters(rows, prefix) if rows else "No hyper-parameters."
     shown = [title, own]
@@ -107,19 +107,23 @@ def _sends(item: Any) -> str:
     return item.sends or "nothing besides the update"
 
 
-def _parameters(builder: Callable[..., Any]) -> list[dict[str, Any]]:
-    """Rows on the parameters of a model builder that follow input shape and number of outputs."""
-    own = list(inspect.signature(builder, eval_str=True).parameters.values())[2:]
+def _parameters(name: str) -> list[dict[str, Any]]:
+    """Rows on the options of a model."""
     return [
         {
             "name": one.name,
             "default": MISSING if one.default is one.empty else one.default,
-            "range": inspect.formatannotation(one.annotation).replace("collections.abc.", ""),
+            "range": _text(one.annotation),
             "help": "",
             "source": "",
         }
-        for one in own
+        for one in models.builder_options(name).values()
     ]
+
+
+def _text(annotation: Any) -> str:
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return text.replace("collections.abc.", "")
 
 
 def _preset(name: str) -> str:

@@ -1,5 +1,6 @@
-"""The command that repeats a run."""
+"""The command that repeats a run, and how a run goes on."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,6 +8,8 @@ from cfl.assembly.resolve import dump, resolve
 from cfl.config.overrides import assignment, flat
 from cfl.config.schema import RunConfig
 from cfl.core import ConfigError, plugins
+from cfl.runtime.model_file import own_objects
+from cfl.runtime.run_folder import MODEL, read_config, read_json
 
 
 def command(config: RunConfig) -> list[str] | None:
@@ -26,6 +29,18 @@ def command(config: RunConfig) -> list[str] | None:
     flags += ["--scale", config.scale] if config.scale != "paper" else []
     options = [word for text in [*first, *rest] for word in ("--set", text)]
     return [*plugins.program(), "train", config.benchmark, *flags, *options]
+
+
+def continuation(folder: Path) -> list[str]:
+    """Return the command that continues the run in a folder."""
+    return [*plugins.program(), "train", "--config", str(folder / "config.yaml"), "--output", str(folder), "--resume"]
+
+
+def continuing(folder: Path) -> str:
+    """Say how the run in a folder goes on: by a command, or by the program whose objects it has."""
+    if own_objects(read_json(folder / MODEL), read_config(folder).get("benchmark", "")):
+        return "your program, with resume=True"
+    return shlex.join(continuation(folder))
 
 
 def _given(config: RunConfig) -> list[str] | None:

@@ -1,7 +1,6 @@
 """Read finished runs from their folders, and group the runs that differ in the seed only."""
 
 import json
-import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,9 +13,9 @@ from cfl.config.overrides import assignment, flat, merged, read_yaml
 from cfl.config.presets import preset
 from cfl.config.schema import RunConfig
 from cfl.core import CheckpointError, ConfigError, content, warn
-from cfl.experiments.compare import HOW, continuation
+from cfl.experiments.compare import HOW
 from cfl.report import tables
-from cfl.report.repeat import resolved
+from cfl.report.repeat import continuing, resolved
 from cfl.runtime import model_file
 from cfl.runtime.run_folder import ERROR, Metrics, read_json, read_made_of, read_rows, runs_in, sheets
 from cfl.runtime.table import spent, stoppers
@@ -159,8 +158,7 @@ def _none_finished(unfinished: Sequence[Path], failed: Mapping[Path, Mapping[str
         folder, error = next(iter(failed.items()))
         return ConfigError(f"no run is finished in {names}; '{folder}' failed: {error['error']}: {error['message']}")
     others = ", or repeat the command that began them all" if len(unfinished) + len(failed) > 1 else ""
-    again = shlex.join(continuation(unfinished[0]))
-    return ConfigError(f"no run is finished in {names}; continue with: {again}{others}")
+    return ConfigError(f"no run is finished in {names}; continue with: {continuing(unfinished[0])}{others}")
 
 
 def scenes(runs: Sequence[FinishedRun]) -> list[Scene]:

@@ -1,6 +1,5 @@
 """Runs without results: those that failed, those that were interrupted, and those that are in progress."""
 
-import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
@@ -9,8 +8,9 @@ from typing import Any
 from cfl.assembly.resolve import load
 from cfl.config.overrides import assignment, flat, read_yaml
 from cfl.core import ConfigError
-from cfl.experiments.compare import HOW, continuation
+from cfl.experiments.compare import HOW
 from cfl.report.elements import code
+from cfl.report.repeat import continuing
 from cfl.report.runs import FinishedRun, Found
 from cfl.runtime.run_folder import RunFolder
 
@@ -46,9 +46,7 @@ def _entries(found: Found) -> Iterator[str]:
         if RunFolder.busy(path):
             yield _entry(path, found.runs, "is in progress.", "")
         else:
-            yield _entry(
-                path, found.runs, f"is unfinished{_done(path)}. Continue it with:", code(shlex.join(continuation(path)))
-            )
+            yield _entry(path, found.runs, f"is unfinished{_done(path)}. Continue it with:", code(continuing(path)))
 
 
 def _entry(path: Path, runs: Sequence[FinishedRun], text: str, below: str) -> str:

@@ -55,7 +55,7 @@ def _not_compared(groups: Sequence[RunGroup]) -> str:
         accs = [acc for group in groups if (acc := group.runs[0].metrics["acc"]) is not None] or [None]
         low, high = percent(min(accs)), percent(max(accs))
         figures = f"With {seed_names(groups[0].runs)}, the ACC of {len(accs)} groups lies between {low} % and {high} %."
-    return f"{figures} One seed shows no difference to be relied on."
+    return figures if len(groups[0].runs) > 1 else f"{figures} One seed shows no difference to be relied on."
 
 
 def _claim(name: str, ranked: Ranking, groups: Sequence[RunGroup]) -> str:

@@ -1,6 +1,6 @@
 """The file model.json in a run's folder: the shapes and classes of its model, and the user's own objects in it."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import nn
 
 from cfl.contract.composed import STRATEGY
-from cfl.core import CheckpointError, content, plugins
+from cfl.core import CheckpointError, ConfigError, content, plugins
 from cfl.models import Model
 from cfl.runtime.run_folder import MODEL, first_fault, plain, read_json
 from cfl.streams import Stream
@@ -58,6 +58,17 @@ def own_objects(about: Mapping[str, Any], benchmark: str) -> dict[str, list[str]
         del fields["stream"]
     own = {kind: [about[name]] for kind, name in fields.items() if about.get(name)}
     return own | ({"regularizers": names} if (names := about.get("regularizers")) else {})
+
+
+def check_described(file: Path, benchmark: str, but: Collection[str] = ()) -> None:
+    """Raise ConfigError if the run that wrote a config.yaml had objects of the user's own, which no file describes.
+
+    benchmark: option of the file; but: kinds of objects that the next run replaces.
+    """
+    for kind, names in own_objects(read_json(file.parent / MODEL), benchmark).items():
+        if kind not in but:
+            own = f"{kind} ({', '.join(names)})"
+            raise ConfigError(f"'{file}' does not describe its run, whose {own} came from Python; repeat the run there")
 
 
 def contents(stream: Stream, model: nn.Module | None, members: Mapping[str, object], handle: Model) -> dict[str, Any]:

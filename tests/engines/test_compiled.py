@@ -225,6 +225,12 @@ def test_steps_with_other_draws_are_traced(compilations):
     assert largest(trained("true"), trained("false")) < 1e-5 and len(compilations) == 1
 
 
+def test_compile_without_blocks_has_no_effect(compilations):
+    with pytest.warns(UserWarning, match="compile=true has no effect with engine=loop; set engine=vmapped"):
+        weights("engine=loop", "compile=true")
+    assert not compilations
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "rounds"),

@@ -514,6 +514,34 @@ def test_a_network_that_cannot_be_vectorised_says_so():
         run(make, toys(), ["engine=vmapped", "model.norm_stats=running"])
 
 
+class Branching(LocalRegularizer):
+    """Asks for the value of a loss."""
+
+    def penalty(self, params, logits, ctx):
+        return logits.sum() if float(logits.detach().sum()) > 0 else logits.sum() * 0
+
+
+def test_a_hook_that_cannot_be_vectorised_says_so():
+    hook = {"branching": Branching()}
+    with pytest.raises(UpdateError, match=r"clients cannot train as a block: .*Branching\.penalty.*; set engine=loop"):
+        run(lambda: None, toys(), ["engine=vmapped"], regularizers=hook)
+    run(lambda: None, toys(), ["engine=loop"], regularizers=hook)
+
+
+class Fails(LocalRegularizer):
+    """Reads the key, so that clients train one by one, and fails at a client."""
+
+    def adjust(self, grads, params, ctx):
+        if ctx.key and int(ctx.client) == 1:
+            raise ValueError("no client 1")
+        return grads
+
+
+def test_a_client_that_trains_alone_is_named_alone():
+    with pytest.raises(UpdateError, match=r"failed at client 1\b.*no client 1"):
+        run(lambda: None, toys(), ["engine=vmapped", "block=3"], regularizers={"fails": Fails()})
+
+
 class Writing(LocalRegularizer):
     """Counts its calls in place."""
 

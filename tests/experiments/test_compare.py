@@ -26,6 +26,7 @@ from cfl.core import Busy, CheckpointError, ConfigError, plugins
 from cfl.experiments import parallel
 from cfl.experiments.compare import HOW, alone, digest, experiment, finished, finished_in, plan
 from cfl.experiments.parallel import run_all
+from cfl.methods.strategies.fot import FOT
 from cfl.report import paired
 from cfl.runtime.run_folder import RunFolder
 from cfl.streams.tokens import TextOptions, Texts, encoder
@@ -303,6 +304,14 @@ def test_a_finished_run_of_an_earlier_version_is_found(tmp_path):
         assert first.folder == (tmp_path / "fot-seed0-0123456789" if folder == tmp_path else own) != second.folder
         assert second.folder == folder / f"fot-seed1-{digest(second.config)}"
     assert list(finished_in(tmp_path)) == [tmp_path / "fot-seed0-0123456789"]
+
+
+def test_a_run_with_objects_from_python_is_not_taken_for_the_planned_one(tmp_path):
+    """Its config.yaml names the method that the strategy has replaced."""
+    config = cfl.resolve("permuted-digits", method="fedavg", overrides=FEW)
+    cfl.run(config, output=tmp_path / "plain")
+    cfl.run(config, strategy=FOT(), output=tmp_path / "mine")
+    assert list(finished(tmp_path).values()) == list(finished_in(tmp_path)) == [tmp_path / "plain"]
 
 
 def test_a_run_that_has_gone_on_with_later_tasks_is_not_taken_for_the_planned_one(tmp_path):

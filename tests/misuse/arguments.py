@@ -620,6 +620,12 @@ def named(tmp_path: Path) -> bool:
     return (metrics["method"], again.method, again.regularizer) == ("fot+fedprox", "fot", {"fedprox": {"mu": 0.3}})
 
 
+def no_regularizers() -> bool:
+    """Those of the configuration are replaced by none."""
+    result = run(toy.config(*SMALL, method="fedprox"), regularizers=[])
+    return result.config.label == result.metrics["method"] == "fedavg"
+
+
 def mixed() -> bool:
     """A name and an object side by side, in the user's order."""
     return run(regularizers={"mine": FedProx(), "kl": {}}).metrics["method"] == "fedavg+FedProx+kl"
@@ -657,7 +663,7 @@ WELCOME = {
     "run: strategy a class": lambda: run(strategy=FOT).metrics["method"] == "FOT",
     "run: regularizers by name": lambda: run(regularizers=["fedprox", "kl"]).metrics["method"] == "fedprox+kl",
     "run: one regularizer": lambda: run(regularizers="fedprox").metrics["method"] == "fedprox",
-    "run: no regularizers": lambda: run(toy.config(*SMALL, method="fedprox"), regularizers=[]),
+    "run: no regularizers": no_regularizers,
     "run: regularizers a class": lambda: run(regularizers={"near": FedProx}).metrics["method"] == "fedavg+FedProx",
     "run: names in config.yaml": named,
     "run: names and objects": mixed,

@@ -40,6 +40,12 @@ def test_one_seed_has_no_best():
     )
 
 
+def test_seeds_of_one_group_are_not_called_one_seed():
+    """The other group was ended by a callback, so it has no ACC."""
+    one = scene(a={0: (0.9, None), 1: (0.8, None)}, b={0: (None, None), 1: (None, None)})
+    assert verdict.sentences(one) == "With seeds 0 and 1, ACC is 85.0 ± 5.0 % for a and – % for b."
+
+
 def test_a_stream_of_one_task_has_no_fgt_to_state():
     one = scene(a={3: (0.9, None)}, b={3: (0.2, None)})
     assert verdict.sentences(one) == (
