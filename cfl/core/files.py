@@ -1,8 +1,10 @@
-"""Atomic writes of files, and flushes to disk."""
+"""Folders to write to, atomic writes of files, and flushes to disk."""
 
 import contextlib
 import os
 from pathlib import Path
+
+from cfl.core.errors import ConfigError
 
 
 def replace(path: Path, data: bytes | bytearray, temporary: Path) -> None:
@@ -31,3 +33,19 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_folder(inside: Path, folder: Path, option: str) -> None:
+    """Make a folder inside `folder`, or `folder` itself. option: that names `folder`, for messages.
+
+    Raises ConfigError if `folder` cannot be written.
+    """
+    try:
+        inside.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"the folder '{folder}' cannot be written ({error.strerror}); choose another {option}"
+        ) from None

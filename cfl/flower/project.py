@@ -7,10 +7,10 @@ import yaml
 
 from cfl.assembly import methods, resolve
 from cfl.config.schema import RunConfig
-from cfl.core import ConfigError
+from cfl.core import ConfigError, files
 from cfl.core.version import __version__
 from cfl.flower import apps, forward, own_data, programs
-from cfl.runtime.run_folder import PROJECT, make_folder
+from cfl.runtime.run_folder import PROJECT
 from cfl.runtime.runner import stream_of
 
 PACKAGE = "cfl_app"
@@ -85,7 +85,7 @@ def write(config: RunConfig, output: Path, data_root: Path | None = None, wait_f
         raise ConfigError(f"'{folder}' holds something else than a project of cfl's; choose another folder")
     stream = stream_of(config, data_root, False, public=methods.need_public(methods.build(config)))
     described = own_data.described(stream, config)  # before anything is written: data may be missing
-    make_folder(package, output, "--output")
+    files.make_folder(package, output, "--output")
     pyproject = _PYPROJECT.format(
         title=programs.quoted(config.title), version=__version__, package=PACKAGE, wait_for=wait_for,
         output=programs.quoted(str(output.absolute())),

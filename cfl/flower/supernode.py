@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from cfl.core import CflError, ConfigError
+from cfl.core import CflError, ConfigError, files
 from cfl.flower import answers, apps, own_data, programs
-from cfl.runtime.run_folder import make_folder
 
 AGAIN = 5.0  # seconds until a node joins again
 PATIENCE = 30.0  # seconds without the SuperLink after which a node says so
@@ -55,7 +54,7 @@ def join(
     options = {option: str(value) for option, value in given.items() if value}
     command = [programs.program("flower-supernode"), "--superlink", f"{host}:{port}", *_security(certificate, key)]
     home = folder / "flower"
-    make_folder(home, folder, "--folder")
+    files.make_folder(home, folder, "--folder")
     print(f"node '{options['name']}': joining {address}; Flower's output is in {home / LOG}", flush=True)
     programs.exit_when_terminated()
     while True:

@@ -39,7 +39,7 @@ class RunFolder:
         self._rounds = self.path / "rounds.jsonl"
         if not resume and self._holds_run():
             raise self._used() if self.busy(self.path) else self._full()
-        make_folder(self.checkpoints, self.path, "--output")
+        files.make_folder(self.checkpoints, self.path, "--output")
         self._lock = FileLock(self.path / _LOCK)
         try:
             self._lock.acquire(timeout=_PATIENCE)
@@ -190,22 +190,6 @@ def _row(line: bytes) -> dict[str, Any]:
     row: dict[str, Any] = json.loads(line)
     _Round.model_validate(row, strict=True)
     return row
-
-
-def make_folder(inside: Path, folder: Path, option: str) -> None:
-    """Make a folder inside `folder`, or `folder` itself. option: that names `folder`, for messages.
-
-    Raises ConfigError if `folder` cannot be written.
-    """
-    try:
-        inside.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(
-            f"the folder '{folder}' cannot be written ({error.strerror}); choose another {option}"
-        ) from None
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

@@ -79,7 +79,7 @@ def test_a_variant_with_another_model_has_its_own_options_and_not_the_presets(mo
     }
     monkeypatch.setattr("cfl.assembly.resolve.preset", lambda benchmark: written)
     small = resolve("permuted-digits", scale="small").model
-    assert small.name == "cnn" and small.options == {"width": 8, "hidden": 512}  # of the cnn, not of the mlp
+    assert small.name == "cnn" and small.options == {"width": 8, "hidden": 512, "repeat_grey": False}  # of the cnn
     assert resolve("permuted-digits", scale="smoke").model.options["hidden"] == [4]
     other = resolve("permuted-digits", scale="small", overrides=["model.name=mlp"]).model
     assert other.options == {"hidden": [128, 128], "dropout": []}  # the builder's defaults
