@@ -55,7 +55,10 @@ class TextConfig(Section):
         None, description="file tokenizer.json; null: a WordPiece tokenizer, trained on the training texts"
     )
     vocabulary: int = Field(
-        8192, ge=6, le=2**20, description="token ids of a trained tokenizer, at least its characters"
+        8192,
+        ge=6,
+        le=2**20,
+        description="largest number of token ids of a trained tokenizer; characters always get one",
     )
     max_length: int = Field(64, ge=8, le=2**13, description="tokens of a sample; longer texts are cut off")
 

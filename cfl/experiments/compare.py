@@ -134,7 +134,7 @@ def alone(config: RunConfig) -> str:
 
 
 def finished(*folders: Path) -> dict[str, Path]:
-    """Find the finished runs in some folders, at any depth: experiment to folder.
+    """Find the finished runs that their config.yaml describes in some folders, at any depth: experiment to folder.
 
     Raises ConfigError for a missing folder, since its runs would be repeated, and for a run with unknown options.
     """
@@ -155,7 +155,10 @@ def finished(*folders: Path) -> dict[str, Path]:
 
 
 def finished_in(folder: Path) -> dict[Path, RunConfig]:
-    """Find the finished runs directly in an output folder, which may be missing; skip runs with unknown options."""
+    """Find the finished runs directly in an output folder, which may be missing.
+
+    Skips runs with unknown options, and those that their config.yaml does not describe.
+    """
     found = {}
     for path in filter(_planned, sorted(folder.glob("*/metrics.json"))):
         with suppress(ConfigError):

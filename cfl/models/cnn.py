@@ -24,7 +24,7 @@ def cnn(
     channels, height, width_in = images(input_shape, at_least=4)
     whole(width=width, hidden=hidden)
     if repeat_grey and channels != 1:
-        raise ValueError(f"model.repeat_grey=true is for grey images; these have {channels} channels")
+        raise ValueError(f"model.repeat_grey=true is for grey images, not {channels} channels; set it to false")
     return nn.Sequential(
         *([RepeatGrey()] if repeat_grey else []),
         nn.Conv2d(3 if repeat_grey else channels, width, 5, padding=2),

@@ -38,7 +38,9 @@ def continuation(folder: Path) -> list[str]:
 
 def continuing(folder: Path) -> str:
     """Say how the run in a folder goes on: by a command, or by the program whose objects it has."""
-    if own_objects(read_json(folder / MODEL), read_config(folder).get("benchmark", "")):
+    benchmark = read_config(folder).get("benchmark", "")
+    own = own_objects(read_json(folder / MODEL), benchmark)
+    if own and own != {"stream": [benchmark]}:  # that benchmark is registered where its plug-in is loaded
         return "your program, with resume=True"
     return shlex.join(continuation(folder))
 

@@ -43,7 +43,7 @@ def stored(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def notes(choices: Sequence[Choice]) -> Iterator[str]:
-    """A line for each method without a choice, for a choice among ties, and for a chosen number at an end of three."""
+    """A line for each method without a choice, among ties, and for a chosen number at an end of three or more."""
     for choice in choices:
         if choice.best is None:
             first = choice.groups[0]

@@ -144,10 +144,10 @@ def _finished(session: Session, resume: bool, interrupted: Callable[[], bool], o
 
 
 def _compiling(config: RunConfig, sink: Sink) -> RunConfig:
-    """The configuration without `compile` where that is impossible; the run's config.yaml then says so, too."""
+    """The configuration without `compile` where that is impossible or has no effect, as config.yaml then says, too."""
     if config.compile and config.engine in ("loop", "pool"):
         sink.warn(f"compile=true has no effect with engine={config.engine}; set engine=vmapped or pool+vmapped")
-        return config
+        return config.model_copy(update={"compile": False})
     if not config.compile or not (why := obstacle(machine.device(config.device))):
         return config
     sink.warn(f"compile=true: {why}; the steps are traced instead, as with compile=false")

@@ -21,9 +21,10 @@ class TensorBoardSink(ScalarSink):
         packages.need("tensorboard", "a sink for TensorBoard (--tensorboard)")
         self._folder = folder
         self._writer: Any = None
-        self._repeats: int | None = None  # the first round of this session: it hides what the folder has from there on
+        self._repeats: int | None = None  # first round of this session; later points of earlier sessions are hidden
 
     def round(self, row: dict[str, Any]) -> None:
+        """Write the figures of a round, see `ScalarSink`."""
         if self._writer is None:
             self._repeats = row["rounds_done"]
         super().round(row)

@@ -48,7 +48,7 @@ class TextOptions:
     """How texts become samples.
 
     tokenizer: file `tokenizer.json` of the package `tokenizers`; None: a WordPiece tokenizer, trained on the training
-    texts of the stream; vocabulary: number of token ids of a trained tokenizer, which has at least all characters;
+    texts of the stream; vocabulary: largest number of token ids of a trained tokenizer, but all characters get one;
     max_length: tokens of a sample, longer texts are cut off. Raises ConfigError for fields of another type and numbers
     that are too small.
     """

@@ -69,7 +69,11 @@ def test_layers_and_heads():
         ((64,), {}, r"needs images \(channels, height, width\)"),
         ((1, 3, 8), {}, "at least 4 x 4 pixels, not 3 x 8"),
         ((32, 32, 3), {}, "not 32 x 3; channels come first"),
-        ((3, 8, 8), {"repeat_grey": True}, r"model\.repeat_grey=true is for grey images; these have 3 channels"),
+        (
+            (3, 8, 8),
+            {"repeat_grey": True},
+            r"model\.repeat_grey=true is for grey images, not 3 channels; set it to false",
+        ),
         ((1, 8, 8), {"width": 0}, r"model\.width must be a whole number of at least 1, not 0"),
         ((1, 8, 8), {"hidden": 1.5}, r"model\.hidden must be a whole number, not 1\.5"),
         ((1, 8, 8), {"hidden": True}, r"model\.hidden must be a whole number, not True"),
