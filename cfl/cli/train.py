@@ -85,7 +85,7 @@ def _resolved(benchmark: str | None, file: Path | None, method: str | None, **la
 
 
 def _run(
-    config: RunConfig, folder: Path, resume: bool, sink: Sink, flags: Sequence[str], **data: Any
+    config: RunConfig, folder: Path, resume: bool, sink: Sink, flags: Sequence[str] = (), **data: Any
 ) -> dict[str, Any]:
     machine.keep_memory()
     try:

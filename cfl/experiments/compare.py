@@ -155,10 +155,7 @@ def finished(*folders: Path) -> dict[str, Path]:
 
 
 def finished_in(folder: Path) -> dict[Path, RunConfig]:
-    """Find the finished runs directly in an output folder, which may be missing.
-
-    Skips runs with unknown options, and those that their config.yaml does not describe.
-    """
+    """Find the finished runs in an output folder, if it exists; skip those with unknown options or own objects."""
     found = {}
     for path in filter(_planned, sorted(folder.glob("*/metrics.json"))):
         with suppress(ConfigError):
