@@ -285,8 +285,12 @@ BESIDE = {  # what an option needs beside it
     "strategy.model=local": ["strategy.participants=sampled"],
     "regularizer.fedsol.proximal=moon": ["regularizer.fedsol.scope=full"],
 }
-# Of ten tasks; whose network has no options; which has the default.
-PRESETS = {"rounds": "permuted-mnist", "model.norm": "split-cifar100", "strategy.sketch": "mnist"}
+PRESETS = {  # by option; the preset has ten tasks, a network without options, the default, or the option
+    "rounds": "permuted-mnist",
+    "model.norm": "split-cifar100",
+    "strategy.sketch": "mnist",
+    "model.repeat_grey": "mnist",
+}
 
 
 def options_of_the_page() -> list[tuple[str, str]]:
