@@ -23,8 +23,9 @@ from cfl.core import ConfigError, options, plugins, unknown
 from cfl.core.plugins import roles
 from cfl.experiments.settings import VALIDATION, Settings
 from cfl.experiments.settings import label as labelled
-from cfl.runtime import checkpoint, fingerprint, model_file
-from cfl.runtime.run_folder import MODEL, read_json, read_made_of
+from cfl.runtime import checkpoint, fingerprint
+from cfl.runtime.model_file import objects_in
+from cfl.runtime.run_folder import read_json, read_made_of
 from cfl.runtime.table import spent, stoppers
 
 HOW = ("engine", "block", "compile", "workers", "threads", "device", "checkpoint_every", "flower")
@@ -149,7 +150,7 @@ def finished(*folders: Path) -> dict[str, Path]:
             config = load(data)
         except ConfigError as error:
             raise ConfigError(f"the run '{path}' is from another version, move it away: {error}") from None
-        if not _has_objects(path, config.benchmark):
+        if not objects_in(path, config.benchmark):
             found[experiment(config)] = path
     return found
 
@@ -160,14 +161,9 @@ def finished_in(folder: Path) -> dict[Path, RunConfig]:
     for path in filter(_planned, sorted(folder.glob("*/metrics.json"))):
         with suppress(ConfigError):
             config = load(read_yaml(path.parent / "config.yaml"))
-            if not _has_objects(path.parent, config.benchmark):
+            if not objects_in(path.parent, config.benchmark):
                 found[path.parent] = config
     return found
-
-
-def _has_objects(folder: Path, benchmark: str) -> bool:
-    """Whether a run had the user's own objects, such as a strategy, which its config.yaml does not name."""
-    return bool(model_file.own_objects(read_json(folder / MODEL), benchmark))
 
 
 def _planned(metrics: Path) -> bool:

@@ -2,14 +2,15 @@
 
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from cfl.assembly.resolve import dump, resolve
 from cfl.config.overrides import assignment, flat
 from cfl.config.schema import RunConfig
 from cfl.core import ConfigError, plugins
-from cfl.runtime.model_file import own_objects
-from cfl.runtime.run_folder import MODEL, read_config, read_json
+from cfl.runtime.model_file import objects_in
+from cfl.runtime.run_folder import read_config
 
 
 def command(config: RunConfig) -> list[str] | None:
@@ -38,10 +39,11 @@ def continuation(folder: Path) -> list[str]:
 
 def continuing(folder: Path) -> str:
     """Say how the run in a folder goes on: by a command, or by the program whose objects it has."""
-    benchmark = read_config(folder).get("benchmark", "")
-    own = own_objects(read_json(folder / MODEL), benchmark)
-    if own and own != {"stream": [benchmark]}:  # that benchmark is registered where its plug-in is loaded
-        return "your program, with resume=True"
+    with suppress(ConfigError):  # the command names a damaged file
+        benchmark = read_config(folder).get("benchmark", "")
+        own = objects_in(folder, benchmark)
+        if own and own != {"stream": [benchmark]}:  # that benchmark is registered where its plug-in is loaded
+            return "your program, with resume=True"
     return shlex.join(continuation(folder))
 
 

@@ -60,12 +60,17 @@ def own_objects(about: Mapping[str, Any], benchmark: str) -> dict[str, list[str]
     return own | ({"regularizers": names} if (names := about.get("regularizers")) else {})
 
 
+def objects_in(folder: Path, benchmark: str) -> dict[str, list[str]]:
+    """`own_objects` of the run in a folder; empty without a model.json. Raises ConfigError for a damaged one."""
+    return own_objects(read_json(folder / MODEL), benchmark)
+
+
 def check_described(file: Path, benchmark: str, but: Collection[str] = ()) -> None:
     """Raise ConfigError if the run that wrote a config.yaml had objects of the user's own, which no file describes.
 
     benchmark: option of the file; but: kinds of objects that the next run replaces.
     """
-    for kind, names in own_objects(read_json(file.parent / MODEL), benchmark).items():
+    for kind, names in objects_in(file.parent, benchmark).items():
         if kind not in but:
             own = f"{kind} ({', '.join(names)})"
             raise ConfigError(f"'{file}' does not describe its run, whose {own} came from Python; repeat the run there")

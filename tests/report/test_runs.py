@@ -78,6 +78,17 @@ def test_the_printed_command_finishes_a_killed_run_in_its_folder(stored, tmp_pat
         read([tmp_path / "a", tmp_path / "b"])
 
 
+def test_an_unfinished_run_with_a_damaged_file_does_not_end_the_report(stored, tmp_path):
+    """The command that continues it names the file."""
+    shutil.copytree(stored, tmp_path / "runs")
+    cut = tmp_path / "runs" / "cut"
+    cfl.run(cfl.resolve("permuted-digits", overrides=["tasks=2", "rounds=1", "partition.clients=2"]), output=cut)
+    (cut / "metrics.json").unlink()
+    (cut / "model.json").write_text("{")
+    found = read([tmp_path / "runs"])
+    assert cut in found.unfinished and f"--output {cut} --resume" in html.page(found, date="")
+
+
 def test_a_failed_run_is_told_from_an_unfinished_one(stored, tmp_path):
     shutil.copytree(stored / "killed", tmp_path / "failed")
     error = {"error": "OSError", "message": "the disk is full", "task": 0, "phase": "train", "round": 2}
