@@ -29,6 +29,8 @@ _RULES = (
     _Rule("local.lr_decay", (1.0,), ("local.lr_restart",)),
     _Rule("public.name", (None,), ("public.samples",)),
     _Rule("scenario", ("task", "domain"), ("class_loss",)),
+    _Rule("engine", ("loop",), ("block",)),
+    _Rule("engine", ("loop", "vmapped"), ("workers",)),
 )
 
 

@@ -23,10 +23,12 @@ from tests import toy
         ("local.lr_restart=false", "with local.lr_decay=1.0", ["local.lr_decay=0.5"]),
         ("public.samples=9", "without public.name", ["public.name=mnist"]),
         ("class_loss=current", "with scenario=domain", ["scenario=class"]),
+        ("block=4", "with engine=loop", ["engine=pool"]),
+        ("workers=2", "with engine=vmapped", ["engine=pool+vmapped"]),
     ],
 )
 def test_an_option_is_named_only_while_its_switch_is_off(option, state, on):
-    off = ["local.optimizer=adam"] if option.startswith("local.momentum") else []
+    off = [state.removeprefix("with ")] if state.startswith("with ") else []
     config = cfl.resolve("own-stream", overrides=[*off, option])
     assert without_effect.notes(config, "domain") == [f"{option} has no effect {state}"]
     assert without_effect.notes(cfl.resolve("own-stream", overrides=[option, *on]), "class") == []
