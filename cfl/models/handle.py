@@ -73,7 +73,7 @@ class Model:
         traced = trace(self.module, input_shape, device, dtype)
         called, outputs, self.moving, self.takes_one, self.unreached, mixed = traced
         self.couples_samples = couples(spare, input_shape, device, dtype)
-        paths = [path for path, layer in called.items() if isinstance(layer, nn.Linear | nn.Conv2d)]
+        paths = traced.projectable
         self.classifier: str | None = None
         self._head_names: list[str] = []
         if paths and isinstance(last := called[paths[-1]], nn.Linear):

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -16,15 +16,16 @@ from torch.utils.hooks import RemovableHandle
 
 from cfl.core import Tree, rng
 
+Projectable = nn.Linear | nn.Conv1d | nn.Conv2d
 NORMS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.InstanceNorm1d, nn.InstanceNorm2d)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A Linear or Conv2d layer that can be projected; a grouped convolution has one entry for each group.
+    """A Linear, Conv1d or Conv2d layer that can be projected; a grouped convolution has one entry for each group.
 
     name: unique; path: the module's name; weight, bias: names in the tree (bias None for a layer without bias);
-    size: d, the length of an input vector (in_features, or channels x kernel height x kernel width of the group);
+    size: d, the length of an input vector (in_features, or channels x kernel positions of the group);
     rows: the outputs of this group, as a slice of the weight's first dimension;
     mixed: True if the first dimension of the module's input is not that of the samples, as for sequences first.
     """
@@ -37,15 +38,15 @@ class Layer:
     rows: slice
     group: int
     groups: int
-    module: nn.Linear | nn.Conv2d
+    module: Projectable
     mixed: bool = False
 
     @property
     def own_forward(self) -> bool:
         """True for a layer with another forward than torch's, which may change its inputs, weight or outputs."""
-        kind = nn.Linear if isinstance(self.module, nn.Linear) else nn.Conv2d
-        names = ("forward", "_conv_forward") if kind is nn.Conv2d else ("forward",)
         own = type(self.module)
+        kind = next(kind for kind in get_args(Projectable) if isinstance(self.module, kind))
+        names = ("forward",) if kind is nn.Linear else ("forward", "_conv_forward")
         return any(name in vars(self.module) or getattr(own, name) is not getattr(kind, name) for name in names)
 
     def put(self, leaf: Tensor, part: Tensor) -> Tensor:
@@ -57,19 +58,21 @@ class Layer:
     def inputs(self, x: Tensor) -> Tensor:
         """Input vectors that the layer multiplies with its weight: (batch, positions, d).
 
-        x: input of the module, (batch, ..., in_features) or (batch, channels, height, width). Patches are ordered
+        x: input of the module, (batch, ..., in_features) or (batch, channels, [height,] width). Patches are ordered
         channel, row, column, as `weight.reshape(out, -1)`; zero padding is part of a patch.
         """
         if isinstance(self.module, nn.Linear):
             return x.reshape(x.shape[0], -1, x.shape[-1])
         conv = self.module
-        x = self.padded(x)
-        return F.unfold(x, conv.kernel_size, dilation=conv.dilation, stride=conv.stride).transpose(1, 2)
+        x, geometry = self.padded(x), (conv.kernel_size, conv.dilation, (0, 0), conv.stride)
+        if isinstance(conv, nn.Conv1d):  # a sequence is an image with one row
+            x, geometry = x[:, :, None], ((1, *conv.kernel_size), (1, *conv.dilation), (0, 0), (1, *conv.stride))
+        return F.unfold(x, *geometry).transpose(1, 2)
 
     def padded(self, x: Tensor) -> Tensor:
-        """This group's channels of the input of a convolution, (batch, channels, height, width), with its padding."""
-        assert isinstance(self.module, nn.Conv2d)
+        """This group's channels of the input of a convolution, (batch, channels, [height,] width), with its padding."""
         conv = self.module
+        assert not isinstance(conv, nn.Linear)
         mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
         x = F.pad(x, margins(conv), mode=mode)
         channels = x.shape[1] // self.groups
@@ -80,14 +83,14 @@ class Layer:
         if isinstance(self.module, nn.Linear):
             return self
         module = copy.copy(self.module)
-        module.stride = (1, 1)
+        module.stride = (1,) * len(module.stride)
         return replace(self, module=module)
 
 
-def margins(conv: nn.Conv2d) -> list[int]:
-    """Left, right, top and bottom padding of a convolution, in pixels."""
+def margins(conv: nn.Conv1d | nn.Conv2d) -> list[int]:
+    """Left and right, and of a Conv2d top and bottom padding, in pixels."""
     found: list[int] = []
-    for axis in (1, 0):
+    for axis in reversed(range(len(conv.kernel_size))):
         if conv.padding == "same":
             total = conv.dilation[axis] * (conv.kernel_size[axis] - 1)
             found += [total // 2, total - total // 2]
@@ -127,7 +130,7 @@ def new_heads(module: nn.Module, path: str, classes: Sequence[int], seed: int) -
 
 
 def layers_of(module: nn.Module, paths: Iterable[str], mixed: Collection[str] = ()) -> tuple[Layer, ...]:
-    """Layers of the Linear and Conv2d submodules at `paths` that train, except those that share or compute a parameter.
+    """Layers of the submodules at `paths` that train, except those that share or compute a parameter.
 
     The inputs of a layer that shares a parameter are only some of the inputs that its weight multiplies.
     A bias with requires_grad=False is left out: it cannot change what the layer's weight computes.
@@ -138,7 +141,7 @@ def layers_of(module: nn.Module, paths: Iterable[str], mixed: Collection[str] = 
     layers: list[Layer] = []
     for path in paths:
         layer = module.get_submodule(path)
-        assert isinstance(layer, nn.Linear | nn.Conv2d)
+        assert isinstance(layer, Projectable)
         if full_name(path, "weight") not in names:  # computed of other parameters, as by weight_norm
             continue
         if layer.weight.requires_grad and all(uses.count(id(leaf)) == 1 for leaf in layer.parameters()):
@@ -178,8 +181,8 @@ def leaf_slots(module: nn.Module) -> dict[str, list[tuple[dict, str]]]:
     return {name: found[id(leaf)] for name, leaf in (*module.named_parameters(), *module.named_buffers())}
 
 
-def _groups(module: nn.Linear | nn.Conv2d, path: str, mixed: bool) -> list[Layer]:
-    groups = module.groups if isinstance(module, nn.Conv2d) else 1
+def _groups(module: Projectable, path: str, mixed: bool) -> list[Layer]:
+    groups = 1 if isinstance(module, nn.Linear) else module.groups
     outputs, size = module.weight.shape[0], math.prod(module.weight.shape[1:])
     return [
         Layer(

@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from cfl.core import ConfigError, Tree, rng
 from cfl.core.errors import reason
-from cfl.models.layers import NORMS, on_input
+from cfl.models.layers import NORMS, Projectable, on_input
 
 # A recomputation in the backward pass would read the module's own parameters, not those of the client.
 _RECOMPUTES = "activation checkpointing (torch.utils.checkpoint) is not supported; call the layers without it"
@@ -20,7 +20,7 @@ _RECOMPUTES = "activation checkpointing (torch.utils.checkpoint) is not supporte
 class Traced(NamedTuple):
     """What a run of a module shows.
 
-    called: Linear, Conv2d and normalisation layers by path, in the order of their first call; outputs: their number;
+    called: projectable and normalisation layers by path, in the order of their first call; outputs: their number;
     moving: names of the buffers that a pass in training mode changes; alone: whether such a pass takes one sample;
     unreached: names of the parameters that train, but that no gradient reaches; mixed: paths of the called layers in
     whose inputs the first dimension is not that of the samples.
@@ -32,6 +32,11 @@ class Traced(NamedTuple):
     alone: bool
     unreached: list[str]
     mixed: set[str]
+
+    @property
+    def projectable(self) -> list[str]:
+        """Paths of the called layers that methods can project."""
+        return [path for path, layer in self.called.items() if isinstance(layer, Projectable)]
 
 
 def own_copy(module: Any, device: torch.device | str) -> nn.Module:
@@ -74,7 +79,7 @@ def trace(
     hooks = [
         on_input(layer, partial(see, path, layer))
         for path, layer in module.named_modules()
-        if isinstance(layer, (nn.Linear, nn.Conv2d, *NORMS))
+        if isinstance(layer, (Projectable, *NORMS))
     ]
     was_training = module.training
     try:

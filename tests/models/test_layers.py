@@ -17,6 +17,10 @@ CONVOLUTIONS = {
     "circular": lambda: nn.Conv2d(4, 6, 3, padding=(1, 2), padding_mode="circular"),
     "grouped": lambda: nn.Conv2d(4, 6, 3, groups=2),
     "depthwise": lambda: nn.Conv2d(4, 8, 3, padding=1, groups=4, bias=False),
+    "sequence": lambda: nn.Conv1d(4, 6, 3),
+    "sequence-stride": lambda: nn.Conv1d(4, 6, 2, stride=2, padding=1, dilation=2, groups=2, bias=False),
+    "sequence-same": lambda: nn.Conv1d(4, 6, 4, padding="same"),
+    "sequence-reflect": lambda: nn.Conv1d(4, 6, 3, padding=2, padding_mode="reflect"),
 }
 
 
@@ -25,9 +29,10 @@ CONVOLUTIONS = {
 def test_layer_inputs_times_weight_is_the_convolution(case):
     with rng.fork(1):
         conv = CONVOLUTIONS[case]().double()
-    width = conv(torch.zeros(1, 4, 7, 6).double()).numel()
-    model = Model(nn.Sequential(conv, nn.Flatten()), (4, 7, 6), [width], multi_head=False)
-    x = torch.randn(3, 4, 7, 6, dtype=torch.float64, generator=rng.generator(3))
+    shape = (4, 7, 6) if isinstance(conv, nn.Conv2d) else (4, 7)
+    width = conv(torch.zeros(1, *shape).double()).numel()
+    model = Model(nn.Sequential(conv, nn.Flatten()), shape, [width], multi_head=False)
+    x = torch.randn(3, *shape, dtype=torch.float64, generator=rng.generator(3))
     expected = conv(x)
     assert len(model.layers) == conv.groups
     for layer in model.layers:

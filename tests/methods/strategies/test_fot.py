@@ -237,6 +237,20 @@ def test_fine_tuned_halves_move_as_fedavg_would():
     assert all(torch.equal(both.params[name], leaf) for name, leaf in plain.params.items())
 
 
+@pytest.mark.parametrize("method", ["fot", "gpm", "rgo", "ewc"])
+def test_a_sequence_is_treated_as_an_image_with_one_row(method):
+    torch.manual_seed(0)
+    geometry, head = {"stride": 2, "padding": 1, "dilation": 2}, nn.Linear(16, 3)
+    sequence = nn.Sequential(nn.Unflatten(1, (2, 6)), nn.Conv1d(2, 8, 3, **geometry), nn.ReLU(), nn.Flatten(), head)
+    conv = nn.Conv2d(2, 8, (1, 3), stride=(1, 2), padding=(0, 1), dilation=(1, 2))
+    conv.weight.data, conv.bias.data = sequence[1].weight.data[:, :, None], sequence[1].bias.data
+    image = nn.Sequential(nn.Unflatten(1, (2, 1, 6)), conv, nn.ReLU(), nn.Flatten(), head)
+    one, other = (_run(_tasks(3), model=net, method=method) for net in (sequence, image))
+    assert method != "fot" or {"1", "4"} <= one.metrics["subspace_use"].keys()
+    for name, leaf in other.params.items():
+        torch.testing.assert_close(one.params[name].reshape(leaf.shape), leaf, atol=1e-5, rtol=1e-4)
+
+
 def test_gpse_on_the_clients_own_models():
     # With one client, its model after local training is the next global model, so both kinds of GPSE use the same one.
     bases = {}
