@@ -84,7 +84,7 @@ class FederatedGAN:
 
         None for inputs that are no 8-bit images, and until the server has "shown": the number of "classes" so far.
         """
-        if "shown" not in server or len(model.input_shape) != 3:
+        if "shown" not in server:
             return None
         source, scale = rng.generator(rng.key(model.seed, "fedcil", "images")), Pixels(None, None)
         count = int(server["shown"]["classes"])

@@ -82,11 +82,14 @@ def stored(x: Tensor, pixels: Pixels | None) -> Tensor:
     return x if pixels is None else (x * 255).round().to(torch.uint8)
 
 
-def by_class(images: Tensor, classes: Tensor) -> Tensor:
+def by_class(images: Tensor, classes: Tensor) -> Tensor | None:
     """The first images of each class, in ascending order: (classes, `COLUMNS` or fewer, *image).
 
-    images: (n, *image); classes: (n,) int64. Every class has as many as the rarest one.
+    images: (n, *image); classes: (n,) int64. Every class has as many as the rarest one. None for samples that are no
+    images in grey or RGB, such as vectors of bytes.
     """
+    if images.dim() != 4 or images.shape[1] not in (1, 3):
+        return None
     rows = [(classes == one).nonzero()[:COLUMNS, 0] for one in classes.unique()]
     columns = min(map(len, rows))
     return torch.stack([images[chosen[:columns]] for chosen in rows])

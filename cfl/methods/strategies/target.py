@@ -113,7 +113,7 @@ class TARGET(Inversion, Strategy):
         return {"synthetic_samples": len(server["synthetic"]["x"]) if "synthetic" in server else 0}
 
     def images(self, server: Server, model: Model) -> Tensor | None:
-        """The first eight synthetic images of each class: (classes, 8, channels, height, width)."""
+        """The first eight synthetic images of each class: (classes, 8, channels, height, width); None for others."""
         if "labels" not in server or server["synthetic"]["x"].dtype != torch.uint8:
             return None
         both = torch.stack([server["labels"]["own"], server["labels"]["y"]])

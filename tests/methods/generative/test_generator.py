@@ -60,6 +60,13 @@ def test_images_are_rounded_to_8_bits_and_normalised_as_the_streams_are():
 
 def test_images_are_shown_by_class():
     classes = torch.tensor([3, 0, 3, 0, 3, 0, 0] + [3] * 20)
-    shown = generator.by_class(torch.arange(27)[:, None], classes)
-    assert shown.tolist() == [[[1], [3], [5], [6]], [[0], [2], [4], [7]]]  # four of each, as class 0 has no more
-    assert generator.by_class(torch.arange(20), torch.zeros(20)).tolist() == [[*range(8)]]
+    shown = generator.by_class(torch.arange(27).view(-1, 1, 1, 1), classes)
+    assert shown.flatten(2).tolist() == [[[1], [3], [5], [6]], [[0], [2], [4], [7]]]  # class 0 has four
+    one = generator.by_class(torch.arange(20).view(-1, 1, 1, 1), torch.zeros(20))
+    assert one.shape == (1, 8, 1, 1, 1) and one.flatten().tolist() == [*range(8)]
+
+
+@pytest.mark.parametrize(("shape", "shown"), [((5,), False), ((4, 5), False), ((2, 4, 5), False), ((3, 4, 5), True)])
+def test_only_grey_and_rgb_images_are_shown(shape, shown):
+    found = generator.by_class(torch.zeros(6, *shape), torch.arange(6) % 2)
+    assert (found is not None) == shown

@@ -219,3 +219,9 @@ def test_labels_are_those_of_classes_seen_and_images_show_each():
         assert torch.equal(shown[1], after[task]["synthetic"]["x"][rows][:8])
     assert recorder.images({"params": {}}, found.model) is None
     assert [report["synthetic_samples"] for report in found.metrics["by_task"]] == [120, 120, 120]
+
+
+def test_samples_of_bytes_need_not_be_images():
+    x, y = torch.arange(16 * 8).view(16, 8).to(torch.uint8), torch.arange(16) % 2
+    stream = cfl.from_tensors([(x, y, x, y)] * 2, multi_head=True)
+    assert run(TARGET(**SMALL), "task", stream).metrics["by_task"][0]["synthetic_samples"] == 30  # 3 rounds of 10
