@@ -151,7 +151,7 @@ class Inversion:
         before, m = trees["statistics"], self.bn_momentum
         entered = generators.inputs(x, *scale)
         with watched(model) as statistics:
-            teacher = model.own_logits(trees["params"], entered, task, target.own)
+            teacher = model.own_logits(_teacher(trees), entered, task, target.own)
         loss = self.label * F.cross_entropy(teacher, target.y)
         blended = {
             name: (1 - m) * batch + m * before[name] if name in before else batch
@@ -186,7 +186,7 @@ class Inversion:
             rows = torch.randint(len(own), (min(self.samples, len(own)),), generator=source).to(own.device)
             x = generators.inputs(samples["x"][rows], samples.get("mean"), samples.get("std"))
             with model.evaluation(), torch.no_grad():
-                wanted = model.own_logits(trees["params"], x, task, own[rows])
+                wanted = model.own_logits(_teacher(trees), x, task, own[rows])
             leaves = {name: whole[name].detach().requires_grad_() for name in momentum}
             model.module.train()
             with model.without_dropout():
@@ -251,6 +251,11 @@ def redrawn(params: Tree, model: Model, source: torch.Generator) -> Tree:
             values = torch.randn(leaf.shape, generator=source).to(leaf)
             new[name] = 1 + 0.02 * values if name in model.norms else values
     return new
+
+
+def _teacher(trees: Server) -> Tree:
+    """The model without the heads of later tasks, which the student lacks; the logits of both are then as wide."""
+    return tree.select(trees["params"], _split(trees["student"], "sgd")[0])
 
 
 def _split(whole: Tree, group: str) -> tuple[Tree, Tree]:

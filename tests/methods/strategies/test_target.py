@@ -221,6 +221,16 @@ def test_labels_are_those_of_classes_seen_and_images_show_each():
     assert [report["synthetic_samples"] for report in found.metrics["by_task"]] == [120, 120, 120]
 
 
+def test_a_later_head_may_be_wider():
+    """The student has no heads of later tasks, and its logits are as wide as the teacher's."""
+    parts = []
+    for task, classes in enumerate((2, 4)):
+        x, y = torch.rand(16, 8, generator=rng.generator(task)), torch.arange(16) % classes
+        parts.append((x, y, x, y))
+    found = run(TARGET(**SMALL), "task", cfl.from_tensors(parts, multi_head=True))
+    assert found.metrics["by_task"][0]["synthetic_samples"] == 30  # 3 rounds of 10, of which 2 train the student
+
+
 def test_samples_of_bytes_need_not_be_images():
     x, y = torch.arange(16 * 8).view(16, 8).to(torch.uint8), torch.arange(16) % 2
     stream = cfl.from_tensors([(x, y, x, y)] * 2, multi_head=True)
