@@ -85,8 +85,7 @@ def check(methods: Mapping[str, Any], config: RunConfig, public: bool = False) -
         if decided:
             deciding[decided] = name
     _check_training(methods, strategy)
-    if config.attack.name == "sketch" and type(methods["strategy"]).poisoned is Strategy.poisoned:
-        raise ConfigError(f"attack.name=sketch poisons the sketches of 'fot', and '{strategy}' sends none")
+    _check_attack(methods["strategy"], strategy, config.attack.name)
 
 
 def _check_training(methods: Mapping[str, Any], strategy: str) -> None:
@@ -96,6 +95,14 @@ def _check_training(methods: Mapping[str, Any], strategy: str) -> None:
         raise ConfigError(
             f"'{strategy}' plans no phase with train=True, in which {', '.join(idle)} could act; leave it out"
         )
+
+
+def _check_attack(strategy: Strategy, name: str, attack: str) -> None:
+    """Raise ConfigError for an attack on uploads that the strategy `name` does not send."""
+    if attack == "sketch" and type(strategy).poisoned is Strategy.poisoned:
+        raise ConfigError(f"attack.name=sketch poisons the sketches of 'fot', and '{name}' sends none")
+    if attack not in ("none", "label_flip", "sketch") and not any(phase.train for phase in phases(strategy)):
+        raise ConfigError(f"attack.name={attack} replaces updates, and '{name}' sends none; use attack.name=label_flip")
 
 
 def _changes_mean(method: Any) -> bool:

@@ -110,6 +110,12 @@ def test_a_poisoned_sketch_replaces_those_of_hostile_clients():
         toy.config("attack.name=sketch", method="ewc")
 
 
+def test_an_attack_on_updates_is_refused_where_clients_send_none():
+    with pytest.raises(ConfigError, match="attack.name=scale replaces updates, and 'fedcil' sends none; use attack"):
+        toy.config("attack.name=scale", method="fedcil")
+    toy.config("attack.name=label_flip", method="fedcil")
+
+
 def test_counters_and_uploads_of_regularizers_stay_honest():
     uploads = [{STRATEGY: {"w": torch.tensor(1.0), "count": torch.tensor(3)}, "rule": {"x": torch.tensor(2.0)}}] * 4
     config = toy.config("attack.name=sign_flip", "attack.clients=4")
