@@ -21,7 +21,8 @@ from cfl.flower.trees import FIXED, Missing, TreeFolder
 from cfl.runtime.builder import HERE, Place, build_session
 from cfl.runtime.fingerprint import Fingerprint
 from cfl.runtime.rounds import Rounds
-from cfl.runtime.runner import stream_of
+from cfl.runtime.runner import compiling, stream_of
+from cfl.runtime.sinks import PlainSink
 from cfl.streams import Stream
 
 
@@ -66,7 +67,7 @@ def built(
     if stream is None:
         stream = stream_of(config, data_root, False, public=methods.need_public(members))
     model = config.model.model_copy(update={"weights": None})  # the server broadcasts the starting model
-    config = config.model_copy(update={"start": None, "model": model})
+    config = compiling(config.model_copy(update={"start": None, "model": model}), PlainSink())
     session = build_session(config, stream, members, place=place)
     return session.engine, session.rounds, session.recorder.fingerprint
 

@@ -111,7 +111,7 @@ def carry_out(
 ) -> Result:
     """Run a configuration with these objects, as `run` does. place: where the clients are."""
     with contextlib.ExitStack() as at_end:
-        settings = _compiling(settings, sink)
+        settings = compiling(settings, sink)
         folder = RunFolder(output, resume=resume) if output is not None else None
         if folder is not None:
             at_end.callback(folder.close)
@@ -143,7 +143,7 @@ def _finished(session: Session, resume: bool, interrupted: Callable[[], bool], o
         raise
 
 
-def _compiling(config: RunConfig, sink: Sink) -> RunConfig:
+def compiling(config: RunConfig, sink: Sink) -> RunConfig:
     """The configuration without `compile` where that is impossible or has no effect, as config.yaml then says, too."""
     if config.compile and config.engine in ("loop", "pool"):
         sink.warn(f"compile=true has no effect with engine={config.engine}; set engine=vmapped or pool+vmapped")

@@ -15,7 +15,7 @@ from flwr.cli.build import build
 
 import cfl
 from cfl.core import CheckpointError, ConfigError, DataError, plugins
-from cfl.flower import answers, apps, own_data, project, wire
+from cfl.flower import answers, apps, node, own_data, project, wire
 from cfl.flower.deployment import MemberPopulation
 from cfl.flower.forward import client, send
 from cfl.flower.in_process import InProcessGrid
@@ -106,6 +106,15 @@ def test_nodes_compute_by_the_local_engines(engine, secagg, tmp_path):
     found = served(path, tmp_path, [{"clients": "0-2", "folder": str(tmp_path / "n")}])["accuracy_matrix"]
     alone = cfl.run(config).metrics["accuracy_matrix"]
     assert np.allclose(np.array(found, dtype=float), np.array(alone, dtype=float), equal_nan=True)
+
+
+def test_a_node_without_a_compiler_traces_its_steps_and_says_so(monkeypatch, capsys):
+    """As a run on one machine does; the server, or other nodes, may have a compiler."""
+    monkeypatch.setattr("cfl.runtime.runner.obstacle", lambda device: "no C++ compiler is found")
+    config = cfl.resolve("permuted-digits", overrides=[*OPTIONS, "engine=vmapped", "block=3", "compile=true"])
+    engine, _, _ = node.built(config, None)
+    assert not engine.compile
+    assert "no C++ compiler is found; the steps are traced instead" in capsys.readouterr().err
 
 
 def test_a_run_is_continued_where_the_states_of_its_clients_are(tmp_path):
