@@ -75,7 +75,8 @@ class FedCIL(FederatedGAN, Strategy):
         return None
 
     def notes(self, model: Model) -> list[str]:
-        return ["clients train with strategy.lr, batch, iterations and weights; local.* and agg.weights have no effect"]
+        ours = "clients train with strategy.lr, batch, iterations and weights"
+        return [f"{ours}; agg.weights and all of local.* but local.augment have no effect"]
 
     def plan(self, task: int, tasks: int, rounds: int) -> list[Phase]:
         return [Phase("gan", rounds, train=False, work=True)]

@@ -422,6 +422,16 @@ def stripes(tasks=2):
     return cfl.from_tensors(parts, name="stripes", multi_head=True)
 
 
+def test_of_the_local_options_augmentation_alone_acts():
+    others = ("local.lr=0.5", "local.epochs=3", "local.batch_size=2", "local.momentum=0.9", "agg.weights=uniform")
+    plain, same, flipped = (
+        run("tasks=1", "rounds=1", *own, scenario="class", stream=stripes(1))
+        for own in ((), others, ("local.augment=[flip]",))
+    )
+    assert tree.equal(plain.params, same.params) and not tree.equal(plain.params, flipped.params)
+    assert "agg.weights and all of local.* but local.augment have no effect" in FedCIL().notes(plain.model)[0]
+
+
 def test_images_of_the_server():
     rule = Recorder(**SMALL)
     result = run(rule=rule, stream=stripes(), scenario="class")
