@@ -45,4 +45,9 @@ class Krum(LocalRegularizer):
         """Why the rule may fail with `f` hostile clients, or None."""
         if f and 2 * f + 2 >= clients:  # Proposition 1
             return f"regularizer.krum.hostile={self.hostile:g} is {f} of {clients} clients, and 2 f + 2 < n; lower it"
+        if f and self.chosen > clients - f:
+            return (
+                f"regularizer.krum.chosen={self.chosen} of {clients} clients leaves fewer out than the {f} that may be "
+                f"hostile; set at most {clients - f}"
+            )
         return None

@@ -77,6 +77,13 @@ def test_krum_refuses_more_hostile_clients_than_its_proof_allows():
     toy.config("partition.clients=11", "cohort=11", "regularizer.krum.hostile=0.4", method="krum")  # 2 * 4 + 2 < 11
 
 
+def test_krum_refuses_to_choose_more_clients_than_are_honest():
+    ten = ("partition.clients=10", "cohort=10", "regularizer.krum.hostile=0.2")  # 2 of 10
+    with pytest.raises(ConfigError, match="krum.chosen=9 of 10 clients leaves fewer out than the 2 .*; set at most 8"):
+        toy.config(*ten, "regularizer.krum.chosen=9", method="krum")
+    toy.config(*ten, "regularizer.krum.chosen=8", method="krum")
+
+
 def test_bulyan_against_loops():
     """Eleven clients, of which two may be hostile (4 f + 3 = 11): 7 are selected, and 3 of 7 values count."""
     stacked, n, f = updates(11), 11, 2  # floor(0.19 * 11)
