@@ -76,6 +76,16 @@ class Inversion:
     def __post_init__(self) -> None:
         options.fill(self, PRESETS[self.preset])
 
+    def notes(self, model: Model) -> list[str]:
+        """What has no effect in the inversion of this model."""
+        found, rounds, warmup = list[str](), given(self.rounds), given(self.warmup)
+        if warmup >= rounds:
+            found.append(f"the student never trains, as strategy.warmup={warmup} and strategy.rounds={rounds}")
+        norms = [layer for layer in model.module.modules() if isinstance(layer, _BatchNorm)]
+        if all(layer.running_mean is None for layer in norms):
+            found.append("strategy.bn has no effect, as the model has no running statistics of batch normalisation")
+        return found
+
     def invert(self, server: Server, info: RoundInfo) -> Server:
         """Make a round's samples. Returns the server's trees, the first round of a phase with fresh ones.
 

@@ -210,6 +210,19 @@ def test_options_that_are_given_precede_those_of_the_preset():
     assert (rule.rounds, rule.warmup, rule.g_steps) == (3, 20, 10)
 
 
+def test_notes_say_what_has_no_effect():
+    assert Inversion(**SMALL).notes(model()) == []  # 40 rounds, of which 10 come before the student
+    (note,) = Inversion(**SMALL, rounds=10).notes(model())
+    assert note == "the student never trains, as strategy.warmup=10 and strategy.rounds=10"
+    for module, norm_stats in (
+        (nn.Linear(4, 2), "running"),
+        (nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)), "batch"),
+    ):
+        own = Model(module, (4,), [2], multi_head=False, norm_stats=norm_stats)
+        (note,) = Inversion(**SMALL).notes(own)
+        assert note.startswith("strategy.bn has no effect, as the model has no running statistics")
+
+
 # --- labels and weights ----------------------------------------------------------------------------------------------
 
 
