@@ -21,7 +21,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
 from cfl.assembly import resolve
-from cfl.core import UpdateError, machine
+from cfl.core import ConfigError, UpdateError, machine
 from cfl.core.errors import reason
 from cfl.core.plugins import engines
 from cfl.engines.base import Engine
@@ -41,6 +41,8 @@ def engine(made_from: EngineParts) -> Engine:
     """Return the engine of a run."""
     inner, rounds, fingerprint = made_from.inner, made_from.rounds, made_from.fingerprint
     data_root, config = made_from.data_root, rounds.config
+    if machine.device(config.device).type != "cpu":
+        raise ConfigError("engine=flower runs on CPU cores only; on a GPU use engine=vmapped")
     assert isinstance(inner, LoopEngine)
     workers, folder = config.workers or machine.cores(), Path(tempfile.mkdtemp(prefix="cfl-flower-"))
     grid: InProcessGrid | SimulatedGrid

@@ -358,6 +358,14 @@ def test_what_cannot_run_on_nodes_is_refused(tmp_path, options, message):
         written(tmp_path, *options, method="fedavg")
 
 
+@pytest.mark.parametrize("device", ["cuda", "auto"])
+def test_nodes_on_a_gpu_are_refused(device, tmp_path, monkeypatch):
+    """The tensors of messages are in CPU memory, and model and data would not be."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ConfigError, match=f"nodes compute on CPU cores only, not on device={device}; set device=cpu"):
+        written(tmp_path, f"device={device}")
+
+
 def test_secret_cohorts_are_no_matter_where_all_clients_take_part(tmp_path):
     assert written(tmp_path, *PRIVATE, method="fedavg")[0].dp.amplify
 

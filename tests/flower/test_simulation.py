@@ -4,6 +4,7 @@ import math
 import threading
 import warnings
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from cfl.core.version import __version__
 from cfl.flower import simulation
 from cfl.flower.in_process import InProcessGrid
 from cfl.flower.node import Node
+from cfl.runtime.builder import EngineParts
 from tests import toy
 from tests.flower.federation import PUBLIC, Log, figures, unlike
 from tests.runtime.test_resume import Killed, finished
@@ -239,6 +241,14 @@ JOINS = {
 def test_a_node_that_would_compute_something_else_ends_the_run(join, monkeypatch):
     monkeypatch.setattr(Node, "join", join)
     assert raised(*IN_PROCESS) == (ConfigError, JOINS[join])
+
+
+def test_a_simulation_on_a_gpu_is_refused(monkeypatch):
+    """The tensors of messages are in CPU memory, and model and data would not be."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    rounds = SimpleNamespace(config=toy.config("device=cuda", *IN_PROCESS, method="fedavg"))
+    with pytest.raises(ConfigError, match="engine=flower runs on CPU cores only; on a GPU use engine=vmapped"):
+        simulation.engine(EngineParts(None, rounds, None, 0.0, None, None))
 
 
 def test_a_simulation_that_cannot_start_is_an_error(monkeypatch):
