@@ -50,6 +50,9 @@ class MemberPopulation(Population):
         self.members = members
         self.owners, self._weights = self._owners, self._weights_of_all  # type: ignore[assignment]  # they change
 
+    def notes(self) -> list[str]:
+        return [] if self.members.samples else super().notes()  # they are about the parts of the benchmark
+
     def _samples(self, tasks: tuple[int, ...]) -> np.ndarray:
         if not self.members.samples:
             return super()._samples(tasks)

@@ -154,6 +154,16 @@ def test_clients_whose_nodes_have_left_keep_their_weight():
     assert (population.fraction((0,), (0,)), population.fraction((1,), (0,))) == (0.75, 0.25)
 
 
+def test_notes_on_the_parts_of_the_benchmark_are_not_about_data_of_nodes():
+    """With alpha = 0.05, some of 200 clients get no part of a task."""
+    options = ("partition.name=dirichlet", "partition.alpha=0.05", "partition.clients=200")
+    config = cfl.resolve("permuted-digits", overrides=[*OPTIONS, *options])
+    stream = cfl.streams.build("permuted-digits", tasks=2, seed=config.seed)
+    for samples, expected in (({}, Population(stream, config).notes()), ({0: (30, 0)}, [])):
+        assert MemberPopulation(stream, config, SimpleNamespace(samples=samples)).notes() == expected
+    assert Population(stream, config).notes()[0].startswith("clients without data are never sampled: task 0: ")
+
+
 @pytest.mark.slow
 def test_nodes_of_a_simulation_share_the_clients(tmp_path):
     config, path = written(tmp_path)
