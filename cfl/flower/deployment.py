@@ -134,9 +134,6 @@ class DeploymentEngine(OuterEngine):
         self._check_quorum(info, len(found.states))
         return found
 
-    def fault(self, inputs: RoundInputs, client: Client) -> str:
-        return "its node knows more; lower local.lr"
-
     def _without_data(self, info: RoundInfo) -> str:
         files = " or ".join(f"task{task}.npz" for task in self.rounds.sees(info.task))
         return f"no node has data to train on; a node with data of its own has them in {files}"
