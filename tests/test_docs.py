@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import typer
 from scipy import stats
+from torch import nn
 
 import cfl
 from cfl.assembly.resolve import resolve
@@ -25,11 +26,12 @@ from cfl.config.option_names import GROUPS, option_names
 from cfl.config.overrides import read_yaml
 from cfl.config.schema import RunConfig
 from cfl.contract import Ctx, LocalRegularizer, RoundInfo
-from cfl.core import options, plugins
+from cfl.core import options, plugins, tree
 from cfl.experiments import reproduce
 from cfl.experiments.compare import alone, plan
 from cfl.methods.strategies.fot import FOT
 from cfl.report.paired import differences
+from cfl.testing import toy_config, toy_stream
 from tests import toy
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -182,6 +184,18 @@ def test_the_page_on_strategies_counts_who_overrides_the_five_hooks():
         assert len(own) == int(count)
         found |= own
     assert f"Of the {len(methods)} shipped methods other than FedAvg, {len(found)} override" in page.read_text()
+
+
+def test_the_momentum_of_the_page_moves_running_statistics_as_fedavg_does(own_registries):
+    """They kept their first values, since the momentum took their step for one without velocity."""
+    define(ROOT / "docs/write-a-strategy.md")
+    found = []
+    for method in (cfl.Strategy(), plugins.strategies.get("server-momentum")(beta=0.0)):
+        net = toy.net(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+        config = toy_config("model.norm_stats=running")
+        found.append(cfl.run(config, strategy=method, stream=toy_stream(), model=net, progress=False).params)
+    assert found[0]["1.running_mean"].any() and tree.equal(*found)
+    assert plugins.local.get("momentum").turn == plugins.local.get("fedavgm").turn
 
 
 def test_command_page_lists_each_option_with_its_default():
