@@ -101,8 +101,11 @@ class LocalRegularizer:
 
     @property
     def sees_each(self) -> bool:
-        """True if the server hands each client's upload to `aggregate` and `cap`, which secure aggregation excludes."""
-        return type(self).aggregate is not LocalRegularizer.aggregate
+        """True if the server hands each client's upload to `aggregate` and `cap`, which secure aggregation excludes.
+
+        By default: whether the class overrides one of them.
+        """
+        return any(getattr(type(self), hook) is not getattr(LocalRegularizer, hook) for hook in ("aggregate", "cap"))
 
     @property
     def steps_see_state(self) -> bool:

@@ -193,6 +193,21 @@ def test_sketches_count_at_most_their_median_size():
     assert NormBound(sketch_bound=10.0).cap(uploads, sizes, None)["sketch/1"].tolist()[2] == [20, 0]
 
 
+def test_a_rule_may_cap_sketches_alone():
+    """The cap of a class without `aggregate` was never called."""
+
+    class Drops(LocalRegularizer):
+        def cap(self, uploads, sizes, info):
+            return tree.scale(uploads, 0.0)
+
+    composed = ComposedMethod({STRATEGY: Strategy(), "drops": Drops()})
+    assert composed.gathers == {STRATEGY: "stack", "drops": "mean", WORK: "stack"}
+    info = SimpleNamespace(phase=cfl.Phase("train", work=True), clients=(0, 1), place="")
+    uploads = {STRATEGY: of(1.0, 4.0), WORK: of(2.0, 3.0), WEIGHTS: {"": torch.tensor([2.0, 1.0], dtype=torch.float64)}}
+    found = composed._combined(uploads, info)
+    assert found[WORK]["w"].item() == 0 and found[STRATEGY]["w"].item() == 2  # (2 * 1 + 4) / 3
+
+
 def test_the_size_of_a_gram_matrix_is_its_energy():
     x = toy.random(4, 9)  # a trace of |X|^2, whatever the directions
     grams = torch.stack([pack(x @ x.T), pack(torch.eye(4, dtype=x.dtype)), pack(-torch.eye(4, dtype=x.dtype))])
