@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -19,7 +19,7 @@ from cfl import models
 from cfl.assembly.resolve import dump, load, resolve
 from cfl.config.overrides import change, read_yaml, scoped
 from cfl.config.schema import RunConfig, TextConfig
-from cfl.core import ConfigError, options, plugins, unknown
+from cfl.core import ConfigError, plugins, unknown
 from cfl.core.plugins import roles
 from cfl.experiments.settings import VALIDATION, Settings
 from cfl.experiments.settings import label as labelled
@@ -271,7 +271,7 @@ def for_methods(names: Sequence[str], overrides: Sequence[str], fixed: Collectio
         method, regularizers = roles(name)
         owners = {"strategy": plugins.strategies.get(method)}
         owners |= {f"regularizer.{own}": plugins.local.get(own) for own in regularizers}
-        known[name] = [f"{owner}.{row['name']}" for owner, item in owners.items() for row in options.describe(item)]
+        known[name] = [f"{owner}.{own.name}" for owner, item in owners.items() for own in fields(item) if own.init]
     return scoped(overrides, known)
 
 

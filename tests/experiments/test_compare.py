@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -261,6 +261,16 @@ def test_an_unknown_option_is_searched_in_all_methods(methods, text, message):
         with pytest.raises(ConfigError) as caught:
             plan("permuted-digits", methods, "0", Path(), **{layer: [text]})
         assert str(caught.value) == message
+
+
+def test_a_field_without_cfl_option_is_set_as_in_a_single_run(monkeypatch):
+    @dataclass(frozen=True)
+    class Plain(cfl.Strategy):
+        beta: float = 0.9
+
+    monkeypatch.setitem(plugins.strategies._items, "plain", Plain)
+    groups = plan("permuted-digits", "fedavg,plain", "0", Path(), overrides=["strategy.beta=0.3"])
+    assert [group.runs[0].config.strategy for group in groups] == [{}, {"beta": 0.3}]
 
 
 @pytest.mark.parametrize(
