@@ -238,5 +238,6 @@ def _words(schema: Mapping[str, Any]) -> str:
         return ", ".join(map(str, schema.get("enum") or [schema["const"]]))
     kind, inner = schema.get("type", "value" if "$ref" in schema else "anything"), schema.get("items")
     if kind == "array" and inner:
-        return f"list of {_words(inner)}" + "s" * (inner.get("type") in ("integer", "number", "string"))
+        named = inner.get("type") in ("integer", "number", "string") and not {"enum", "const"} & inner.keys()
+        return f"list of {_words(inner)}" + "s" * named
     return _TYPES.get(kind, kind)

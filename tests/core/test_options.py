@@ -118,6 +118,7 @@ def test_describe_shows_the_type_of_an_option_without_bounds():
         rate: float | None = option(None, "how fast")
         widths: tuple[int, ...] = option((1,), "sizes")
         names: list[str] = option(["a"], "parts")
+        kinds: tuple[Literal["a", "b"], ...] = option(("a",), "which")
         rule: Rule | None = option(None, "an object")
         other: Any = option(None, "an object")
 
@@ -129,6 +130,7 @@ def test_describe_shows_the_type_of_an_option_without_bounds():
         "rate": "number or none",
         "widths": "list of whole numbers",
         "names": "list of texts",
+        "kinds": "list of a, b",
         "rule": "value or none",
         "other": "anything",
     }
