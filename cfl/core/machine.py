@@ -117,9 +117,12 @@ def free_bytes(device: torch.device) -> int:
 
 
 def device(name: str) -> torch.device:
-    """Return the device for "auto", "cpu", "cuda" or "cuda:N". Raises ConfigError if torch sees no GPU."""
+    """Return the device for "auto", "cpu", "cuda" or "cuda:N". Raises ConfigError if torch does not see this GPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device={name}, but torch sees no GPU here; use device=cpu")
-    return torch.device(name)
+    found = torch.device(name)
+    if found.index and found.index >= (count := torch.cuda.device_count()):
+        raise ConfigError(f"device={name}, but the last GPU that torch sees here is cuda:{count - 1}; use that one")
+    return found

@@ -11,7 +11,7 @@ import torch
 
 import cfl
 from cfl.cli import train
-from cfl.core import machine
+from cfl.core import ConfigError, machine
 from cfl.runtime.sinks import NullSink
 from tests import toy
 
@@ -46,6 +46,15 @@ def test_the_peak_is_this_programs_and_not_that_of_the_one_that_started_it():
     held = torch.ones(1 << 30, dtype=torch.uint8)
     command = [sys.executable, "-c", "from cfl.core import machine; print(machine.peak_bytes())"]
     assert int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) < len(held)
+
+
+def test_a_gpu_that_is_not_there_is_named(monkeypatch):
+    """torch itself raises "invalid device ordinal" when the data move there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert machine.device("cuda:1") == torch.device("cuda:1") and machine.device("auto") == torch.device("cuda")
+    with pytest.raises(ConfigError, match=r"device=cuda:2, but the last GPU that torch sees here is cuda:1; use that"):
+        machine.device("cuda:2")
 
 
 def test_there_is_a_core_at_least():
