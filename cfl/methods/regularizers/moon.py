@@ -49,4 +49,4 @@ class Moon(LocalRegularizer):
         return self.mu * masked_mean(losses, ctx.batch.mask)
 
     def finish(self, params: Tree, ctx: Ctx, steps: int) -> tuple[Tree, Tree]:
-        return {}, {name: params.get(name, leaf) for name, leaf in ctx.state.items()}
+        return {}, {**ctx.shared["params"], **params}

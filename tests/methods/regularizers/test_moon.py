@@ -134,6 +134,15 @@ def test_the_previous_model_has_its_own_statistics():
     assert (far - wrong).abs().max() > 1e-3
 
 
+def test_weights_that_did_not_train_are_those_of_the_round():
+    """A strategy may pause them for a round, as LoRM does."""
+    model, step = make()
+    state, shared = away(model.params, 1), away(model.params, 2)
+    trained = {name: shared[name] + 1 for name in model.head(0)}
+    _, kept = Moon().finish(trained, step.context(StepInputs({"params": shared}, state=state, step=1)), 1)
+    assert tree.equal(kept, {**shared, **trained})
+
+
 @pytest.mark.parametrize("folded", [True, False])
 def test_a_last_layer_whose_rows_are_no_samples_is_refused(folded):
     """Rows of its inputs are positions, or samples and positions: they would be compared as samples."""
