@@ -459,6 +459,15 @@ def test_describe_loads_no_other_method(monkeypatch):
     assert invoke("describe", "agg.weights") == invoke("describe", "fedprox") == 0
 
 
+def test_a_method_that_cannot_be_loaded_is_listed_as_such_and_stays_out_of_other_errors(monkeypatch, capsys):
+    monkeypatch.setattr(plugins, "_points", lambda group: (EntryPoint("broken", "nowhere:X", group),))
+    assert invoke("list", "methods") == 0
+    shown = capsys.readouterr().out
+    assert "│ fot " in shown and "method 'broken' cannot be loaded from nowhere:X:" in shown
+    assert invoke("train", "permuted-digits", "--set", "treshold=0.8") == 2
+    assert "did you mean 'strategy.threshold'?" in capsys.readouterr().err
+
+
 def test_describe_shows_every_option_of_a_run_and_all_of_a_group(capsys):
     for name in [*option_names(), *GROUPS]:
         assert invoke("describe", name) == 0

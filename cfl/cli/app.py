@@ -71,7 +71,7 @@ def _top(
 def display(*blocks: Any) -> None:
     """Print tables and texts to standard output."""
     # Pipes and logs get wide tables: a width of 80 would break their lines.
-    console = Console(width=None if sys.stdout.isatty() else 140, markup=False, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else 140, markup=False, emoji=False, highlight=False)
     for block in blocks:
         console.print(block, soft_wrap=isinstance(block, str))  # a command has to stay one line
 

@@ -7,7 +7,7 @@ import typer
 
 from cfl.cli.app import app, display
 from cfl.config.option_names import GROUPS, option_names, strategy_options
-from cfl.core import plugins, unknown
+from cfl.core import ConfigError, plugins, unknown
 from cfl.report import described, tables, write
 
 KINDS = {
@@ -28,8 +28,15 @@ def list_(what: Annotated[str | None, typer.Argument()] = None) -> None:
         raise unknown("kind", what, KINDS)
     for kind, registry in KINDS.items():
         if what in (None, kind):
-            rows = [(name, described.summary(registry.get(name)), registry.source(name)) for name in registry.names()]
-            display(tables.listing(rows, kind))
+            display(tables.listing([_listed(registry, name) for name in registry.names()], kind))
+
+
+def _listed(registry: plugins.Registry, name: str) -> tuple[str, str, str]:
+    """Name, summary and source; of an object that cannot be loaded, the error in place of its summary."""
+    try:
+        return name, described.summary(registry.get(name)), registry.source(name)
+    except ConfigError as error:
+        return name, str(error), ""
 
 
 @app.command(epilog="Example: cfl-run describe fot")

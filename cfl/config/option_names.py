@@ -1,6 +1,7 @@
 """Names of all options, also those of methods and regularizers, and error messages for unknown options."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any
 
@@ -83,8 +84,9 @@ def strategy_options() -> dict[str, list[str]]:
     """Return the options of all strategies, each with the strategies that have it."""
     found: dict[str, list[str]] = {}
     for method in plugins.strategies.names():
-        for row in options.describe(plugins.strategies.get(method)):
-            found.setdefault(f"strategy.{row['name']}", []).append(method)
+        with suppress(ConfigError):  # a method that cannot be loaded is in the way of no other
+            for row in options.describe(plugins.strategies.get(method)):
+                found.setdefault(f"strategy.{row['name']}", []).append(method)
     return found
 
 
