@@ -221,6 +221,8 @@ def _built(
     if settings.validation:
         raise ConfigError(f"validation={settings.validation:g} holds samples of the benchmark out, and this node has "
                           "data of its own; set validation=0")  # fmt: skip
+    if methods.need_public(methods.build(settings)):
+        raise ConfigError(f"{settings.label} reads public data, which a node with data of its own lacks; omit --data")
     stream = own_data.read(data, config.with_name(STREAM).read_text(encoding="utf-8"), data_root)
     place = Place(population=partial(own_data.OwnPopulation, client=client))
     return settings, node.built(settings, data_root, stream, place)

@@ -188,12 +188,21 @@ def test_nodes_hold_the_same_samples_of_the_benchmark_out(tmp_path):
     ]
 
 
-def test_a_node_with_data_of_its_own_may_not_join_a_run_that_holds_samples_out(tmp_path):
-    _, path = written(tmp_path, "validation=0.1")
+@pytest.mark.parametrize(
+    ("method", "options", "fault"),
+    [
+        ("fot", "validation=0.1", "validation=0.1 holds samples of the benchmark out, and this node has"),
+        ("feddf", "public.name=stream", "feddf reads public data, which a node with data of its own lacks"),
+    ],
+)
+def test_a_node_with_data_of_its_own_may_not_join_a_run_that_needs_those_of_the_benchmark(
+    method, options, fault, tmp_path
+):
+    _, path = written(tmp_path, options, method=method)
     node = {"clients": "0", "folder": str(tmp_path / "n"), "data": "permuted-digits"}
     link = Link(InProcessGrid([client(path, lambda: apps.answer)], [node]), deadline=60.0)
     (answer,) = link.ask("query.join", {1: None}).values()
-    assert "validation=0.1 holds samples of the benchmark out, and this node has data of its own" in answer.fault
+    assert fault in answer.fault
     assert answer.error == "ConfigError"  # so that the server refuses the node
 
 
