@@ -66,10 +66,18 @@ class Client:
         drawn = source.random((steps, len(self))) < size / len(self)
         return [torch.as_tensor(row.nonzero()[0], device=self.device) for row in drawn]
 
-    def batches(self, size: int, order: Tensor | None = None, key: int | None = None) -> Iterator[Batch]:
-        """Yield every sample once, at most `size` at a time. order: (n,) positions; None for the stored order."""
+    def batches(
+        self, size: int, order: Tensor | None = None, key: int | None = None, *, together: bool = False
+    ) -> Iterator[Batch]:
+        """Yield every sample once, at most `size` at a time. order: (n,) positions; None for the stored order.
+
+        together: add a single last sample to the batch before, for a model that normalises by the batch.
+        """
         whole = torch.arange(len(self), device=self.device) if order is None else order
-        return self.gathered(whole.split(size), key)
+        parts = list(whole.split(size))
+        if together and len(parts) > 1 and len(parts[-1]) == 1:
+            parts[-2:] = [torch.cat(parts[-2:])]
+        return self.gathered(parts, key)
 
     def gathered(self, parts: Iterable[Tensor], key: int | None = None) -> Iterator[Batch]:
         """Yield the batch at each of several positions (b,); each batch derives its own key."""

@@ -52,6 +52,14 @@ def test_batches_of_one_task_in_a_given_order():
     assert found.tolist() == [sample(1, ROWS[1][i]) for i in (3, 0, 2, 1)]
 
 
+def test_a_last_single_sample_joins_the_batch_before_on_request():
+    owner = client()  # four samples
+    sizes = {size: [len(batch.y) for batch in owner.batches(size, together=True)] for size in (2, 3, 4)}
+    assert sizes == {2: [2, 2], 3: [4], 4: [4]}
+    assert next(owner.batches(3, together=True)).x.tolist() == [sample(1, row) for row in ROWS[1]]
+    assert len(list(owner.batches(3, torch.tensor([2]), together=True))) == 1  # nothing before that it could join
+
+
 @pytest.mark.parametrize("now", [(0, 1), (1, 0), (0, 1, 2)], ids=str)
 def test_batches_over_several_tasks_give_every_sample_once_with_its_task(now):
     owner = client(now=now)

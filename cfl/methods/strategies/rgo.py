@@ -26,6 +26,7 @@ from torch import Tensor
 from cfl.contract import Batch, Client, Ctx, Phase, RoundInfo, Server, Strategy, TreesByOwner, with_consolidation
 from cfl.core import Tree, option, plugins, rng, tree
 from cfl.models import Layer, Model
+from cfl.models.passes import by_batch
 
 
 @plugins.strategies.register("rgo")
@@ -101,7 +102,7 @@ class RGO(Strategy):
             root = (a - a.square()).sqrt().gather(1, batch.y[:, None])
             return (z.gather(1, batch.y[:, None]) * root).sum()
 
-        for batch in client.batches(self.batch_size, order):
+        for batch in client.batches(self.batch_size, order, together=by_batch(info.model.module)):
             grads = torch.func.grad(q)(weights, batch)
             for name, layer in pairs:
                 v, p = rows(grads[name], layer).mean(dim=0).double(), new[matrix_name(name, layer)]

@@ -8,6 +8,7 @@ import cfl
 from cfl import models
 from cfl.contract import Batch
 from cfl.core import tree
+from cfl.methods.subspace import input_sums
 from cfl.methods.subspace.input_sums import ImageEnergies
 from cfl.methods.subspace.layer_inputs import Patches, slides, stream, watch
 from tests import toy
@@ -301,3 +302,13 @@ def test_without_dropout_layers_see_what_they_multiply():
     watched, _ = _seen(model, x)
     seen = _streamed(model, x)
     assert all(torch.equal(seen[name], inputs[:, 0]) for name, inputs in watched.items())
+
+
+@pytest.mark.parametrize("method", ["fot", "gpm", "rgo", "fedprotip", "lorm"])
+def test_a_last_single_sample_joins_the_pass_before_for_batch_statistics(method, monkeypatch):
+    """A client's 12 samples are passes of 11 and 1, and one sample has no batch statistics."""
+    monkeypatch.setattr(input_sums, "BATCH", 11)
+    net = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    own = ["strategy.batch_size=11"] if method == "rgo" else []
+    config = toy.config("model.norm_stats=batch", *own, method=method)
+    assert 0 <= cfl.run(config, stream=toy.stream(2), model=net).metrics["acc"] <= 1
