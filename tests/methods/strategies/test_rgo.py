@@ -152,6 +152,14 @@ def test_with_heads_of_their_own_only_the_bodys_layers_count():
     assert {name for name, leaf in ours.items() if leaf is grads[name]} == {"2.weight@1", "2.bias@1"}
 
 
+def test_notes_name_what_is_not_multiplied():
+    norm = nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+    line = "not multiplied by P, trained as in FedAvg: 1.bias, 1.weight"
+    for multi_head in (False, True):  # a head of its own for each task is not at issue
+        assert RGO().notes(_handle(norm, (6,), multi_head=multi_head)) == [line]
+    assert RGO().notes(_handle(_conv(), (2, 4, 4))) == []
+
+
 # --- limits ----------------------------------------------------------------------------------------------------------
 
 
