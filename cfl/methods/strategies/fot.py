@@ -66,6 +66,9 @@ class FOT(OptionalTaskInference, LayerPolicy, GPSE, Strategy):
             phases.append(Phase("coverage", cohort="available", train=False, work=True, diagnostic=True))
         return [*phases, *self.feature_phases()]
 
+    def notes(self, model: Model) -> list[str]:
+        return LayerPolicy.notes(self, model) + self.inference_notes(model)
+
     def init_server(self, params: Tree, model: Model) -> Server:
         device = next(iter(params.values())).device
         basis = {layer.name: bases.empty(self.width(layer), device) for layer in self.projected(model)}

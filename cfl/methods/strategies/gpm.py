@@ -67,7 +67,7 @@ class GPM(OptionalTaskInference, Strategy):
         return super().frozen(task, model) | model.old_head(task) | (biases | norms if task else set())
 
     def notes(self, model: Model) -> list[str]:
-        return covered(model, model.layers, self.frozen(1, model), self._augment)
+        return covered(model, model.layers, self.frozen(1, model), self._augment) + self.inference_notes(model)
 
     @property
     def steps_see_state(self) -> bool:

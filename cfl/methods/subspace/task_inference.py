@@ -143,6 +143,11 @@ class OptionalTaskInference(TaskInference):
     def infers(self) -> bool:
         return self.infer_tasks
 
+    def inference_notes(self, model: Model) -> list[str]:
+        """Lines for the user: an option without effect."""
+        idle = self.infer_tasks and not model.growing
+        return ["strategy.infer_tasks=true has no effect without scenario=class"] if idle else []
+
 
 def references(moments: list[Tensor], columns: list[Tensor]) -> Tensor:
     """Reference scores r (tasks, columns): r_jk = sqrt(tr(B_k^T M_j B_k)). moments: M_j; columns: B_k."""

@@ -195,6 +195,14 @@ def test_clients_send_nothing_where_no_head_grows_or_the_option_is_off():
     assert off.feature_phases() == [] and len(OptionalTaskInference(infer_tasks=True).feature_phases()) == 1
 
 
+@pytest.mark.parametrize("method", [FOT, GPM])
+def test_the_option_is_said_to_have_no_effect_where_the_scenario_gives_the_task(method):
+    line = "strategy.infer_tasks=true has no effect without scenario=class"
+    fixed = cfl.Model(toy.mlp(6, 9, 2), (6,), (2,) * 3, multi_head=True)
+    cases = ((True, fixed), (False, fixed), (True, _growing(toy.mlp(6, 9, 2))))
+    assert [line in method(infer_tasks=on).notes(model) for on, model in cases] == [True, False, False]
+
+
 @pytest.mark.parametrize("method", ["fot", "gpm"])
 def test_a_run_without_the_option_is_as_before_and_with_scenario_task_only_a_broadcast_more(method):
     def run(*options):
