@@ -34,7 +34,9 @@ def write(path: Path, network: nn.Module, leaves: Tree, about: Mapping[str, Any]
 
 
 def _safetensors(network: nn.Module, leaves: Tree, about: Mapping[str, Any]) -> bytes:
-    own = {name: leaf.detach().cpu().contiguous().clone() for name, leaf in leaves.items()}
+    stored = network.state_dict()  # without the buffers that have persistent=False
+    every = {name: leaf for name, leaf in _under_every_name(network, leaves).items() if name in stored}
+    own = {name: leaf.detach().cpu().contiguous().clone() for name, leaf in every.items()}
     return save(own, {"cfl": json.dumps(about)})
 
 
@@ -64,7 +66,7 @@ def _onnx(network: nn.Module, leaves: Tree, about: Mapping[str, Any]) -> bytes:
 def _holding(network: nn.Module, leaves: Tree) -> nn.Module:
     """A copy of the network in evaluation mode with these parameters and buffers; a grown head may be wider."""
     network = copy.deepcopy(network).eval()
-    for name, leaf in leaves.items():
+    for name, leaf in _under_every_name(network, leaves).items():
         path, _, own = name.rpartition(".")
         layer = network.get_submodule(path)
         if own in layer._parameters:
@@ -72,6 +74,14 @@ def _holding(network: nn.Module, leaves: Tree) -> nn.Module:
         else:
             setattr(layer, own, leaf.detach().clone())
     return network
+
+
+def _under_every_name(network: nn.Module, leaves: Tree) -> Tree:
+    """The leaves, those that a network shares under each of their names; `leaves` have the first one."""
+    own = (network.named_parameters, network.named_buffers)
+    pairs = [pair for named in own for pair in named(remove_duplicate=False)]
+    first = {id(leaf): name for name, leaf in reversed(pairs)}
+    return {name: leaves[first[id(leaf)]] for name, leaf in pairs if first[id(leaf)] in leaves}
 
 
 _ENCODE = {".safetensors": _safetensors, ".onnx": _onnx}

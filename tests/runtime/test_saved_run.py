@@ -14,6 +14,7 @@ from cfl import models
 from cfl.contract import Strategy
 from cfl.core import CheckpointError, ConfigError, DataError
 from cfl.models.handle import NO_CLASS
+from cfl.runtime import export
 from cfl.streams import with_scenario
 from tests import toy
 
@@ -178,6 +179,30 @@ def test_a_file_of_a_network_with_statistics_of_the_batch_loads_without_buffers(
     plain.load_state_dict(load_file(run.export(tmp_path / "model.safetensors")))
     x = samples(toy.stream(2), 0)[0]
     assert torch.equal(plain(x), run.logits(x))
+
+
+class Tied(nn.Module):
+    """A network with a weight under two names, and a buffer that its state_dict leaves out."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(toy.DIMENSIONS, toy.DIMENSIONS), nn.Linear(toy.DIMENSIONS, toy.DIMENSIONS)
+        self.second.weight = self.first.weight
+        self.register_buffer("scale", torch.full((toy.DIMENSIONS,), 0.5), persistent=False)
+        self.head = nn.Linear(toy.DIMENSIONS, 2)
+
+    def forward(self, x):
+        return self.head(self.second(self.first(x * self.scale).relu()).relu())
+
+
+def test_files_have_the_names_of_the_networks_state_dict(tmp_path):
+    torch.manual_seed(0)
+    trained(tmp_path, model=(given := Tied()), stream=toy.stream(1))
+    run, plain, x = cfl.load(tmp_path, model=given), Tied().eval(), samples(toy.stream(1), 0)[0]
+    plain.load_state_dict(load_file(run.export(tmp_path / "model.safetensors")))
+    assert torch.equal(plain(x), run.logits(x))
+    held = export._holding(given, run.params)  # the network of an .onnx file
+    assert torch.equal(held(x), run.logits(x)) and not torch.equal(given(x), run.logits(x))
 
 
 @pytest.mark.slow
