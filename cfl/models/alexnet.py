@@ -1,5 +1,6 @@
 """The AlexNet-like network of FOT's Split CIFAR-100, without biases or normalisation."""
 
+import math
 from collections.abc import Sequence
 
 from torch import nn
@@ -18,11 +19,11 @@ def alexnet_cl(
     units. Raises ValueError for images below 19 x 19 pixels.
     """
     whole(width=width)
-    channels, side, _ = images(input_shape, at_least=19)
+    channels, *sides = images(input_shape, at_least=19)
     if len(dropout) != 4:
         raise ValueError(f"model.dropout must be a list of four rates, not {dropout}")
     for kernel in (4, 3, 2):
-        side = (side - kernel + 1) // 2
+        sides = [(side - kernel + 1) // 2 for side in sides]
 
     def block(inputs: int, filters: int, kernel: int, rate: float) -> list[nn.Module]:
         return [nn.Conv2d(inputs, filters, kernel, bias=False), nn.ReLU(), Dropout(rate), nn.MaxPool2d(2)]
@@ -35,7 +36,7 @@ def alexnet_cl(
         *block(width, 2 * width, 3, dropout[1]),
         *block(2 * width, 4 * width, 2, dropout[2]),
         nn.Flatten(),
-        *hidden(4 * width * side * side),
+        *hidden(4 * width * math.prod(sides)),
         *hidden(32 * width),
         nn.Linear(32 * width, outputs, bias=False),
     )

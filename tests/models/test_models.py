@@ -106,6 +106,12 @@ def test_errors(name, shape, options, message):
         models.build(name, shape, 2, options)
 
 
+def test_alexnet_takes_images_that_are_not_square():
+    module = models.build("alexnet_cl", (1, 19, 27), 3, {"width": 2})
+    assert module[13].in_features == 4 * 2 * 1 * 2  # sides: 19, 8, 3, 1 and 27, 12, 5, 2
+    assert module(torch.zeros(2, 1, 19, 27)).shape == (2, 3)
+
+
 def conv(input_shape, outputs, channels: int, kind: Literal["wide", "deep"] = "wide", drop: int = None, free=None):
     """A builder with annotations; the default of `drop` does not fit its own."""
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(8 * int(channels), outputs))
