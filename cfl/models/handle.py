@@ -285,16 +285,16 @@ class Model:
                 outputs = recurrent.call(self.module, x, self._recurrent)
             return outputs.to(next(leaf.dtype for *_, leaf in slots if leaf.is_floating_point()))
         finally:
-            for (holder, key, _), leaf in zip(slots, own, strict=True):
-                holder[key] = leaf
+            for (holder, key, leaf), before in zip(slots, own, strict=True):
+                if (now := holder[key]) is not leaf and self.module.training and now.shape == leaf.shape:
+                    leaf.copy_(now.detach())  # of a forward that replaces a buffer
+                holder[key] = before
 
     def _initial(self) -> Tree:
-        params: Tree = {}
-        for name, leaf in (*self.module.named_parameters(), *self.module.named_buffers()):
-            if name in self.masks:
-                continue
+        params, own = Tree(), dict((*self.module.named_parameters(), *self.module.named_buffers()))
+        for name in (*self._parameter_names, *self._buffer_names):
             for task in range(self.tasks) if name in self._names_per_task else (0,):
-                params[self.tree_name(name, task)] = leaf.detach().clone()
+                params[self.tree_name(name, task)] = own[name].detach().clone()
         if self.multi_head:
             params |= new_heads(self.module, str(self.classifier), self.sizes, self.seed)
         return params
