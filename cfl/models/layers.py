@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from cfl.core import Tree, rng
 
 Projectable = nn.Linear | nn.Conv1d | nn.Conv2d
-NORMS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.InstanceNorm1d, nn.InstanceNorm2d)
+NORMS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.InstanceNorm1d, nn.InstanceNorm2d)
 
 
 @dataclass(frozen=True)

@@ -110,8 +110,9 @@ def test_layers_with_a_forward_of_their_own_are_named():
     assert found == [[line], [line], []]
 
 
-def test_a_model_of_a_norm_and_a_head_alone_has_nothing_to_project():
-    module = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2))
+@pytest.mark.parametrize(("norm", "names"), [(nn.LayerNorm(4), {"0.weight", "0.bias"}), (nn.RMSNorm(4), {"0.weight"})])
+def test_a_model_of_a_norm_and_a_head_alone_has_nothing_to_project(norm, names):
+    module = nn.Sequential(norm, nn.Linear(4, 2))
     model = cfl.Model(module, (4,), [2, 2], multi_head=True)
-    assert FOT().frozen(1, model) == {"0.weight", "0.bias"}
+    assert FOT().frozen(1, model) == names
     assert FOT(norm_affine="free").frozen(1, model) == frozenset()
