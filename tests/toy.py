@@ -196,6 +196,18 @@ class Standardised(nn.Conv2d):
         return self._conv_forward(x, (self.weight - mean) / deviation, self.bias)
 
 
+class TwoNames(nn.Module):
+    """Two layers, each an attribute and a part of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.layers = nn.Sequential(self.first, nn.ReLU(), self.last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
 class ManyRows(nn.Module):
     """A Linear layer as the last one, to which positions are the first dimension, or samples and positions are one."""
 

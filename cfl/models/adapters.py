@@ -107,11 +107,10 @@ def adapted(
     for leaf in rest:
         leaf.requires_grad_(False)
     for path in _chosen(possible, options.targets):
-        parent, _, name = path.rpartition(".")
         base: Any = own.get_submodule(path)
         with rng.fork(rng.key(seed, "adapter", path)):
             layer = Adapted(base, options.rank, (options.alpha or options.rank) / options.rank)
-        setattr(own.get_submodule(parent), name, layer)
+        _replace(own, base, layer)
     return own
 
 
@@ -125,8 +124,7 @@ def merged(module: nn.Module, leaves: Tree) -> tuple[nn.Module, Tree]:
         return module, leaves
     plain, own = copy.deepcopy(module), dict(leaves)
     for path, layer in found.items():
-        parent, _, name = path.rpartition(".")
-        setattr(plain.get_submodule(parent), name, plain.get_submodule(f"{path}.base"))
+        _replace(plain, plain.get_submodule(path), plain.get_submodule(f"{path}.base"))
         pair = own.pop(f"{path}.a.weight"), own.pop(f"{path}.b.weight")
         own[f"{path}.base.weight"] = layer.merged(own[f"{path}.base.weight"], *pair)
     names = plain_names(module)
@@ -151,6 +149,12 @@ def notes(module: nn.Module) -> list[str]:
     """A line on the adapters of a module, if it has some."""
     found = _adapters(module)
     return [f"adapters of low rank beside {few([*found], MOST_NAMES)}; they and the head train"] if found else []
+
+
+def _replace(module: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put a layer in the place of another, which a module may have under several names."""
+    for holder in [part._modules for part in module.modules()]:
+        holder.update({name: new for name, own in holder.items() if own is old})
 
 
 def _adapters(module: nn.Module) -> dict[str, Adapted]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -136,17 +137,21 @@ def layers_of(module: nn.Module, paths: Iterable[str], mixed: Collection[str] = 
     A bias with requires_grad=False is left out: it cannot change what the layer's weight computes.
     mixed: paths of the layers whose inputs do not have the samples as their first dimension.
     """
-    named = [*module.named_parameters(remove_duplicate=False)]
-    names, uses = {name for name, _ in named}, [id(leaf) for _, leaf in named]
+    names, uses = {name for name, _ in module.named_parameters(remove_duplicate=False)}, owners(module)
     layers: list[Layer] = []
     for path in paths:
         layer = module.get_submodule(path)
         assert isinstance(layer, Projectable)
         if full_name(path, "weight") not in names:  # computed of other parameters, as by weight_norm
             continue
-        if layer.weight.requires_grad and all(uses.count(id(leaf)) == 1 for leaf in layer.parameters()):
+        if layer.weight.requires_grad and all(uses[id(leaf)] == 1 for leaf in layer.parameters()):
             layers += _groups(layer, path, path in mixed)
     return tuple(layers)
+
+
+def owners(module: nn.Module) -> Counter[int]:
+    """How many modules have each parameter, by its id; a module under several names is one."""
+    return Counter(id(leaf) for part in module.modules() for leaf in part.parameters(recurse=False))
 
 
 def norm_parameters(called: Mapping[str, nn.Module], layers: Sequence[Layer]) -> dict[str, int]:

@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from cfl.core import ConfigError, Tree, rng
 from cfl.core.errors import reason
-from cfl.models.layers import NORMS, Projectable, on_input
+from cfl.models.layers import NORMS, Projectable, on_input, owners
 
 # A recomputation in the backward pass would read the module's own parameters, not those of the client.
 _RECOMPUTES = "activation checkpointing (torch.utils.checkpoint) is not supported; call the layers without it"
@@ -120,9 +120,9 @@ def check_outputs(
             f"the stream has a head for each task, and the model's last Linear layer, '{classifier}', has a "
             "parametrization such as weight_norm; remove it: the heads are plain Linear layers"
         )
-    own = {id(leaf) for leaf in head.parameters()}
-    shared = [name for name, leaf in module.named_parameters(remove_duplicate=False) if id(leaf) in own]
-    if len(shared) > len(own):
+    own, uses = {id(leaf) for leaf in head.parameters()}, owners(module)
+    if any(uses[leaf] > 1 for leaf in own):
+        shared = [name for name, leaf in module.named_parameters(remove_duplicate=False) if id(leaf) in own]
         raise ConfigError(
             f"the stream has a head for each task, but the model's last Linear layer, '{classifier}', shares "
             f"parameters with another layer ({', '.join(shared)}); give it its own"

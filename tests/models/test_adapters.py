@@ -134,6 +134,18 @@ def test_merged_weights_give_the_outputs_of_the_adapted_network():
         assert [type(part) for part in plain] == [type(part) for part in module]
 
 
+def test_a_layer_under_two_names_gets_one_adapter():
+    module = toy.TwoNames()
+    own = handle(module, (4,))
+    assert own.trainable(0) == ("first.a.weight", "first.b.weight", "last.weight", "last.bias")
+    params, x = drawn(own.params), toy.random(5, 4).float()
+    plain, leaves = adapters.merged(own.module, params)
+    assert plain.layers[0] is plain.first and leaves.keys() == dict(module.named_parameters()).keys()
+    expected = own.logits(params, x, 0)
+    module.load_state_dict(leaves, strict=False)  # the other names are of the same tensors
+    assert torch.allclose(module(x), expected, atol=1e-6) and not torch.allclose(plain(x), expected, atol=1e-3)
+
+
 # --- what is adapted -------------------------------------------------------------------------------------------------
 
 

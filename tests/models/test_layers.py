@@ -6,6 +6,7 @@ from torch import nn
 
 from cfl.core import rng
 from cfl.models import Model
+from tests import toy
 
 CONVOLUTIONS = {
     "plain": lambda: nn.Conv2d(4, 6, 3),
@@ -125,6 +126,13 @@ def test_layers_that_share_a_weight_are_not_projected():
     model = Model(nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(4, 3)), (4,), [3], multi_head=False)
     assert [layer.name for layer in model.layers] == ["4"]
     assert model.logits(model.params, torch.zeros(2, 4), 0).shape == (2, 3)
+
+
+def test_a_layer_under_two_names_is_one_layer():
+    model = Model(toy.TwoNames(), (4,), [2, 3], multi_head=True)
+    assert [layer.weight for layer in model.layers] == ["first.weight"]
+    assert model.head(1) == ("last.weight@1", "last.bias@1")
+    assert model.logits(model.params, torch.zeros(2, 4), 1).shape == (2, 3)
 
 
 def test_a_layer_whose_weight_is_computed_cannot_be_projected():
