@@ -294,7 +294,7 @@ class Model:
         params, own = Tree(), dict((*self.module.named_parameters(), *self.module.named_buffers()))
         for name in (*self._parameter_names, *self._buffer_names):
             for task in range(self.tasks) if name in self._names_per_task else (0,):
-                params[self.tree_name(name, task)] = own[name].detach().clone()
+                params[self.tree_name(name, task)] = own[name].detach().clone(memory_format=torch.contiguous_format)
         if self.multi_head:
             params |= new_heads(self.module, str(self.classifier), self.sizes, self.seed)
         return params

@@ -89,6 +89,13 @@ def test_the_users_module_is_copied():
     assert all(torch.equal(leaf, before[name]) for name, leaf in module.state_dict().items())
 
 
+def test_leaves_have_the_memory_layout_of_those_that_a_checkpoint_returns():
+    """With another one, a killed and resumed run would differ from one that was never killed."""
+    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(4, 3)).to(memory_format=torch.channels_last)
+    assert not net[0].weight.is_contiguous()
+    assert all(leaf.is_contiguous() for leaf in Model(net, (2, 3, 3), [3], multi_head=False).params.values())
+
+
 def test_building_keeps_mode_hooks_and_global_randomness():
     module, state = seeded(bn_net).train(), torch.get_rng_state()
     model = Model(module, (4,), [3, 3], multi_head=True)
