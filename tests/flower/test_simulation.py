@@ -247,7 +247,7 @@ def test_a_simulation_on_a_gpu_is_refused(monkeypatch):
     """The tensors of messages are in CPU memory, and model and data would not be."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     rounds = SimpleNamespace(config=toy.config("device=cuda", *IN_PROCESS, method="fedavg"))
-    with pytest.raises(ConfigError, match="engine=flower runs on CPU cores only; on a GPU use engine=vmapped"):
+    with pytest.raises(ConfigError, match="CPU cores only; set device=cpu, or engine=vmapped for a GPU"):
         simulation.engine(EngineParts(None, rounds, None, 0.0, None, None))
 
 
