@@ -69,9 +69,9 @@ class Client:
     def batches(
         self, size: int, order: Tensor | None = None, key: int | None = None, *, together: bool = False
     ) -> Iterator[Batch]:
-        """Yield every sample once, at most `size` at a time. order: (n,) positions; None for the stored order.
+        """Yield every sample once, `size` at a time. order: (n,) positions; None for the stored order.
 
-        together: add a single last sample to the batch before, for a model that normalises by the batch.
+        together: whether a single last sample joins the batch before, see `Model.joins_last`.
         """
         whole = torch.arange(len(self), device=self.device) if order is None else order
         parts = list(whole.split(size))

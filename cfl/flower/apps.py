@@ -14,7 +14,7 @@ from cfl.aggregation import scope
 from cfl.assembly import methods, resolve
 from cfl.config.overrides import read_yaml
 from cfl.config.schema import RunConfig
-from cfl.core import ConfigError, machine
+from cfl.core import ConfigError
 from cfl.engines import Engine
 from cfl.engines.choose import undecided
 from cfl.flower import link, node, own_data
@@ -91,7 +91,7 @@ def check(settings: RunConfig, wait_for: int = 0) -> None:
     if settings.engine == "flower" or undecided(settings.engine, settings.block):
         engine = f"engine={settings.engine} without a block" if settings.engine == "vmapped" else settings.engine
         raise ConfigError(f"{engine} does not name an engine for the nodes; use loop, pool, or vmapped with a block")
-    if machine.device(settings.device).type != "cpu":
+    if settings.device != "cpu":
         raise ConfigError(f"nodes compute on CPU cores only, not on device={settings.device}; set device=cpu")
     if settings.secagg == "sum":
         raise ConfigError("secagg=sum only simulates secure aggregation; use full or none")

@@ -41,7 +41,7 @@ def engine(made_from: EngineParts) -> Engine:
     """Return the engine of a run."""
     inner, rounds, fingerprint = made_from.inner, made_from.rounds, made_from.fingerprint
     data_root, config = made_from.data_root, rounds.config
-    if machine.device(config.device).type != "cpu":
+    if config.device != "cpu":
         raise ConfigError("engine=flower runs on CPU cores only; set device=cpu, or engine=vmapped for a GPU")
     assert isinstance(inner, LoopEngine)
     workers, folder = config.workers or machine.cores(), Path(tempfile.mkdtemp(prefix="cfl-flower-"))

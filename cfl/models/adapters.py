@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from cfl.core import ConfigError, Tree, rng, unknown
 from cfl.core.errors import MOST_NAMES, few
-from cfl.models.layers import full_name, layers_of
+from cfl.models.layers import Projectable, full_name, layers_of
 from cfl.models.tracing import own_copy, trace
 
 
@@ -34,12 +34,12 @@ class Lora:
 
 
 class Adapted(nn.Module):
-    """A Linear or Conv2d layer `base` with an adapter: layers `a` and `b`, whose product counts `scale` times.
+    """A Linear, Conv1d or Conv2d layer `base` with an adapter: layers `a` and `b`, whose product counts `scale` times.
 
     Attributes that it lacks are those of `base`.
     """
 
-    def __init__(self, base: nn.Linear | nn.Conv2d, rank: int, scale: float) -> None:
+    def __init__(self, base: Projectable, rank: int, scale: float) -> None:
         super().__init__()
         self.base, self.scale = base, scale
         self.a: nn.Module
@@ -52,9 +52,10 @@ class Adapted(nn.Module):
                 name: getattr(base, name) for name in ("stride", "padding", "dilation", "groups", "padding_mode")
             }
             inner = rank * base.groups
-            self.a = nn.Conv2d(base.in_channels, inner, base.kernel_size, **geometry, bias=False)  # type: ignore[arg-type]
-            self.b = nn.Conv2d(inner, base.out_channels, 1, groups=base.groups, bias=False)
-        nn.init.zeros_(self.b.weight)
+            kind: Any = nn.Conv1d if isinstance(base, nn.Conv1d) else nn.Conv2d
+            self.a = kind(base.in_channels, inner, base.kernel_size, **geometry, bias=False)
+            self.b = kind(inner, base.out_channels, 1, groups=base.groups, bias=False)
+        nn.init.zeros_(cast("Tensor", self.b.weight))
         self.to(base.weight)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -91,13 +92,13 @@ def adapted(
     """Return a copy of a module with adapters beside its layers, frozen but for these and for the head.
 
     The head is the last Linear layer that is called; if it has requires_grad=False, it stays as it is.
-    options.targets: names, or parts of names between dots, of the Linear and Conv2d layers that get an adapter; empty
-    for all that are called and share no parameter, but the head. dtype: of the samples.
+    options.targets: names, or parts of names between dots, of the layers that get an adapter; empty for all Linear,
+    Conv1d and Conv2d layers that are called and share no parameter, but the head. dtype: of the samples.
     Raises ConfigError for a target that is no such layer, and for a module without one.
     """
     own = own_copy(module, device)
-    called = trace(own, input_shape, device, dtype).called
-    paths = [path for path, layer in called.items() if isinstance(layer, nn.Linear | nn.Conv2d)]
+    traced = trace(own, input_shape, device, dtype)
+    called, paths = traced.called, traced.projectable
     inner = paths[:-1] if paths and isinstance(called[paths[-1]], nn.Linear) else paths
     head = {id(leaf) for path in paths[len(inner) :] for leaf in called[path].parameters()}
     rest = [leaf for leaf in own.parameters() if id(leaf) not in head and leaf.is_floating_point()]
@@ -165,8 +166,8 @@ def _chosen(possible: Sequence[str], targets: Sequence[str]) -> list[str]:
     """The layers that the targets name, in the order in which they are called; all of them without targets."""
     if not possible:
         raise ConfigError(
-            "model.adapter=lora finds no layer for an adapter: the model calls no Linear or Conv2d layer but its head; "
-            "set model.adapter=none"
+            "model.adapter=lora finds no layer for an adapter: the model calls no Linear, Conv1d or Conv2d layer but "
+            "its head; set model.adapter=none"
         )
     for target in targets:
         if not any(_within(target, path) for path in possible):

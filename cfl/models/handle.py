@@ -21,7 +21,7 @@ from cfl.models import precision as precisions
 from cfl.models.dropout import switched_off
 from cfl.models.layers import drop_running_stats, full_name, layers_of, leaf_slots, new_heads, norm_parameters, on_input
 from cfl.models.memory_format import Layout, is_channels_last
-from cfl.models.passes import couples, passes
+from cfl.models.passes import by_batch, couples, passes
 from cfl.models.tracing import check_outputs, constants, features_fault, frozen_names, own_copy, trace
 
 NormStats = Literal["per_task", "batch", "running"]
@@ -41,9 +41,9 @@ class Model:
     layers: the projectable layers that train, in the order of their first call; stem: path of the first layer called;
     norms: affine parameters of normalisation layers, name to the number of projected modules called before the layer;
     couples_samples: whether a sample's outputs in training depend on the others of its batch, see `couples`;
-    takes_one: whether a batch in training may be a single sample; masks: buffers that no client sends, see `constants`;
-    layout: memory layout of leaves in which the module is fastest; classifier: path of the last Linear layer, or None;
-    no_features: what to change in the module so that `features` works; empty if it does.
+    takes_one: whether a batch in training may be a single sample; joins_last: whether one joins the batch before it in
+    evaluation; masks: buffers that no client sends, see `constants`; layout: fastest layout of leaves in memory;
+    classifier: path of the last Linear layer, or None; no_features: what to change so that `features` works, or empty.
     Raises ConfigError for a module that cannot be trained, whose outputs do not fit the stream, or that is all frozen.
     """
 
@@ -71,7 +71,9 @@ class Model:
             drop_running_stats(self.module)
         spare = own_copy(self.module, device)  # a module may keep what its forward computes, and then has no copy
         traced = trace(self.module, input_shape, device, dtype)
-        called, outputs, self.moving, self.takes_one, self.unreached, mixed = traced
+        called, outputs, self.moving, _, self.takes_one, _, mixed = traced
+        self._never_changed = traced.notes
+        self.joins_last = by_batch(self.module) and not self.takes_one
         self.couples_samples = couples(spare, input_shape, device, dtype)
         paths = traced.projectable
         self.classifier: str | None = None
@@ -108,8 +110,7 @@ class Model:
         names = dict.fromkeys(name.partition("@")[0] for name in self.fixed)
         held = f"{tree.nbytes(self.fixed):,} bytes of frozen parameters are on every client, and no round sends them"
         found = [f"frozen by requires_grad=False: {few([*names], MOST_NAMES)}", held] if names else []
-        why = "forward does not use them, or not as attributes of its modules, such as self.layer.weight"
-        found += [f"no gradient reaches {few(self.unreached, MOST_NAMES)}: {why}"] if self.unreached else []
+        found += self._never_changed
         statistics = self.moving and self.buffers_per_task and not self.multi_head
         found += ["accuracies are those with the statistics of each test sample's task"] if statistics else []
         device = next(iter(self.params.values())).device
@@ -285,10 +286,8 @@ class Model:
                 outputs = recurrent.call(self.module, x, self._recurrent)
             return outputs.to(next(leaf.dtype for *_, leaf in slots if leaf.is_floating_point()))
         finally:
-            for (holder, key, leaf), before in zip(slots, own, strict=True):
-                if (now := holder[key]) is not leaf and self.module.training and now.shape == leaf.shape:
-                    leaf.copy_(now.detach())  # of a forward that replaces a buffer
-                holder[key] = before
+            for (holder, key, _), leaf in zip(slots, own, strict=True):
+                holder[key] = leaf
 
     def _initial(self) -> Tree:
         params, own = Tree(), dict((*self.module.named_parameters(), *self.module.named_buffers()))

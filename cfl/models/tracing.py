@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from cfl.core import ConfigError, Tree, rng
-from cfl.core.errors import reason
+from cfl.core.errors import MOST_NAMES, few, reason
 from cfl.models.layers import NORMS, Projectable, on_input, owners
 
 # A recomputation in the backward pass would read the module's own parameters, not those of the client.
@@ -21,7 +21,8 @@ class Traced(NamedTuple):
     """What a run of a module shows.
 
     called: projectable and normalisation layers by path, in the order of their first call; outputs: their number;
-    moving: names of the buffers that a pass in training mode changes; alone: whether such a pass takes one sample;
+    moving: names of the buffers that a pass in training mode changes; replaced: of those in whose place it puts
+    another tensor, unless they are counters; alone: whether such a pass takes one sample;
     unreached: names of the parameters that train, but that no gradient reaches; mixed: paths of the called layers in
     whose inputs the first dimension is not that of the samples.
     """
@@ -29,6 +30,7 @@ class Traced(NamedTuple):
     called: dict[str, nn.Module]
     outputs: int
     moving: list[str]
+    replaced: list[str]
     alone: bool
     unreached: list[str]
     mixed: set[str]
@@ -37,6 +39,14 @@ class Traced(NamedTuple):
     def projectable(self) -> list[str]:
         """Paths of the called layers that methods can project."""
         return [path for path, layer in self.called.items() if isinstance(layer, Projectable)]
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines on what never changes in training."""
+        still, lost = few(self.unreached, MOST_NAMES), few(self.replaced, MOST_NAMES)
+        why = "forward does not use them, or not as attributes of its modules, such as self.layer.weight"
+        found = [f"no gradient reaches {still}: {why}"] if still else []
+        return found + ([f"buffers that the forward replaces never change; write into {lost}"] if lost else [])
 
 
 def own_copy(module: Any, device: torch.device | str) -> nn.Module:
@@ -93,12 +103,14 @@ def trace(
         for hook in hooks:
             hook.remove()
     with rng.fork(0, device):
+        given = dict(other.named_buffers())
         _logits(other.train(), x)
         before = dict(module.named_buffers())
         after = {name: leaf for name, leaf in other.named_buffers() if name in before}
         moving = [name for name, leaf in after.items() if not torch.equal(leaf, before[name])]
+        replaced = [name for name, leaf in after.items() if leaf is not given[name] and leaf.is_floating_point()]
         _check_gradient(other, x)
-        return Traced(called, outputs.shape[1], moving, _takes(other, x[:1]), _unreached(other, x), mixed)
+        return Traced(called, outputs.shape[1], moving, replaced, _takes(other, x[:1]), _unreached(other, x), mixed)
 
 
 def check_outputs(

@@ -378,9 +378,8 @@ def test_what_cannot_run_on_nodes_is_refused(tmp_path, options, message):
 
 
 @pytest.mark.parametrize("device", ["cuda", "auto"])
-def test_nodes_on_a_gpu_are_refused(device, tmp_path, monkeypatch):
+def test_nodes_on_a_gpu_are_refused(device, tmp_path):
     """The tensors of messages are in CPU memory, and model and data would not be."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(ConfigError, match=f"nodes compute on CPU cores only, not on device={device}; set device=cpu"):
         written(tmp_path, f"device={device}")
 

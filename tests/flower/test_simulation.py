@@ -243,9 +243,8 @@ def test_a_node_that_would_compute_something_else_ends_the_run(join, monkeypatch
     assert raised(*IN_PROCESS) == (ConfigError, JOINS[join])
 
 
-def test_a_simulation_on_a_gpu_is_refused(monkeypatch):
+def test_a_simulation_on_a_gpu_is_refused():
     """The tensors of messages are in CPU memory, and model and data would not be."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     rounds = SimpleNamespace(config=toy.config("device=cuda", *IN_PROCESS, method="fedavg"))
     with pytest.raises(ConfigError, match="CPU cores only; set device=cpu, or engine=vmapped for a GPU"):
         simulation.engine(EngineParts(None, rounds, None, 0.0, None, None))

@@ -40,8 +40,10 @@ def conv_net():
             nn.GroupNorm(2, 4),
             nn.ReLU(),
             nn.Conv2d(4, 6, 3, groups=2, padding=2, dilation=2, padding_mode="reflect"),
+            nn.Flatten(2),
+            nn.Conv1d(6, 4, 3, stride=2, padding=1, groups=2),
             nn.Flatten(),
-            nn.Linear(6 * 16, 2),
+            nn.Linear(4 * 8, 2),
         ).double()
 
 
@@ -151,10 +153,11 @@ def test_a_layer_under_two_names_gets_one_adapter():
 
 def test_only_adapters_and_the_head_train():
     own = handle(conv_net(), (2, 8, 8))
-    assert own.trainable(0) == ("0.a.weight", "0.b.weight", "3.a.weight", "3.b.weight", "5.weight", "5.bias")
-    assert own.stem == "0.a" and {layer.path for layer in own.layers} == {"0.a", "0.b", "3.a", "3.b", "5"}
-    assert [layer.groups for layer in own.layers] == [1, 1, 2, 2, 2, 2, 1]
-    assert own.notes()[-1] == "adapters of low rank beside 0, 3; they and the head train"
+    pairs = [f"{path}.{part}" for path in (0, 3, 5) for part in "ab"]
+    assert own.trainable(0) == (*(f"{path}.weight" for path in pairs), "7.weight", "7.bias")
+    assert own.stem == "0.a" and {layer.path for layer in own.layers} == {*pairs, "7"}
+    assert [layer.groups for layer in own.layers] == [1, 1, *[2] * 8, 1]
+    assert own.notes()[-1] == "adapters of low rank beside 0, 3, 5; they and the head train"
 
 
 def test_frozen_networks_get_adapters_and_a_frozen_head_stays_frozen():

@@ -73,36 +73,6 @@ def test_an_error_in_a_pass_restores_the_parameters_of_the_module():
     assert all(a is b for a, b in zip(model.module.parameters(), own, strict=True))
 
 
-class Replaces(torch.nn.Module):
-    """A layer behind a running mean that the forward replaces, instead of writing into it."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = torch.nn.Linear(4, 5)
-        self.register_buffer("mean", torch.ones(4))
-
-    def forward(self, x):
-        if self.training:
-            self.mean = 0.75 * self.mean + 0.25 * x.mean(0)
-        return self.head(x - self.mean)
-
-
-def test_a_buffer_that_the_forward_replaces_is_kept():
-    model = Model(Replaces(), (4,), [5], multi_head=False, norm_stats="running")
-    x = torch.randn(3, 6, 4, generator=rng.generator(2))
-
-    def after(mean, x):
-        leaves = {**model.params, "mean": mean.clone()}
-        model.logits(leaves, x, 0)
-        return leaves["mean"]
-
-    model.module.train()
-    expected = 0.75 + 0.25 * x.mean(1)
-    torch.testing.assert_close(torch.stack([after(torch.ones(4), each) for each in x]), expected)
-    torch.testing.assert_close(vmap(after)(torch.ones(3, 4), x), expected)
-    assert model.module.mean.equal(torch.ones(4))
-
-
 def close(a, b):
     """Equal to 1e-10 of the largest entry."""
     return (a - b).abs().max() <= 1e-10 * b.abs().max()

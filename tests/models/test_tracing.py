@@ -40,3 +40,30 @@ def test_activation_checkpoints_are_refused(reentrant: bool) -> None:
     """The backward pass would compute with the module's own weights instead of the client's."""
     with pytest.raises(ConfigError, match="activation checkpointing .* is not supported"):
         Model(Checkpointed(reentrant), (8,), [2], multi_head=False)
+
+
+class Statistics(nn.Module):
+    """Running means that the forward replaces, or writes into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+        self.register_buffer("kept", torch.ones(4))
+        self.register_buffer("lost", torch.ones(4))
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.kept.mul_(0.9).add_(0.1 * x.mean(0))
+            self.lost = 0.9 * self.lost + 0.1 * x.mean(0)
+            self.count = self.count + 1
+        return self.head(x - self.kept - self.lost)
+
+
+def test_a_buffer_that_the_forward_replaces_is_named() -> None:
+    model = Model(Statistics(), (4,), [3], multi_head=False, norm_stats="running")
+    leaves = {name: leaf.clone() for name, leaf in model.params.items()}
+    model.module.train()
+    model.logits(leaves, torch.zeros(2, 4), 0)
+    assert torch.equal(leaves["lost"], torch.ones(4)) and torch.allclose(leaves["kept"], torch.full((4,), 0.9))
+    assert model.notes() == ["buffers that the forward replaces never change; write into lost"]

@@ -26,7 +26,6 @@ from torch import Tensor
 from cfl.contract import Batch, Client, Ctx, Phase, RoundInfo, Server, Strategy, TreesByOwner, with_consolidation
 from cfl.core import Tree, option, plugins, rng, tree
 from cfl.models import Layer, Model
-from cfl.models.passes import by_batch
 
 
 @plugins.strategies.register("rgo")
@@ -107,7 +106,7 @@ class RGO(Strategy):
             root = (a - a.square()).sqrt().gather(1, batch.y[:, None])
             return (z.gather(1, batch.y[:, None]) * root).sum()
 
-        for batch in client.batches(self.batch_size, order, together=by_batch(info.model.module)):
+        for batch in client.batches(self.batch_size, order, together=info.model.joins_last):
             grads = torch.func.grad(q)(weights, batch)
             for name, layer in pairs:
                 v, p = rows(grads[name], layer).mean(dim=0).double(), new[matrix_name(name, layer)]

@@ -16,7 +16,6 @@ from cfl.methods.subspace.layer_inputs import Patches, slides, some_patches, str
 from cfl.methods.subspace.projection import input_vectors, width
 from cfl.methods.subspace.sketch import Direct, Energies, Gram
 from cfl.models import Layer
-from cfl.models.passes import by_batch
 
 BATCH = 128  # samples per forward pass
 
@@ -25,7 +24,7 @@ def drawn_batches(client: Client, info: RoundInfo, samples: int = 0) -> Iterator
     """Yield the client's samples in batches: all in random order, or `samples` of them, drawn by round and client."""
     source = rng.generator(rng.key(info.key, "samples", client.id))
     order = torch.randperm(len(client), generator=source)[: samples or None].to(client.device)
-    return client.batches(BATCH, order, together=by_batch(info.model.module))
+    return client.batches(BATCH, order, together=info.model.joins_last)
 
 
 def layer_grams(
@@ -81,7 +80,7 @@ def add_inputs(
         _check_rows(layers, option)
     inputs = _Pass(sums, max_patches, info)
     key = rng.key(info.key, "augment", client.id) if augmented else None
-    batches = client.batches(BATCH, key=key, together=by_batch(info.model.module))
+    batches = client.batches(BATCH, key=key, together=info.model.joins_last)
     with rng.fork(rng.key(info.key, "dropout", client.id), client.device):
         stream(info.model, params, info.task, batches, layers, inputs.add, patches=False, dropout=dropout)
     for into, patches in inputs.images.values():

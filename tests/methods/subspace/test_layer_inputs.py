@@ -6,7 +6,7 @@ from torch import nn
 
 import cfl
 from cfl import models
-from cfl.contract import Batch
+from cfl.contract import Batch, Client
 from cfl.core import tree
 from cfl.methods.subspace import input_sums
 from cfl.methods.subspace.input_sums import ImageEnergies
@@ -305,10 +305,19 @@ def test_without_dropout_layers_see_what_they_multiply():
 
 
 @pytest.mark.parametrize("method", ["fot", "gpm", "rgo", "fedprotip", "lorm"])
-def test_a_last_single_sample_joins_the_pass_before_for_batch_statistics(method, monkeypatch):
-    """A client's 12 samples are passes of 11 and 1, and one sample has no batch statistics."""
+@pytest.mark.parametrize(("positions", "sizes"), [(1, {12}), (2, {11, 1})])  # one position has no statistics
+def test_a_last_single_sample_joins_the_pass_before_for_batch_statistics(method, positions, sizes, monkeypatch):
     monkeypatch.setattr(input_sums, "BATCH", 11)
-    net = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
-    own = ["strategy.batch_size=11"] if method == "rgo" else []
+    body = (nn.Linear(8, 6), nn.Unflatten(1, (-1, positions)), nn.BatchNorm1d(6 // positions), nn.Flatten())
+    own, seen = ["strategy.batch_size=11"] if method == "rgo" else [], set()
+    batches = Client.batches
+
+    def watched(client, *given, **options):
+        for batch in batches(client, *given, **options):
+            seen.add(len(batch.y))
+            yield batch
+
+    monkeypatch.setattr(Client, "batches", watched)
     config = toy.config("model.norm_stats=batch", *own, method=method)
-    assert 0 <= cfl.run(config, stream=toy.stream(2), model=net).metrics["acc"] <= 1
+    cfl.run(config, stream=toy.stream(2), model=nn.Sequential(*body, nn.Linear(6, 2)))
+    assert seen == sizes  # a client has 12 samples
