@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl.contract.samples import Batch, Share, joined
+from cfl.contract.samples import Batch, Share, batched, joined
 from cfl.core import rng
 
 MEMORY = "memory"
@@ -74,10 +74,7 @@ class Client:
         together: whether a single last sample joins the batch before, see `Model.joins_last`.
         """
         whole = torch.arange(len(self), device=self.device) if order is None else order
-        parts = list(whole.split(size))
-        if together and len(parts) > 1 and len(parts[-1]) == 1:
-            parts[-2:] = [torch.cat(parts[-2:])]
-        return self.gathered(parts, key)
+        return self.gathered(batched(whole, size, together), key)
 
     def gathered(self, parts: Iterable[Tensor], key: int | None = None) -> Iterator[Batch]:
         """Yield the batch at each of several positions (b,); each batch derives its own key."""

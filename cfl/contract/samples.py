@@ -46,6 +46,13 @@ def equally_long(leaves: Sequence[Tensor]) -> list[Tensor]:
     return [functional.pad(leaf, (0, length - leaf.shape[2])) for leaf in leaves]
 
 
+def batched(rows: Tensor, size: int, together: bool) -> list[Tensor]:
+    """Split rows (n,) into parts of `size`. together: whether a single last row joins the part before."""
+    parts = list(rows.split(size))
+    single = together and len(parts) > 1 and len(parts[-1]) == 1
+    return [*parts[:-2], torch.cat(parts[-2:])] if single else parts
+
+
 EMPTY = Batch(*(torch.empty(0) for _ in range(4)))
 
 

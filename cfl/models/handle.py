@@ -71,8 +71,8 @@ class Model:
             drop_running_stats(self.module)
         spare = own_copy(self.module, device)  # a module may keep what its forward computes, and then has no copy
         traced = trace(self.module, input_shape, device, dtype)
-        called, outputs, self.moving, _, self.takes_one, _, mixed = traced
-        self._never_changed = traced.notes
+        called, outputs, mixed, self._never_changed = traced.called, traced.outputs, traced.mixed, traced.notes
+        self.moving, self.takes_one = traced.moving, traced.alone
         self.joins_last = by_batch(self.module) and not self.takes_one
         self.couples_samples = couples(spare, input_shape, device, dtype)
         paths = traced.projectable

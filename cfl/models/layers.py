@@ -64,11 +64,11 @@ class Layer:
         """
         if isinstance(self.module, nn.Linear):
             return x.reshape(x.shape[0], -1, x.shape[-1])
-        conv = self.module
-        x, geometry = self.padded(x), (conv.kernel_size, conv.dilation, (0, 0), conv.stride)
-        if isinstance(conv, nn.Conv1d):  # a sequence is an image with one row
-            x, geometry = x[:, :, None], ((1, *conv.kernel_size), (1, *conv.dilation), (0, 0), (1, *conv.stride))
-        return F.unfold(x, *geometry).transpose(1, 2)
+        conv, x = self.module, self.padded(x)
+        row = (1,) if isinstance(conv, nn.Conv1d) else ()  # a sequence is an image with one row
+        x = x.unsqueeze(2) if row else x
+        kernel, dilation, stride = (row + own for own in (conv.kernel_size, conv.dilation, conv.stride))
+        return F.unfold(x, kernel, dilation=dilation, stride=stride).transpose(1, 2)
 
     def padded(self, x: Tensor) -> Tensor:
         """This group's channels of the input of a convolution, (batch, channels, [height,] width), with its padding."""

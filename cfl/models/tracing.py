@@ -21,8 +21,8 @@ class Traced(NamedTuple):
     """What a run of a module shows.
 
     called: projectable and normalisation layers by path, in the order of their first call; outputs: their number;
-    moving: names of the buffers that a pass in training mode changes; replaced: of those in whose place it puts
-    another tensor, unless they are counters; alone: whether such a pass takes one sample;
+    moving: names of the buffers that a pass in training mode changes; replaced: of the buffers in whose place it puts
+    another tensor, but for integers; alone: whether such a pass takes one sample;
     unreached: names of the parameters that train, but that no gradient reaches; mixed: paths of the called layers in
     whose inputs the first dimension is not that of the samples.
     """

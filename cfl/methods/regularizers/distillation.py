@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cfl.contract import Batch, Ctx, Gathers, LocalRegularizer, RoundInfo, Samples
+from cfl.contract.samples import batched
 from cfl.core import Tree, optim, option, rng, tree
 from cfl.models.passes import passes
 
@@ -31,12 +32,6 @@ def public_logits(params: Tree, ctx: Ctx) -> Tensor:
     with ctx.model.evaluation(), torch.no_grad():
         parts = passes(ctx.model.module, rows, _CHUNK)
         return torch.cat([ctx.forward(params, public_batch(ctx.public, part)) for part in parts])
-
-
-def _parts(rows: Tensor, size: int) -> list[Tensor]:
-    """Rows in parts of `size`; a single row at the end joins the part before, as it has no batch statistics."""
-    parts = list(rows.split(size))
-    return [*parts[:-2], torch.cat(parts[-2:])] if len(parts) > 1 and len(parts[-1]) == 1 else parts
 
 
 @dataclass(frozen=True)
@@ -103,7 +98,8 @@ class Distillation(LocalRegularizer, ABC):
         with rng.fork(rng.key(info.key, "distill"), device):
             for epoch in range(self.server_epochs):
                 draws = rng.generator(rng.key(info.key, "distill", "order", epoch))
-                for rows in _parts(torch.randperm(len(public), generator=draws).to(device), self.server_batch):
+                order = torch.randperm(len(public), generator=draws).to(device)
+                for rows in batched(order, self.server_batch, together=True):  # one sample has no batch statistics
                     grads = torch.func.grad(total)(weights, rows)
                     adam.update(grads, state, weights, self.server_lr, step)
                     step += 1
