@@ -479,7 +479,7 @@ def test_figures_of_the_speed_page_are_the_stored_ones():
             *(ratio(lower, other) for other in ("float32", "plain")),
         ]
     text, rounded = " ".join(page.read_text().split()), [ratio(row, "plain_bf16") for row in bf16.values()]
-    assert "takes 1 / {}, 1 / {} and 1 / {} of the seconds".format(*rounded) in text
+    assert "takes {}, {} and {} times as long as `cfl` with `precision=bf16`".format(*rounded) in text
     jax = [ratio(float32[name], "jax") for name in ("permuted-digits", "pmnist-round")]
     assert "takes {} of our time on the small network and {} on the larger one".format(*jax) in text
     amx, amd, without = (
@@ -815,9 +815,7 @@ def test_figures_of_whole_runs_and_of_dropout_on_the_speed_pages_are_the_stored_
     )
     assert told.format(shares["split-cifar100"], shares["permuted-mnist"]) in text
     (row,) = json.loads((folder / "dropout-amx.json").read_text())["workloads"]
-    told = (
-        "in bfloat16 take 1 / {:.2f} of the seconds of compiled ones in float32, and 1 / {:.2f} of those of the plain"
-    )
+    told = "in float32 take {:.2f} times as long as those in bfloat16, and the plain loop {:.2f} times as long"
     text = " ".join((ROOT / "docs/speed-details.md").read_text().split())
     assert told.format(row["ratio_vs_float32"], row["ratio_vs_plain"]) in text
 
