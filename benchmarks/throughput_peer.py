@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,7 @@ class Peer:
     Raises RuntimeError with the end of what it wrote to stderr where it ends or does not answer with JSON.
     """
 
-    def __init__(
-        self, python: str, script: str, arguments: Sequence[str] = (), more: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, python: str, script: str, arguments: Sequence[str] = ()) -> None:
         self.script, self.errors = script, tempfile.TemporaryFile("w+")
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
         self.process = subprocess.Popen(
@@ -32,7 +30,7 @@ class Peer:
             stdout=subprocess.PIPE,
             stderr=self.errors,
             text=True,
-            env={**os.environ, **threads, **(more or {})},
+            env={**os.environ, **threads},
         )
         self.first = self.hear()
 

@@ -308,6 +308,16 @@ def test_a_process_that_fails_says_why(scripts):
         scripts["_peer"].Peer(sys.executable, "no_script.py")
 
 
+@pytest.mark.parametrize("engine", ["loop", "vmapped"])
+def test_rounds_of_a_checkout_are_timed(scripts, engine):
+    arguments = [str(SCRIPTS.parent), "--serve", "permuted-digits", engine]
+    peer = scripts["_peer"].Peer(sys.executable, "throughput_versions.py", arguments)
+    try:
+        assert peer.first == {"ready": True} and peer.ask("1")["seconds"] > 0
+    finally:
+        peer.close()
+
+
 # -- scaling.py
 
 
