@@ -56,6 +56,7 @@ ENGINES = {
 }
 COMPARE = "compare permuted-digits --methods fedavg,er --seeds 0,1 --jobs 2 --quiet --no-plot".split()
 GROWTH = 5.0  # MiB from the second task to the last: accuracies, and the stored samples of more tasks
+PARTS = ("kills", "faults", "workers", "folder", "memory")
 OK, REFUSED, BROKEN = 0, 3, 4  # exit status of a child: finished, an error of cfl, any other error
 
 
@@ -285,9 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=5.0, help="of `kills`, and of `workers`")
     parser.add_argument("--rounds", type=int, default=20_000, help="of `memory`")
     parser.add_argument("--every", type=int, default=1, help="`faults` takes each so many of the writes")
-    parser.add_argument(
-        "--parts", nargs="+", default=["kills", "faults", "workers", "folder", "memory"], metavar="PART"
-    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--json", type=Path, help="where to store the figures")
     options = parser.parse_args(arguments)
@@ -307,8 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             began = time.monotonic()
             figures[name] = {**parts[name](), "took_seconds": round(time.monotonic() - began)}
             print(name, figures[name], flush=True)
-    figures["failures"] = soak.failures
-    store(options.json, figures, "torch")
+            store(options.json, {**figures, "failures": soak.failures}, "torch")
     print(f"{len(soak.failures)} failures")
     return bool(soak.failures)
 

@@ -55,6 +55,25 @@ def test_a_run_whose_files_are_of_tomorrow_is_continued(soak, tmp_path):
     assert soak.digest(tmp_path / "run") == soak.digest(tmp_path / "whole")
 
 
+def test_an_unknown_part_is_refused_before_the_others_run(soak, monkeypatch, capsys):
+    monkeypatch.setattr(soak.Soak, "kills", lambda self, seconds: pytest.fail("kills ran"))
+    with pytest.raises(SystemExit):
+        soak.main(["--parts", "kills", "folders"])
+    assert "invalid choice: 'folders'" in capsys.readouterr().err
+
+
+def test_figures_of_a_part_are_stored_before_the_next_one_runs(soak, monkeypatch, tmp_path):
+    def workers(self, seconds):
+        raise RuntimeError
+
+    monkeypatch.setattr(soak.Soak, "kills", lambda self, seconds: {"all": 2})
+    monkeypatch.setattr(soak.Soak, "workers", workers)
+    with pytest.raises(RuntimeError):
+        soak.main(["--parts", "kills", "workers", "--json", str(tmp_path / "soak.json")])
+    stored = json.loads((tmp_path / "soak.json").read_text())
+    assert stored["kills"] == {"all": 2, "took_seconds": 0} and stored["failures"] == []
+
+
 @pytest.mark.slow
 def test_kills_of_some_seconds(tmp_path):
     options = ("--minutes", "0.02", "--parts", "kills", "--json", tmp_path / "soak.json")
