@@ -4,6 +4,7 @@ import datetime
 import json
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -15,7 +16,7 @@ def store(path: Path | None, figures: Mapping[str, Any], *packages: str) -> None
     """Write figures as JSON, with the command, the date and the machine. path: None for not at all."""
     if path is None:
         return
-    made = {"command": " ".join(["python", *sys.argv]), "date": datetime.date.today().isoformat()}
+    made = {"command": shlex.join(["python", *sys.argv]), "date": datetime.date.today().isoformat()}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**made, "machine": about(*packages), **figures}, indent=2) + "\n")
 

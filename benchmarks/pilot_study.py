@@ -10,19 +10,18 @@ The preset `iris` says which of the settings are the paper's.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
 import torch
+from host import store
 
 import cfl
 from cfl.core import Tree
 from cfl.models import Model
 
 METHODS = ("fedavg", "feddf", "fedproj")
-COMMAND = "python benchmarks/pilot_study.py --json benchmarks/results/pilot-study/iris.json"
 
 
 def study(method: str, seed: int) -> tuple[cfl.Result, dict[int, Tree]]:
@@ -87,9 +86,7 @@ def main() -> None:
         ]
         print(f"{method:8s} {', '.join(parts)}")
     draw(found, args.output)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"command": COMMAND, "methods": summaries}, indent=2) + "\n")
+    store(args.json, {"methods": summaries}, "torch")
 
 
 if __name__ == "__main__":

@@ -21,15 +21,13 @@ Membership: AUC of members against images that no client has. An attack bounds w
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import shlex
 import statistics
-import sys
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from host import store
 from scipy.optimize import brentq
 from scipy.special import ndtr
 from scipy.stats import mannwhitneyu
@@ -354,10 +352,7 @@ def main() -> None:
 
     settings = {"d": d, "s": MULTIPLE * d, "images_per_client": IMAGES, "others": len(others)}
     noise = {"epsilon": EPSILON, "delta": DELTA, "releases": 1, "noise_multiplier": round(sigma, 6)}
-    args.output.mkdir(parents=True, exist_ok=True)
-    command = shlex.join(["python", "benchmarks/sketch_probe.py", *sys.argv[1:]])
-    text = json.dumps({"command": command, **settings, "noise": noise, **found}, indent=2)
-    (args.output / "probe.json").write_text(text + "\n")
+    store(args.output / "probe.json", {**settings, "noise": noise, **found}, "torch")
     examples = [("the client's images", first), ("1 client, G known: least squares", pictures[1]["least squares"])]
     beyond = [clients for clients in pictures if clients * IMAGES > MULTIPLE * d]
     for clients in dict.fromkeys(beyond[:1] + beyond[-1:]):

@@ -54,6 +54,17 @@ def test_without_projection_the_client_of_the_middle_class_forgets_a_neighbour(s
     assert right[0] > 0.95 and right[1] > 0.95 and right[2] < 0.1
 
 
+def test_the_stored_command_is_the_one_that_ran(script, monkeypatch, tmp_path):
+    pilot_study = script("pilot_study")
+    monkeypatch.setattr(pilot_study, "METHODS", ())
+    monkeypatch.setattr(pilot_study, "draw", lambda found, output: None)
+    path = str(tmp_path / "with space.json")
+    monkeypatch.setattr("sys.argv", ["pilot_study.py", "--seeds", "2", "--json", path])
+    pilot_study.main()
+    stored = json.loads((tmp_path / "with space.json").read_text())
+    assert stored["command"] == f"python pilot_study.py --seeds 2 --json '{path}'" and stored["methods"] == {}
+
+
 @pytest.mark.slow
 def test_the_global_model_does_not_lose_by_projection():
     """The averages are nearer to each other than the local models: 87.7 % and 95.9 % over ten seeds."""

@@ -1,8 +1,8 @@
 """What FOT's sketches give away: `benchmarks/sketch_probe.py` against closed forms, and its findings on the digits."""
 
-import importlib.util
 import json
 from functools import cache
+from importlib import import_module
 from math import log, sqrt
 from pathlib import Path
 
@@ -16,11 +16,9 @@ from cfl.core import rng
 
 pytestmark = pytest.mark.slow
 
-# by its path: benchmarks is no package, and Opacus installs one of that name
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "sketch_probe.py"
-SPEC = importlib.util.spec_from_file_location("sketch_probe", SCRIPT)
-sp = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(sp)
+with pytest.MonkeyPatch.context() as patch:  # as the fixture `script` finds it
+    patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    sp = import_module("sketch_probe")
 
 
 def normal(*shape, seed=0):
@@ -284,6 +282,7 @@ def test_the_probe_runs_from_the_command_line(tmp_path, capsys, monkeypatch):
     run(monkeypatch, "--clients", "5", "--seeds", "1", "--output", str(tmp_path / "new"))
     stored = json.loads((tmp_path / "new" / "probe.json").read_text())
     assert (stored["d"], stored["s"], stored["noise"]["releases"]) == (65, 325, 1)
+    assert stored["command"].startswith("python sketch_probe.py --clients 5") and stored["machine"]["cores"] >= 1
     assert list(stored["sum"]) == ["1", "5"] and list(stored["one_client_no_g"]) == ["1", "10", "35", "64", "70"]
     assert stored["sum"]["1"]["auc"] == [1.0] and len(stored["sum"]["5"]["error"]) == 1
     assert (tmp_path / "new" / "probe.png").read_bytes().startswith(b"\x89PNG")
