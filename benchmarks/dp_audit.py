@@ -147,7 +147,7 @@ def shift_of(false_negatives: float, false_positives: float) -> float:
 def gaussian_delta(epsilon: float, shift: float) -> float:
     """delta of the Gaussian mechanism (Balle and Wang, 2018, theorem 5). shift: sensitivity over standard deviation."""
     near, far = shift / 2 - epsilon / shift, -shift / 2 - epsilon / shift
-    return float(norm.cdf(near) - math.exp(min(epsilon, 700.0) + norm.logcdf(far)))
+    return float(norm.cdf(near) - math.exp(epsilon + norm.logcdf(far)))
 
 
 def gaussian_epsilon(shift: float, delta: float) -> float:

@@ -11,10 +11,10 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
+from dp_audit import gaussian_delta, gaussian_epsilon
 from fidelity_tables import SEEDS, Table, measured, run
 from scipy import stats
 from scipy.optimize import brentq
-from scipy.special import log_ndtr, ndtr
 from torch import nn
 
 import cfl
@@ -92,26 +92,17 @@ def intervals() -> list[Table]:
     return [Table("Permuted MNIST beside the paper", heads | {"95 % interval from": "+.2f", "to": "+.2f"}, found)]
 
 
-def delta_of(epsilon: float, mu: float) -> float:
-    """Of Gaussian noise, mu the sensitivity over its deviation (Balle and Wang, 2018, theorem 8)."""
-    return float(ndtr(mu / 2 - epsilon / mu) - math.exp(epsilon + log_ndtr(-mu / 2 - epsilon / mu)))
-
-
-def epsilon_of(delta: float, mu: float) -> float:
-    return float(brentq(lambda epsilon: delta_of(epsilon, mu) - delta, 0, mu**2 / 2 + 8 * mu))
-
-
 def dp(widths: Sequence[int] = (1152, 2304)) -> list[Table]:
     printed, plan = math.sqrt(math.log(1.25 / DELTA)) / EPSILON, [Releases(1.0, RELEASES)]
     sigmas = {
         "as printed": printed,
         "classical": math.sqrt(2) * printed,
-        "analytic": float(brentq(lambda sigma: delta_of(EPSILON, 1 / sigma) - DELTA, 0.1, 10)),
+        "analytic": float(brentq(lambda sigma: gaussian_delta(EPSILON, 1 / sigma) - DELTA, 0.1, 10)),
         f"for all {RELEASES} releases": accounting.noise_multiplier(plan, EPSILON, DELTA, "prv"),
     }
     noises = [
-        [name, sigma, delta_of(EPSILON, 1 / sigma), epsilon_of(DELTA, 1 / sigma)]
-        + [epsilon_of(DELTA, math.sqrt(RELEASES) / sigma), accounting.epsilon(plan, sigma, DELTA, "rdp")]
+        [name, sigma, gaussian_delta(EPSILON, 1 / sigma), gaussian_epsilon(1 / sigma, DELTA)]
+        + [gaussian_epsilon(math.sqrt(RELEASES) / sigma, DELTA), accounting.epsilon(plan, sigma, DELTA, "rdp")]
         for name, sigma in sigmas.items()
     ]
     columns = {"noise": "", "sigma": ".4f", "delta at epsilon 5": ".1e", "epsilon, one release": ".2f"}

@@ -27,9 +27,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from dp_audit import gaussian_delta
 from host import store
 from scipy.optimize import brentq
-from scipy.special import ndtr
 from scipy.stats import mannwhitneyu
 from torch import Tensor
 
@@ -134,13 +134,8 @@ def leverage_auc(a: Tensor, members: Tensor, others: Tensor) -> float:
 
 
 def noise_multiplier(epsilon: float, delta: float) -> float:
-    """Standard deviation over sensitivity of one Gaussian release, exact (Balle and Wang, 2018, Theorem 8)."""
-
-    def excess(sigma: float) -> float:
-        half, tail = 1 / (2 * sigma), epsilon * sigma
-        return float(ndtr(half - tail) - math.exp(epsilon) * ndtr(-half - tail)) - delta
-
-    return float(brentq(excess, 0.01, 1000.0))
+    """Standard deviation over sensitivity of one Gaussian release, exact."""
+    return float(brentq(lambda sigma: gaussian_delta(epsilon, 1 / sigma) - delta, 0.01, 1000.0))
 
 
 def kept(a: Tensor, images: Tensor) -> float:

@@ -108,9 +108,9 @@ def test_delta_is_the_hockey_stick_divergence(fot, sigma, epsilon):
     whole, _ = integrate.quad(
         lambda x: first.pdf(x) - math.exp(epsilon) * second.pdf(x), start, start + 12 * sigma, epsabs=0
     )
-    found = fot.delta_of(epsilon, 1 / sigma)
+    found = fot.gaussian_delta(epsilon, 1 / sigma)
     assert found == pytest.approx(whole, rel=1e-6)
-    assert fot.epsilon_of(found, 1 / sigma) == pytest.approx(epsilon, rel=1e-6)
+    assert fot.gaussian_epsilon(1 / sigma, found) == pytest.approx(epsilon, rel=1e-6)
 
 
 def test_noise_of_appendix_h(fot):
