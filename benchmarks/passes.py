@@ -42,6 +42,7 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
     x, net = inputs(name), plugins.models.get(name)(SHAPES[name], 10).eval()
     seconds: dict[int, list[float]] = {size: [] for size in SIZES}
     with torch.no_grad():
+        net(x)  # warms up
         for _ in range(repeats):
             for size, found in seconds.items():
                 began = time.perf_counter()
