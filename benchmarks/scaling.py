@@ -63,7 +63,7 @@ def point(
     session = build_session(config, stream, members.build(config))
     setup = time.perf_counter() - began
     seconds = []
-    with machine.threads(config.threads):
+    with machine.threads(session.config.threads):
         for position in range(rounds + 1):
             began = time.perf_counter()
             session.round(position)
@@ -118,7 +118,7 @@ def tasks(engine: str, count: int, rounds: int) -> list[dict[str, Any]]:
     machine.keep_memory()  # as cfl-run does
     session = build_session(config, stream, members.build(config))
     rows = []
-    with machine.threads(config.threads):
+    with machine.threads(session.config.threads):
         for task in range(count):
             before = {kind: dict(spent) for kind, spent in session.state.seconds.items()}
             for position, (own, _, _) in enumerate(session.schedule):

@@ -96,7 +96,7 @@ class Ours:
 
     @property
     def choice(self) -> dict[str, Any]:
-        """What computes the round; "auto" has chosen by the end of the first one."""
+        """What computes the round, as `auto` has chosen where it was asked for."""
         return self.session.config.model_dump(include={"engine", "block", "compile", "threads", "workers"})
 
 

@@ -13,6 +13,9 @@ import pytest
 import torch
 
 from cfl.core import plugins
+from cfl.engines.choose import Choice
+from cfl.runtime import builder
+from cfl.runtime.session import Session
 
 pytestmark = pytest.mark.slow
 
@@ -336,6 +339,15 @@ def test_a_point_times_rounds_and_draws(scaling, tmp_path):
     last = {**rows[0], "task": 1, "gpse_client_seconds": None, "gpse_server_seconds": None}
     scaling.draw({"cohort": points, "population": points, "tasks": [*rows, last]}, tmp_path / "new")
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"cohort.png", "population.png", "tasks.png"}
+
+
+def test_rounds_of_auto_have_the_threads_that_it_chose(scaling, monkeypatch):
+    seen = []
+    monkeypatch.setattr(builder, "choose", lambda *given: Choice("loop", None, 2))
+    monkeypatch.setattr(Session, "round", lambda self, position: seen.append(torch.get_num_threads()))
+    scaling.point("auto", clients=2, cohort=2, samples=4, width=3, hidden=[5], rounds=1)
+    scaling.tasks("auto", count=1, rounds=1)
+    assert seen == [2, 2, 2]  # the first round warms up
 
 
 def test_scaling_as_a_command(tmp_path):
