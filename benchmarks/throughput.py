@@ -230,7 +230,7 @@ def measure(
             else:
                 own: Ours | Plain | Hand
                 if name == "pool+vmapped":
-                    own = Ours(work, name, device, block, precision)
+                    own = Ours(work, name, device, block, precision, compile)
                     stack.callback(own.session.close)
                 elif name == "float32":
                     own = Ours(work, engine, device, block, name, compile)

@@ -142,6 +142,13 @@ def test_bf16_beside_our_own_float32(tp, work, monkeypatch):
     assert row["ratio_vs_float32"] == row["seconds"]["float32"][0] / row["seconds"]["ours"][0]
 
 
+def test_our_other_engine_has_the_same_options(tp, work, monkeypatch):
+    used, made = [], tp.Ours
+    monkeypatch.setattr(tp, "Ours", lambda work, *options: used.append(options) or made(work, "loop", "cpu"))
+    tp.measure(work, "flower", ["pool+vmapped"], runs=1, best=1.0, burst=0.0, block=2, precision="bf16", compile=True)
+    assert used == [(engine, "cpu", 2, "bf16", True) for engine in ("flower", "pool+vmapped")]
+
+
 def test_other_work_is_refused(tp, work, monkeypatch):
     monkeypatch.setattr(tp.Plain, "round", lambda self: {"w": torch.ones(1)})
     with pytest.raises(RuntimeError, match="tiny: plain moves the weights by 1.0"):
