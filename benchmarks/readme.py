@@ -5,6 +5,7 @@
 The picture is what `cfl-run report` draws of the runs in the table, to docs/images/permuted-mnist.png.
 """
 
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def lines(found: dict[Cell, list[Run]]) -> Iterator[str]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     found = cells()
     before, rest = PAGE.read_text(encoding="utf-8").split(HEAD)
     after = rest.partition("\n\n")[2]
