@@ -534,11 +534,14 @@ def test_how_often_auto_chooses_well_is_as_stored():
 
 
 def test_the_growth_on_the_speed_page_is_the_stored_one():
-    stored = json.loads((ROOT / "benchmarks/results/scaling/scaling.json").read_text())["population"]
+    found = json.loads((ROOT / "benchmarks/results/scaling/scaling.json").read_text())
+    page, stored, given = ROOT / "docs/speed-details.md", found["population"], ("--engine pool+vmapped", "--rounds 3")
+    assert f"`python benchmarks/scaling.py {' '.join(given)}`" in page.read_text()  # the rest is the default
+    assert all(option in found["command"] for option in given)
     expected = [
         [f"{row['clients']:,}", f"{median(row['seconds']):.3f}", f"{row['peak_bytes'] / 1e6:.0f}"] for row in stored
     ]
-    assert rows(ROOT / "docs/speed-details.md", after="## How it grows") == expected
+    assert rows(page, after="## How it grows") == expected
     assert all(row["cohort"] == 64 for row in stored)
     assert {f"{row['imported_bytes'] / 1e6:.0f}" for row in stored} == {"250"}
 
