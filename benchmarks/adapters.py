@@ -53,7 +53,7 @@ def train(method: str, rounds: int, workers: int, overrides: Sequence[str], outp
 
 
 def measure(method: str, rounds: int, workers: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """Peak memory in bytes, seconds of a round, and bytes that the cohort of a round sends and stores."""
+    """Peak memory in bytes, seconds of a round, and bytes that a client sends in a round."""
     with tempfile.TemporaryDirectory() as folder:
         case = {"method": method, "rounds": rounds, "workers": workers, "overrides": overrides, "output": folder}
         child = subprocess.Popen([sys.executable, __file__, "--case", json.dumps(case)])

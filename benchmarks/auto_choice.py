@@ -80,7 +80,7 @@ def measure(work: Workload, tries: int, runs: int) -> dict[str, Any]:
 
 
 def label(one: Ours) -> str:
-    """The choice in a few words, such as "pool+vmapped, block 4, 1 thread"."""
+    """The choice in a few words, such as "pool+vmapped, block 4, threads 1"."""
     choice = one.choice
     block = f", block {choice['block']}" if choice["block"] else ""
     return f"{choice['engine']}{block}, threads {choice['threads']}"

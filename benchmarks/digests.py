@@ -2,7 +2,7 @@
 
     python benchmarks/digests.py FOLDER [--compare OTHER]
 
-All strategies, eight regularizers, four engines, secure aggregation and differential privacy are among the runs; one
+Ten strategies, eight regularizers, four engines, secure aggregation and differential privacy are among the runs; one
 needs MNIST and Fashion-MNIST in the folder that CFL_DATA names. Run the script once for each version, on one machine;
 --compare names the folder of the other version and exits with 1 on a difference. The working directory is imported
 first, so the script also measures another checkout: cd there and call it.
