@@ -8,7 +8,7 @@ PYTEST_ARGS ?= -n 3 --dist worksteal -q
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install test slow deployment lint audit demo docs notebooks dist bench clean
+.PHONY: help install test slow deployment lint audit demo docs notebooks dist clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,9 +59,6 @@ dist: install  ## Build and check the wheel and the sdist, into dist/
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dist]'
 	$(BIN)/python -m build
 	$(BIN)/twine check --strict dist/*
-
-bench: install  ## Time the sketches of GPSE against a local epoch
-	$(BIN)/python benchmarks/gpse.py
 
 clean:  ## Remove what the other targets made, .venv included; runs/ stays
 	rm -rf .venv .venv-audit build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
