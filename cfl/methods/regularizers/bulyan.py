@@ -39,7 +39,7 @@ class Bulyan(LocalRegularizer):
         if fault := self._fault(f, clients):  # fewer clients than the cohort has, after drop-outs or by sampling
             warn(f"in a round of so few clients hostile ones may decide: {fault}")
         squared, left, selected = distances(rows(updates)), [*range(clients)], list[int]()
-        for _ in range(max(1, clients - 2 * f)):  # theta
+        for _ in range(clients - 2 * f):  # theta
             best = int(krum_scores(squared[left][:, left], f).argmin())
             selected.append(left.pop(best))
         kept = max(1, len(selected) - 2 * f)  # beta
