@@ -73,7 +73,7 @@ def test_krum_against_a_double_loop(chosen):
 def test_krum_refuses_more_hostile_clients_than_its_proof_allows():
     text = r"'krum' cannot run like this: regularizer.krum.hostile=0.4 is 4 of 10 clients, and 2 f \+ 2 < n; lower it"
     with pytest.raises(ConfigError, match=text):
-        toy.config("partition.clients=10", "cohort=10", "regularizer.krum.hostile=0.4", method="krum")
+        toy.config("partition.clients=10", "cohort=12", "regularizer.krum.hostile=0.4", method="krum")
     toy.config("partition.clients=11", "cohort=11", "regularizer.krum.hostile=0.4", method="krum")  # 2 * 4 + 2 < 11
 
 
@@ -114,7 +114,7 @@ def test_bulyan_by_hand():
 def test_bulyan_refuses_more_hostile_clients_than_its_proof_allows():
     text = r"regularizer.bulyan.hostile=0.2 is 2 of 10 clients, and n >= 4 f \+ 3; lower it"
     with pytest.raises(ConfigError, match=text):
-        toy.config("partition.clients=10", "cohort=10", "regularizer.bulyan.hostile=0.2", method="bulyan")
+        toy.config("partition.clients=10", "cohort=12", "regularizer.bulyan.hostile=0.2", method="bulyan")
     toy.config("partition.clients=11", "cohort=11", "regularizer.bulyan.hostile=0.2", method="bulyan")
 
 
@@ -138,6 +138,10 @@ def test_one_weiszfeld_iteration_by_hand():
     # 1/4 : 1/2 : 1/2 : 3/10 = 5 : 10 : 10 : 6, and v = (20 + 60 + 84) / 31.
     weights = torch.tensor([1.0, 1.0, 1.0, 3.0], dtype=torch.float64)
     assert RFA(iterations=1).aggregate(of(0, 2, 6, 14), weights, None)["w"].item() == pytest.approx(164 / 31)
+    # From the median 1 of 0, 1 and 4: distances 1, nu = 1/2 in place of 0, and 3. With a last weight of 2, the weights
+    # are as 1 : 2 : 2/3 = 3 : 6 : 2, and v = (6 + 8) / 11.
+    found = RFA(iterations=1, smoothing=0.5).aggregate(of(0, 1, 4), torch.tensor([1.0, 1.0, 2.0]), None)
+    assert found["w"].item() == pytest.approx(14 / 11)
 
 
 @pytest.mark.parametrize("size", [1e6, 1e12, 1e30, 1e38])
@@ -178,6 +182,9 @@ def test_norm_bound_by_hand():
     # the median norm is 5: factors 1, 1 and 1/2; a = (3 + 0 + 2 * 3) / 4, b = (4 + 1 + 2 * 4) / 4
     found = NormBound().aggregate(stacked, weights, None)
     assert [found[name].item() for name in "ab"] == pytest.approx([2.25, 3.25])
+    # the square of 1e30 is no float32; and where most updates are 0, the bound is 0
+    assert NormBound(bound=1.0).aggregate({"w": torch.tensor([[1e30]])}, ALIKE[:1], None)["w"].item() == 1
+    assert NormBound().aggregate(of(0, 0, 5), ALIKE[:3], None)["w"].item() == 0
     # a client's own update, of norm 5, to the bound 2; a counter is no part of the norm and stays
     update = {"w": torch.tensor([3.0, 4.0]), "n": torch.tensor(7)}
     sent = NormBound(bound=2.0, at="client").send(update, None, 1)
