@@ -248,9 +248,9 @@ def test_distillation_leaves_alone_what_a_strategy_freezes(label, frozen):
                 assert same == (name in info.frozen), name
 
 
-def test_what_distils_starts_from_what_the_others_made_whatever_the_order():
-    for other in ("fednova", "feddyn"):
-        first, last = (run(label).params for label in (f"feddf+{other}", f"{other}+feddf"))
+def test_what_has_a_later_turn_starts_from_what_the_others_made_whatever_the_order():
+    for later, other in (("feddf", "fednova"), ("feddf", "feddyn"), ("fedavgm", "feddf"), ("fedavgm", "feddyn")):
+        first, last = (run(label).params for label in (f"{later}+{other}", f"{other}+{later}"))
         assert all(torch.equal(leaf, last[name]) for name, leaf in first.items())
 
 
