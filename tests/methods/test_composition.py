@@ -184,6 +184,7 @@ PUBLIC = "public.name=cifar100"  # not opened before a run
         ("fot+fedsol+scaffold", ["local.optimizer=adam"], r"'scaffold' cannot run like this"),
         ("feddf", [], r"'feddf' needs public data; set public\.name to a data set, such as cifar100, or to stream"),
         ("fot+fedproj", [], r"'fedproj' needs public data"),
+        ("fedproj", [PUBLIC, "regularizer.fedproj.stop=1"], "with start=1 and stop=1 it never projects; raise stop"),
         ("joint+fedproj", [PUBLIC], "'fedproj' distils one task at a time, but 'joint' trains on all tasks at once"),
         ("joint+feddf", [PUBLIC], "'feddf' distils one task at a time, but 'joint'"),
         (
