@@ -55,6 +55,7 @@ def info_of(model, task=0, tasks=3, phase=GPSE_PHASE, clients=(0,), key=11):
         lr=0.1,
         model=model,
         key=key,
+        expected=len(clients),
     )
 
 

@@ -356,6 +356,8 @@ def test_threshold_of_one_and_zero_and_minimum():
     assert bases.choose_rank(squared, 0.95, 0.9, min_rank=9) == 3  # there are no more directions
     assert bases.choose_rank(torch.zeros(4, dtype=torch.float64), 0.0, 0.9, min_rank=1) == 0
     assert bases.choose_rank(squared, 1.0, 1.0) == 0  # everything is covered: only rounding noise remains
+    assert bases.choose_rank(squared, 1 - 1e-13, 1.0) == 0  # likewise: a thousand roundings of 1
+    assert bases.choose_rank(squared, 0.0, 0.9, "norm_ratio") == 0  # |X*| = 0: likewise
 
 
 def test_energy_rule_meets_its_threshold_exactly_at_a_tie():
@@ -409,9 +411,10 @@ def test_a_nearly_dependent_direction_does_not_spoil_orthogonality():
 
 @pytest.mark.parametrize(("left", "columns"), [(0.4, 2), (0.6, 3)])
 def test_a_direction_that_loses_more_than_half_of_its_length_is_dropped(left, columns):
-    """With one that loses all, and so by way of the eigenvectors."""
+    """Alone, and with one that loses all."""
     axes = torch.eye(4, dtype=torch.float64)
     mixed = math.sqrt(1 - left**2) * axes[:, :1] + left * axes[:, 2:3]
+    assert bases.expand(axes[:, :2], mixed).shape == (4, columns)
     assert bases.expand(axes[:, :2], torch.cat([axes[:, 1:2], mixed], dim=1)).shape == (4, columns)
 
 

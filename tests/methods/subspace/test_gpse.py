@@ -242,6 +242,9 @@ def test_under_noise_the_estimated_coverage_is_of_all_energy():
     basis, share = strategy.extended("0", bases.empty(65), {"sketch/0": pack(values.diag())}, info)
     assert basis.shape[1] == 5
     assert float(share) == pytest.approx(5 * (1 - 0.01 * (2 * 65**0.5 + 3 * 2**0.5)) / 8)
+    # Noise makes eigenvalues negative, too: what is found, 0.8, may be more than the trace, 1 - 64 / 100.
+    values = torch.tensor([1.0] + [-0.01] * 64, dtype=torch.float64)
+    assert strategy.extended("0", bases.empty(65), {"sketch/0": pack(values.diag())}, info)[1] == 1
 
 
 def test_where_the_number_of_clients_is_hidden_the_basis_does_not_tell_it():

@@ -86,6 +86,11 @@ def test_each_sample_has_energy_one_over_all_its_positions(seed, scale):
     torch.testing.assert_close(unit * inputs.square().sum((1, 2), keepdim=True).sqrt(), inputs)  # the same direction
 
 
+def test_a_layer_that_never_runs_sends_zeros():
+    for part in private.scaled(Gram(NONE, None, 0), Privacy("client", 2.0), 0, parts=1):
+        assert not part.any()
+
+
 def test_a_sample_of_zeros_stays_one():
     assert torch.equal(private.unit_energy(torch.zeros(2, 3, 4)), torch.zeros(2, 3, 4))
 
@@ -345,23 +350,26 @@ def test_a_run_refuses_such_a_layer_by_name():
 
 @pytest.mark.parametrize("project_at", ["client", "server"])
 def test_without_noise_the_server_gets_the_subspace_of_unit_inputs(project_at):
-    """Against NumPy: the leading eigenvectors of the sum over clients of the mean of x x^T / |x|^2."""
+    """Against NumPy: the leading eigenvectors of the sum over clients of the mean of x x^T / |x|^2, in two tasks."""
     model = handle(toy.net(nn.Linear(6, 3, bias=False)), (6,))
-    strategy = FOT(sketch="gram", threshold=0.8, project_at=project_at)
+    strategy = FOT(sketch="gram", threshold=0.7, threshold_step=0.2, project_at=project_at)
     privacy, parts = Privacy("client", 1e-3), [toy.random(n, 6, seed=n) * 10.0**n for n in (4, 5, 6)]
-    info = info_of(model, privacy, clients=(0, 1, 2))
-    server = {"params": model.params, **strategy.init_server(model.params, model)}
-    shared = strategy.broadcast(server, info)
-    uploads = [strategy.work(shared["params"], client_of(x.float()), shared, {}, info)[0] for x in parts]
-    total = {name: sum(up[name] for up in uploads) for name in uploads[0]}
-    found = strategy.absorb(server, {"work": total}, info, 1.0)["basis"]["0"].numpy()
-
     units = [x.numpy() / np.linalg.norm(x.numpy(), axis=1, keepdims=True) for x in parts]
     values, vectors = np.linalg.eigh(sum(unit.T @ unit / len(unit) for unit in units))
-    rank = int(np.argmax(np.cumsum(values[::-1]) / values.sum() >= 0.8)) + 1
-    wanted = vectors[:, ::-1][:, :rank]
-    assert found.shape == (6, rank) and 1 < rank < 6
-    np.testing.assert_allclose(found @ found.T, wanted @ wanted.T, atol=1e-5)  # inputs are in float32
+    shares = np.cumsum(values[::-1]) / values.sum()
+
+    server = {"params": model.params, **strategy.init_server(model.params, model)}
+    for task, threshold in enumerate((0.7, 0.9)):
+        info = info_of(model, privacy, clients=(0, 1, 2), task=task)
+        shared = strategy.broadcast(server, info)
+        uploads = [strategy.work(shared["params"], client_of(x.float()), shared, {}, info)[0] for x in parts]
+        total = {name: sum(up[name] for up in uploads) for name in uploads[0]}
+        server = strategy.absorb(server, {"work": total}, info, 1.0)
+        found, rank = server["basis"]["0"].numpy(), int(np.argmax(shares >= threshold)) + 1
+        wanted = vectors[:, ::-1][:, :rank]
+        assert found.shape == (6, rank) and (1, 2)[task] < rank < 6
+        np.testing.assert_allclose(found @ found.T, wanted @ wanted.T, atol=1e-5)  # inputs are in float32
+        assert float(server["coverage_estimate"]["0"]) == pytest.approx(shares[rank - 1], abs=1e-5)
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,8 @@ def test_a_task_takes_its_part_of_the_dimensions_at_most():
     for width, columns in ((12, 4), (2, 1)):  # 12 / 3 tasks; never none
         server = _collected(TaskInference(), _growing(toy.mlp(6, width, 2)), _data()[:1])
         assert server["core"]["columns/0"].shape == (width, columns)
+    server = _collected(TaskInference(), _growing(toy.mlp(6, 12, 2)), [[toy.random(2, 6)]])
+    assert server["core"]["columns/0"].shape == (12, 2)  # the features of two samples have no more directions
 
 
 def test_samples_of_several_clients_are_those_of_one():
