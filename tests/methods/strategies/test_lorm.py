@@ -51,6 +51,13 @@ def test_weak_inputs_of_a_wide_layer_count():
     assert torch.allclose(step, torch.ones(1, 600, dtype=torch.float64), atol=1e-9)
 
 
+def test_rounding_of_the_sums_is_no_input():
+    """Inputs in 3 of 8 dimensions: sums in float32 give the step of least norm, the part of W - W_i in their span."""
+    x, w = toy.random(20, 3) @ toy.random(3, 8, seed=1), toy.random(8, 2, seed=2)
+    step = merged_update(pack(x.T @ x).float(), (x.T @ x @ w).float())
+    assert torch.allclose(step, (torch.linalg.pinv(x) @ x @ w).T, atol=1e-4)
+
+
 def test_gamma_shrinks_the_off_diagonal_entries_of_both_sums():
     grams = {}
     for gamma in (1.0, 0.25):
