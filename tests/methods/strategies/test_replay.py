@@ -215,12 +215,12 @@ def bernstein(trials, chance, risk):
 
 @pytest.mark.slow
 def test_with_fewer_places_than_tasks_each_task_is_held_with_the_same_chance():
-    """Two places. After the third task each of the three tasks has one with chance 2/3, after the fourth with 2/4. Keys
-    are fixed; other draws of a correct method would fail with a chance below 1e-6."""
-    clients, trials = holder([0, 1], [1], [0, 0, 1], [1, 0]), 1000
+    """Two places. After the third task each of the three tasks has one with chance 2/3, after the fourth with 2/4, at
+    one client as at others. Keys are fixed; other draws of a correct method would fail with a chance below 1e-6."""
+    labels, trials = ([0, 1], [1], [0, 0, 1], [1, 0]), 1000
     found = [Counter(), Counter()]
-    for key in range(trials):
-        for counts, state in zip(found, stored(Replay(memory=2, budget="total"), clients, key)[2:]):
+    for id in range(trials):
+        for counts, state in zip(found, stored(Replay(memory=2, budget="total"), holder(*labels, id=id), id % 2)[2:]):
             counts.update(state[MEMORY][:, 0].tolist())
     for counts, tasks in zip(found, (3, 4)):
         bound = bernstein(trials, 2 / tasks, 1e-6 / 7)
