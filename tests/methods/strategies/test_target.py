@@ -191,8 +191,9 @@ def test_the_teacher_is_the_model_of_the_last_task_and_does_not_change():
             assert down["teacher"], "weights of the body and of the heads so far"
             for name, leaf in down["teacher"].items():
                 assert torch.equal(leaf, ends[task - 1]["params"][name])
-            same = sorted(map(tuple, down["synthetic"]["x"].flatten(1).tolist()))
-            assert same == sorted(map(tuple, ends[task - 1]["synthetic"]["x"].flatten(1).tolist()))
+            sent, made = (trees["synthetic"]["x"].flatten(1).tolist() for trees in (down, ends[task - 1]))
+            assert sorted(sent) == sorted(made) and sent != made  # in random order
+        assert downs[0]["start"]["row"] != downs[1]["start"]["row"]  # of 30 rows, drawn in every round
 
 
 def test_generation_draws_from_its_own_keys_and_leaves_the_model_alone():
