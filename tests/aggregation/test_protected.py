@@ -572,6 +572,18 @@ def test_noise_beyond_the_range_is_refused():
         protection(*options, multiplier=4.0)
 
 
+def test_noise_has_to_fit_in_sums_of_all_clients_and_of_a_cohort():
+    """Of 20 clients, 8 of a quorum of 10 are honest: 1 + 6 x 2.6 / sqrt(8) is above 1638 / 256. Of a quorum of 14 of 20
+    that are drawn from 200, only one is sure to be honest: 0.1 + 6 x 0.1 x 175 is above 1638 / 16. The other sums, of a
+    cohort of 10 and of all 200, have room."""
+    options = (*CLIENT, "secagg=sum", "secure.bits=16")
+    with pytest.raises(ConfigError, match=r"entries to 6.4 in sums of 20 clients .* noise is 6.52; "):
+        protection(*options, "secure.fraction_bits=8", "partition.clients=20", "cohort=10", multiplier=2.6)
+    options = (*options, "secure.fraction_bits=4", "partition.clients=200", "secure.quorum=0.7", "dp.clip=0.1")
+    with pytest.raises(ConfigError, match=r"entries to 102 in sums of 20 clients .* noise is 105; "):
+        protection(*options, "cohort=20", multiplier=175.0)
+
+
 @pytest.mark.parametrize(
     ("options", "clients", "owners", "fault"),
     [
