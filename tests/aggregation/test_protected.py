@@ -395,6 +395,14 @@ def test_the_joint_norm_of_all_owners_is_at_most_the_clip(secagg):
             )
 
 
+def test_rounding_makes_no_upload_longer_than_the_clip():
+    """Half a unit of 1/8 in each of five equal entries leaves 1 - sqrt(5) / 16 for their norm, so they are 0.385, which
+    is rounded to 3/8. With a norm of 1 they would be 0.447 and be rounded to 4/8, whose norm is 1.12."""
+    options = (*CLIENT, "secagg=full", "secure.fraction_bits=3")
+    parts, _ = summed(protection(*options), info_of(range(2)), constant(range(2), value=2.0, size=5))
+    assert only(parts).tolist() == [3 / 8] * 5
+
+
 def test_the_work_of_a_client_is_clipped_with_its_update():
     """(3, 4) of the update and 12 of `work` have norm 13 together, so a clip of 6.5 halves all of them."""
     uploads = {0: {"strategy": {"v": torch.tensor([3.0, 4.0])}, "work": {"s": torch.tensor(12.0)}}}
