@@ -82,7 +82,8 @@ def test_projecting_always_also_removes_an_agreeing_component():
     grads, reference = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.0, 2.0])}
     assert without_conflict(grads, reference, 1e-6, always=True)["w"].tolist() == [3.0, 0.0]
     assert without_conflict(grads, reference, 1e-6, always=True, most=0.5)["w"].tolist() == [3.0, 3.0]
-    assert without_conflict(grads, {"w": torch.zeros(2)}, 1e-6, always=True)["w"].tolist() == [3.0, 4.0]
+    for short in (0.0, 1e-7):
+        assert without_conflict(grads, {"w": torch.tensor([0.0, short])}, 1e-6, always=True)["w"].tolist() == [3.0, 4.0]
 
 
 def test_a_bounded_coefficient_leaves_a_conflict():
