@@ -386,6 +386,19 @@ def test_the_server_trains_on_generated_images_alone(monkeypatch):
         assert known.tolist() == [0, 1, 2, 3]
 
 
+def test_heads_train_of_the_tasks_whose_classes_a_client_has_seen_and_at_the_server_all(monkeypatch):
+    heads, step = [], Game.step
+
+    def spy(self, *args, keep=True, **options):
+        heads.append((keep, {name.partition("@")[2] for name in self.trained if "@" in name}))
+        return step(self, *args, keep=keep, **options)
+
+    monkeypatch.setattr(Game, "step", spy)
+    run("rounds=1", "cohort=2", scenario="task", iterations=1, consolidation=1, stream=toy.stream(2, multi_head=True))
+    # Task 0: two clients. Task 1: one of them, then one that took no part in task 0, then the server.
+    assert heads == [(True, {"0"}), (True, {"0"}), (True, {"0", "1"}), (True, {"1"}), (False, {"0", "1"})]
+
+
 def test_running_statistics_are_averaged_and_stay_in_the_consolidation():
     module = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
     found = []
