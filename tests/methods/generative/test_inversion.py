@@ -188,6 +188,15 @@ def test_the_student_learns_as_by_torchs_sgd_with_a_cosine():
     assert {name.partition("@")[0] for name in trained} == {name for name, _ in network().named_parameters()}
 
 
+def test_the_student_trains_without_dropout():
+    rule, found = Inversion(rounds=1, warmup=0, **SMALL), []
+    for layer in (nn.ReLU(), nn.Sequential(nn.ReLU(), nn.Dropout(0.5))):
+        own = model()
+        own.module[2] = layer
+        found.append(rule.invert({"params": own.params}, info(own))["student"])
+    assert tree.equal(*found)
+
+
 def test_the_released_constants_never_train_the_student_and_the_default_does():
     def students(preset):
         rule, own = Inversion(preset=preset, **{**SMALL, "g_steps": None}), model()
