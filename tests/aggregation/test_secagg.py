@@ -364,6 +364,13 @@ def test_a_client_masks_once():
         a.mask(np.zeros(3, np.uint32))
 
 
+def test_a_client_masks_nothing_for_fewer_clients_than_the_threshold():
+    alone, other = Client(1, 2), Client(2, 2)
+    alone.share({2: other.advertise()})
+    with pytest.raises(RoundAborted, match="client 1 holds shares of 1 clients, it needs 2"):
+        alone.mask(np.zeros(3, np.uint32))
+
+
 def _flipped(data, place=-1):
     data = bytearray(data)
     data[place] ^= 1
