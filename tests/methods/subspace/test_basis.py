@@ -364,6 +364,7 @@ def test_energy_rule_meets_its_threshold_exactly_at_a_tie():
     squared = torch.tensor([5.0, 3.0, 1.0, 1.0], dtype=torch.float64)
     assert bases.choose_rank(squared, 0.0, 0.8) == 2  # (5 + 3) / 10, whatever the rounding of 0.8
     assert bases.choose_rank(squared, 0.5, 0.9) == 2  # 0.5 + 0.5 * 0.8
+    assert bases.choose_rank(torch.ones(2).double(), 0.3, 0.65) == 1  # 0.3 + 0.7 * 0.5 = 0.6499999999999999
 
 
 def test_the_printed_rule_warns_and_unknown_rules_fail():

@@ -277,7 +277,7 @@ def test_a_dead_layer_learns_nothing(criterion, options):
     model = handle(mlp(12, 10, 3), (12,))
     model.params["0.bias"].fill_(-100.0)  # ReLU outputs zeros for all samples
     server, sums = one_gpse(FOT(bias="free", criterion=criterion, **options), model, draws(20, 12))
-    assert server["basis"]["2"].shape == (10, 0)
+    assert server["basis"]["2"].shape == (10, 0) and server["coverage_estimate"]["2"] == 1  # nothing is uncovered
     assert server["basis"]["0"].shape[1] > 0
     assert all(torch.isfinite(leaf).all() for leaf in sums.values())
 
