@@ -7,7 +7,7 @@ import cfl
 from cfl.assembly import methods
 from cfl.core import ConfigError
 from cfl.methods.strategies.lorm import LoRM, merged_update
-from cfl.methods.subspace.sketch import pack
+from cfl.methods.subspace.sketch import pack, unpack
 from cfl.runtime.builder import build_session
 from cfl.testing import check_strategy, toy_config
 from tests import toy
@@ -73,6 +73,14 @@ def test_gamma_shrinks_the_off_diagonal_entries_of_both_sums():
         assert torch.allclose(up["update/0"], expected.sum(1, keepdim=True).expand(8, 6), atol=1e-10)  # W - W_i = 1
         grams[gamma] = up["gram/0"]
     assert not torch.allclose(*grams.values())
+
+
+def test_a_client_looks_at_no_more_samples_than_asked_for():
+    session, inputs, local = one_round()
+    client = inputs.clients[0]
+    with session.model.evaluation():
+        up, _ = LoRM(samples=3, gamma=1.0).work(local[client.id], client, inputs.shared, {}, inputs.info)
+    assert torch.linalg.matrix_rank(unpack(up["gram/0"])) == 3  # of eight inputs each, in general position
 
 
 # --- limit -----------------------------------------------------------------------------------------------------------
