@@ -143,6 +143,17 @@ def test_draws_in_float32_are_standard_normal_and_independent():
     assert draws.isfinite().all() and draws.abs().max() < 5.8
 
 
+def test_the_energy_of_the_residual_allows_for_the_rounding_of_the_basis():
+    """|X|^2 - |O^T X|^2 is its energy only if O is orthonormal; rounded to float32 it is off by 1e-7 of |X|^2."""
+    for seed in range(8):  # with either sign
+        basis = _orthonormal(10, 4, seed)
+        x = _random(30, 4) @ basis.T
+        sums = _fed(Gram(basis.float(), None, 0), x[:, None, :])
+        assert sums.few is None
+        residual = bases.remove(x, basis.float().double()).square().sum()
+        assert abs(sums.energies[1] - residual) < 1e-12 * x.square().sum()
+
+
 def test_vectors_are_kept_until_they_are_twice_as_many_as_dimensions():
     inputs, basis = _random(19, 1, 10), _orthonormal(10, 2)
     few, many = (_fed(Gram(basis, None, 0), inputs, batch=4) for _ in range(2))
