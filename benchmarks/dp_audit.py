@@ -145,7 +145,7 @@ def shift_of(false_negatives: float, false_positives: float) -> float:
 
 
 def gaussian_delta(epsilon: float, shift: float) -> float:
-    """delta of the Gaussian mechanism (Balle and Wang, 2018, theorem 5). shift: sensitivity over standard deviation."""
+    """delta of the Gaussian mechanism (Balle and Wang, 2018, theorem 8). shift: sensitivity over standard deviation."""
     near, far = shift / 2 - epsilon / shift, -shift / 2 - epsilon / shift
     return float(norm.cdf(near) - math.exp(epsilon + norm.logcdf(far)))
 

@@ -48,10 +48,5 @@ def test_its_metadata_are_those_of_the_package(wheel):
     assert "cfl-run = cfl.cli:main" in text("entry_points.txt")
 
 
-def test_the_sdist_holds_the_folders_of_scripts_that_tests_read():
-    grafted = [line.split()[1] for line in (ROOT / "MANIFEST.in").read_text().splitlines() if line.startswith("graft ")]
-    assert grafted == ["benchmarks", "docs", "tests", "tools"]  # setuptools adds cfl
-
-
 def test_the_citation_has_the_version_of_the_package():
     assert f"\nversion: {cfl.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")

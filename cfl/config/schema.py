@@ -58,7 +58,7 @@ class TextConfig(Section):
         8192,
         ge=6,
         le=2**20,
-        description="largest number of token ids of a trained tokenizer; characters always get one",
+        description="largest number of token ids of a trained tokenizer; each character gets one, even beyond it",
     )
     max_length: int = Field(64, ge=8, le=2**13, description="tokens of a sample; longer texts are cut off")
 
@@ -159,7 +159,7 @@ class RunConfig(Section):
 
     benchmark: str = Field(description="name of the benchmark; see `cfl-run list benchmarks`")
     scale: Literal["paper", "small", "smoke"] = Field(
-        "paper", description="length of the run: as in the paper, mostly less than an hour on two cores, or seconds"
+        "paper", description="length of the run: as in the paper, mostly less than an hour on two cores (small), or seconds (smoke)"
     )
     method: str = Field(DEFAULT_METHOD, description="strategy of the run; see `cfl-run list methods`")
     regularizers: Annotated[tuple[str, ...], Tuple] = Field((), description="local regularizers, in order")

@@ -46,7 +46,7 @@ Gathers = Literal["mean", "sum", "stack"]
 
 @dataclass(frozen=True)
 class LocalRegularizer:
-    """An addition to federated training that composes with any strategy. This base class changes nothing."""
+    """An addition to federated training that composes with most strategies. This base class changes nothing."""
 
     source: ClassVar[str] = ""
     """Paper and equation, as `cfl-run list` shows it. Not inherited: each class names its own."""

@@ -71,7 +71,7 @@ def test_figures_of_a_part_are_stored_before_the_next_one_runs(soak, monkeypatch
     with pytest.raises(RuntimeError):
         soak.main(["--parts", "kills", "workers", "--json", str(tmp_path / "soak.json")])
     stored = json.loads((tmp_path / "soak.json").read_text())
-    assert stored["kills"] == {"all": 2, "took_seconds": 0} and stored["failures"] == []
+    assert stored["kills"]["all"] == 2 and stored["failures"] == []
 
 
 @pytest.mark.slow

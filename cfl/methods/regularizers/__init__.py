@@ -1,4 +1,4 @@
-"""Local regularizers, one file each: methods that compose with any strategy, some of them with a server half."""
+"""Local regularizers, one file each: methods that compose with most strategies, some of them with a server half."""
 
 from cfl.contract import LocalRegularizer
 from cfl.methods.regularizers.bulyan import Bulyan

@@ -69,7 +69,8 @@ class GLFC(Replay):
     def broadcast(self, server: Server, info: RoundInfo) -> TreesByOwner:
         down = super().broadcast(server, info)
         if "teacher" in server and info.phase.train:
-            down["teacher"] = server["teacher"]
+            moving = set(info.names) - info.frozen  # frozen leaves in "params" equal the teacher's
+            down["teacher"] = {name: leaf for name, leaf in server["teacher"].items() if name in moving}
         return down
 
     def loss(self, logits: Tensor, ctx: Ctx) -> Tensor:

@@ -89,7 +89,7 @@ class LoRM(Strategy):
     def absorb(self, server: Server, mean: TreesByOwner, info: RoundInfo, lr: float) -> Server:
         new = super().absorb(server, mean, info, lr)
         params, sums = dict(new["params"]), mean.get("work", {})
-        for layer in _training(info):
+        for layer in _training(info) if sums else ():
             before = _matrix(params, layer)
             update = merged_update(sums[f"gram/{layer.name}"], sums[f"update/{layer.name}"])
             params[layer.weight] = layer.put(params[layer.weight], before - lr * update.to(before))

@@ -47,7 +47,7 @@ class LwF(Strategy):
 
     def broadcast(self, server: Server, info: RoundInfo) -> TreesByOwner:
         down = super().broadcast(server, info)
-        if info.task:
+        if info.task and info.phase.train:
             moving = set(info.names) - info.frozen  # frozen heads in "params" equal the teacher's
             down["teacher"] = {name: leaf for name, leaf in server["teacher"].items() if name in moving}
         return down

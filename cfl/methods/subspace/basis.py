@@ -177,7 +177,8 @@ def choose_rank(squared: Tensor, covered: float, threshold: float, criterion: st
     if criterion == "energy":
         meets = [covered + (1 - covered) * f_r >= threshold - tolerance for f_r in f]
     elif criterion == "norm_ratio":
-        meets = [covered * f_r > covered - (1 - threshold) for f_r in f]
+        wanted = (covered - (1 - threshold)) / covered if covered > 0 else 0.0
+        meets = [f_r > wanted for f_r in f]
     elif criterion == "eq12":
         warn("FOT's eq. 12 as printed protects nothing in the first task; see 'energy'")
         meets = [f_r**0.5 + covered > threshold for f_r in f]

@@ -357,7 +357,6 @@ def test_threshold_of_one_and_zero_and_minimum():
     assert bases.choose_rank(torch.zeros(4, dtype=torch.float64), 0.0, 0.9, min_rank=1) == 0
     assert bases.choose_rank(squared, 1.0, 1.0) == 0  # everything is covered: only rounding noise remains
     assert bases.choose_rank(squared, 1 - 1e-13, 1.0) == 0  # likewise: a thousand roundings of 1
-    assert bases.choose_rank(squared, 0.0, 0.9, "norm_ratio") == 0  # |X*| = 0: likewise
 
 
 def test_energy_rule_meets_its_threshold_exactly_at_a_tie():
