@@ -160,7 +160,7 @@ class RunConfig(Section):
     benchmark: str = Field(description="name of the benchmark; see `cfl-run list benchmarks`")
     scale: Literal["paper", "small", "smoke"] = Field(
         "paper",
-        description="length of the run: as in the paper, mostly less than an hour on two cores (small), or seconds (smoke)",
+        description="length of the run: the paper's, mostly under an hour on two cores (small), or seconds (smoke)",
     )
     method: str = Field(DEFAULT_METHOD, description="strategy of the run; see `cfl-run list methods`")
     regularizers: Annotated[tuple[str, ...], Tuple] = Field((), description="local regularizers, in order")
