@@ -786,6 +786,19 @@ def test_figures_of_fedcil_are_the_stored_runs():
     assert f"[FedAvg has {100 * baselines['methods']['fedavg']['acc']['mean']:.1f}]" in text
 
 
+def test_accuracies_of_fedsols_table_on_the_fidelity_page_are_the_stored_runs():
+    found = {}
+    for folder in (RUNS / "paper/mnist").iterdir():
+        config, metrics = read_yaml(folder / "config.yaml"), json.loads((folder / "metrics.json").read_text())
+        (name,) = config["regularizers"] or ["fedavg"]
+        three = config["model"]["options"].get("repeat_grey", False)
+        mu = f", mu {config['regularizer']['fedprox']['mu']:g}" if name == "fedprox" else ""
+        found[name + mu, three] = f"{100 * metrics['acc']:.1f}"
+    told = rows(ROOT / "docs/fidelity.md", after="Of Table 2, four methods")
+    shown = {(name.lower(), three): score for name, _, *ours in told for three, score in zip((True, False), ours)}
+    assert {key: score for key, score in shown.items() if score != "–"} == found
+
+
 def test_bases_of_a_cohort_alone_on_the_fidelity_page_are_the_stored_runs():
     found = {}
     for folder in (RUNS / "paper/permuted-mnist").glob("gpm-*"):
