@@ -39,7 +39,7 @@ def run_all(
 ) -> dict[str, str]:
     """Finish all runs and return the reason of each failure by name of the run; a failure does not stop the others.
 
-    jobs: number of parallel runs; None: one per core, or 1 if a run uses all cores or a GPU by itself.
+    jobs: number of parallel runs; None: that of `default_jobs`.
     Finished runs are kept, unfinished runs are continued, and runs of another process are waited for.
     Ctrl-C saves every run after its current round; a second Ctrl-C stops at once.
     Raises ConfigError before the first run if a package that a run needs is not installed.
@@ -48,8 +48,7 @@ def run_all(
     for run in missing:
         check_packages(run.config)
     if jobs is None:
-        greedy = any(run.config.engine not in ("loop", "vmapped") or run.config.device != "cpu" for run in missing)
-        jobs = 1 if greedy else machine.cores()
+        jobs = default_jobs([run.config for run in missing])
     board = Board(len(runs), len(runs) - len(missing), quiet)
     queue = _Queue(missing, board, data_root, download)
     with board, ThreadPoolExecutor(jobs) as pool:
@@ -63,6 +62,13 @@ def run_all(
         finally:
             queue.stop()
     return queue.failed
+
+
+def default_jobs(configs: Sequence[RunConfig]) -> int:
+    """Return how many runs keep all cores busy with one core per thread: 1 if a run uses all cores or a GPU alone."""
+    if any(config.engine not in ("loop", "vmapped") or config.device != "cpu" for config in configs):
+        return 1
+    return max(1, machine.cores() // max((config.threads for config in configs), default=1))
 
 
 class Board:

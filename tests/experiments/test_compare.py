@@ -22,10 +22,11 @@ from scipy import stats
 import cfl
 from cfl.assembly.resolve import dump, load
 from cfl.config.overrides import read_yaml
-from cfl.core import Busy, CheckpointError, ConfigError, plugins
+from cfl.config.schema import RunConfig
+from cfl.core import Busy, CheckpointError, ConfigError, machine, plugins
 from cfl.experiments import parallel
 from cfl.experiments.compare import HOW, alone, digest, experiment, finished, finished_in, plan
-from cfl.experiments.parallel import run_all
+from cfl.experiments.parallel import default_jobs, run_all
 from cfl.methods.strategies.fot import FOT
 from cfl.report import paired
 from cfl.runtime.run_folder import RunFolder
@@ -493,6 +494,24 @@ def test_a_process_that_ends_while_all_are_interrupted_does_not_keep_the_others_
     queue._processes += [SimpleNamespace(pid=pid, is_alive=lambda: True, join=lambda: None) for pid in (1, 2)]
     queue.stop()
     assert sent == [(2, signal.SIGINT)]
+
+
+@pytest.mark.parametrize(
+    ("runs", "jobs"),
+    [
+        ([{}], 8),
+        ([{}, {"engine": "vmapped", "threads": 3}], 2),  # two runs of three threads keep six of eight cores busy
+        ([{"threads": 16}], 1),
+        ([{}, {"engine": "pool"}], 1),
+        ([{}, {"engine": "auto"}], 1),
+        ([{}, {"device": "cuda"}], 1),
+        ([], 8),
+    ],
+    ids=str,
+)
+def test_runs_in_parallel_have_a_core_for_each_thread(runs, jobs, monkeypatch):
+    monkeypatch.setattr(machine, "cores", lambda: 8)
+    assert default_jobs([RunConfig(benchmark="permuted-digits", **options) for options in runs]) == jobs
 
 
 def test_a_run_that_fails_or_dies_does_not_stop_the_others(tmp_path):
