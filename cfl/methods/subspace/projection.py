@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cfl.core import Tree
+from cfl.core import Tree, warn
 from cfl.methods.subspace.basis import component, full, remove
 from cfl.models import Layer, Model
 
@@ -56,17 +56,23 @@ def project_step(old: Tree, new: Tree, bases: Mapping[str, Tensor], layers: Iter
 
 
 def covered(model: Model, layers: Sequence[Layer], frozen: Collection[str], augment: bool) -> list[str]:
-    """Lines for the user: parameters of a model that are projected, frozen, and neither."""
+    """Lines for the user: parameters of a model that are projected, frozen, and neither. Warns if it projects none."""
     projected = {name for layer in layers for name in names(layer, augment)}
     heads = set(model.head(0)) if model.multi_head else set()
     moving = set(model.trainable(0)) - model.frozen - heads
+    free = sorted(moving - projected - set(frozen))
+    if free and not model.layers:
+        warn(
+            "no layer of the model can be projected, so nothing is protected: layers to project are Linear and "
+            "convolutions, other than heads, whose weight no other module uses"
+        )
     groups = {
         "projected": [f"{'+'.join(names(layer, augment))} (d={width(layer, augment)})" for layer in layers],
         "projected, but outputs for earlier inputs may change, since the layer has a forward of its own": [
             layer.name for layer in layers if layer.own_forward
         ],
         "frozen after the first task": sorted(moving & set(frozen)),
-        "not protected, free to change in every task": sorted(moving - projected - set(frozen)),
+        "not protected, free to change in every task": free,
         "one per task, not projected": ["heads"] if heads else [],
     }
     return [f"{title}: {', '.join(members)}" for title, members in groups.items() if members]

@@ -6,7 +6,9 @@ import pytest
 from torch import nn
 
 import cfl
+from cfl.methods.strategies.fedprotip import FedProTIP
 from cfl.methods.strategies.fot import FOT
+from cfl.methods.strategies.gpm import GPM
 from tests import toy
 from tests.gpse_round import Net, draws, handle, label, mlp, one_gpse, ranks_of, start
 
@@ -91,6 +93,27 @@ def test_notes_say_what_is_covered_and_what_is_not():
     assert all(name in unprotected for name in (*NORMS, "0.bias", "9.bias")) and "weight (d" not in unprotected
     text = "\n".join(FOT().notes(model))
     assert "0.weight+0.bias (d=9)" in text and "not protected" not in text
+
+
+class _Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gru, self.head = nn.GRU(4, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(self.gru(x)[1][-1])
+
+
+@pytest.mark.parametrize("method", [FOT, GPM, FedProTIP])
+def test_a_model_without_a_layer_to_project_is_warned_of(method):
+    recurrent = cfl.Model(_Recurrent(), (6, 4), [3, 3], multi_head=True)
+    with pytest.warns(UserWarning, match="no layer of the model can be projected, so nothing is protected"):
+        lines = method().notes(recurrent)
+    assert [line.split(":")[0] for line in lines if "gru.weight_hh_l0" in line] == [
+        "not protected, free to change in every task"
+    ]
+    for covered in (handle(mlp(6, 5, 3), (6,)), cfl.Model(nn.Linear(6, 3), (6,), [3, 3], multi_head=True)):
+        method().notes(covered)  # heads, which no later task changes, need no protection
 
 
 def _doubled(*sizes):
