@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from cfl.contract import Client, Ctx, Phase, RoundInfo, Server, Strategy, TreesByOwner
-from cfl.core import Tree, option, plugins
+from cfl.core import Tree, option, plugins, warn
 from cfl.methods.subspace.input_sums import layer_grams
 from cfl.methods.subspace.sketch import pack, unpack
 from cfl.models import Layer, Model, adapters
@@ -62,6 +62,9 @@ class LoRM(Strategy):
         return [Phase("train", rounds, work=True)]
 
     def notes(self, model: Model) -> list[str]:
+        if not model.layers:
+            warn("without a Linear or convolution other than heads 'lorm' has no layer to merge, and is FedAvg")
+            return []
         merged = ", ".join(layer.weight for layer in model.layers)
         return [f"merged by the Gram matrices of their inputs, whatever agg.weights: {merged}"]
 

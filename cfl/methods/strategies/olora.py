@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cfl.contract import Ctx, RoundInfo, Server, Strategy, TreesByOwner
-from cfl.core import ConfigError, Tree, option, plugins
+from cfl.core import ConfigError, Tree, option, plugins, warn
 from cfl.models import Model, adapters
 
 
@@ -46,8 +46,9 @@ class OLoRA(Strategy):
         return {}
 
     def notes(self, model: Model) -> list[str]:
-        found = adapters.pairs(model.module)
-        return [] if found else ["without adapters 'olora' is FedAvg; set model.adapter=lora"]
+        if not adapters.pairs(model.module):
+            warn("without adapters 'olora' is FedAvg; set model.adapter=lora")
+        return []
 
     def penalty(self, params: Tree, logits: Tensor, ctx: Ctx) -> Tensor | float:
         if ctx.task == 0:

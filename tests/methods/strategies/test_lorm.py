@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 import cfl
 from cfl.assembly import methods
@@ -95,6 +96,14 @@ def test_a_single_client_keeps_its_own_layers(adapter):
     assert all(torch.allclose(after[name], leaf, atol=1e-6) for name, leaf in local[0].items())
     moved = {name for name, leaf in local[0].items() if not torch.equal(leaf, session.model.params[name])}
     assert moved == ({"0.b.weight", "2.b.weight", "4.weight", "4.bias"} if adapter else {*session.model.params})
+
+
+def test_without_a_layer_to_merge_it_is_fedavg_and_says_so():
+    stream = toy.stream(2, multi_head=True)
+    with pytest.warns(UserWarning, match="'lorm' has no layer to merge, and is FedAvg"):
+        ours = cfl.run(toy.config(method="lorm"), stream=stream, model=nn.Linear(toy.DIMENSIONS, toy.CLASSES))
+    plain = cfl.run(toy.config(method="fedavg"), stream=stream, model=nn.Linear(toy.DIMENSIONS, toy.CLASSES))
+    assert torch.equal(toy.flat(ours.params), toy.flat(plain.params))
 
 
 # --- property --------------------------------------------------------------------------------------------------------
