@@ -41,7 +41,7 @@ Engine = Annotated[
 ]
 Jobs = Annotated[
     int | None,
-    typer.Option(min=1, help="Parallel runs (default: one core per thread; 1 if a run uses all cores or a GPU)."),
+    typer.Option(min=1, help="Parallel runs (default: cores / threads; 1 if a run uses all cores or a GPU)."),
 ]
 Output = Annotated[T, typer.Option(help="Output folder (default: a folder under runs/).")]
 DataRoot = Annotated[Path | None, typer.Option(help="Folder of the data sets (default: CFL_DATA).")]

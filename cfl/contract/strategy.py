@@ -88,7 +88,10 @@ class Strategy(LocalRegularizer):
         return {}
 
     def notes(self, model: Model) -> list[str]:
-        """Return lines on what the method covers of this model and what it leaves out, shown at the start of a run."""
+        """Return lines on what the method covers of this model and what it leaves out, shown at the start of a run.
+
+        It may warn of a model with which the method has no effect, since scripts do not show the lines.
+        """
         return []
 
     def heads(self, task: int, tasks: int) -> tuple[int, ...]:

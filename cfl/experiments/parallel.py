@@ -65,7 +65,7 @@ def run_all(
 
 
 def default_jobs(configs: Sequence[RunConfig]) -> int:
-    """Return how many runs keep all cores busy with one core per thread: 1 if a run uses all cores or a GPU alone."""
+    """Return how many runs have a core for each of their threads; 1 if a run uses all cores or a GPU by itself."""
     if any(config.engine not in ("loop", "vmapped") or config.device != "cpu" for config in configs):
         return 1
     return max(1, machine.cores() // max((config.threads for config in configs), default=1))

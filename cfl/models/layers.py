@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from cfl.core import Tree, rng
 
 Projectable = nn.Linear | nn.Conv1d | nn.Conv2d
+KINDS = "Linear, Conv1d or Conv2d, trained, with a weight of its own"  # the layers of `layers_of`, for messages
 NORMS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.InstanceNorm1d, nn.InstanceNorm2d)
 
 

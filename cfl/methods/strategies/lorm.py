@@ -32,6 +32,7 @@ from cfl.core import Tree, option, plugins, warn
 from cfl.methods.subspace.input_sums import layer_grams
 from cfl.methods.subspace.sketch import pack, unpack
 from cfl.models import Layer, Model, adapters
+from cfl.models.layers import KINDS
 
 # Directions with less of the largest energy are no inputs: rounding the uploads to float32 moves all energies by about
 # 1e-7 of the largest.
@@ -63,7 +64,7 @@ class LoRM(Strategy):
 
     def notes(self, model: Model) -> list[str]:
         if not model.layers:
-            warn("without a Linear or convolution other than heads 'lorm' has no layer to merge, and is FedAvg")
+            warn(f"apart from heads, the model has no layer to merge ({KINDS}): 'lorm' is FedAvg")
             return []
         merged = ", ".join(layer.weight for layer in model.layers)
         return [f"merged by the Gram matrices of their inputs, whatever agg.weights: {merged}"]

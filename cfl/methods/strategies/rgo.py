@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from cfl.contract import Batch, Client, Ctx, Phase, RoundInfo, Server, Strategy, TreesByOwner, with_consolidation
-from cfl.core import Tree, option, plugins, rng, tree
+from cfl.core import Tree, option, plugins, rng, tree, warn
 from cfl.models import Layer, Model
+from cfl.models.layers import KINDS
 
 
 @plugins.strategies.register("rgo")
@@ -49,6 +50,8 @@ class RGO(Strategy):
         return with_consolidation(task, tasks, rounds)
 
     def notes(self, model: Model) -> list[str]:
+        if not model.layers:
+            warn(f"apart from heads, the model has no layer to multiply by P ({KINDS}): 'rgo' is FedAvg")
         own = {name for layer in model.layers for name in (layer.weight, layer.bias)}
         plain = sorted(set(model.trainable(0)) - own - {*(model.head(0) if model.multi_head else ())})
         given = self.encode and not model.multi_head

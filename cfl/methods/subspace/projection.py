@@ -13,6 +13,7 @@ from torch import Tensor
 from cfl.core import Tree, warn
 from cfl.methods.subspace.basis import component, full, remove
 from cfl.models import Layer, Model
+from cfl.models.layers import KINDS
 
 
 def names(layer: Layer, augment: bool) -> list[str]:
@@ -56,15 +57,19 @@ def project_step(old: Tree, new: Tree, bases: Mapping[str, Tensor], layers: Iter
 
 
 def covered(model: Model, layers: Sequence[Layer], frozen: Collection[str], augment: bool) -> list[str]:
-    """Lines for the user: parameters of a model that are projected, frozen, and neither. Warns if it projects none."""
+    """Lines for the user: parameters of a model that are projected, frozen, and neither.
+
+    Warns if the body, all but the heads, has no layer to project and leaves parameters free.
+    """
     projected = {name for layer in layers for name in names(layer, augment)}
     heads = set(model.head(0)) if model.multi_head else set()
     moving = set(model.trainable(0)) - model.frozen - heads
     free = sorted(moving - projected - set(frozen))
-    if free and not model.layers:
+    head = str(model.classifier)
+    if all(layer.path == head for layer in model.layers) and any(not name.startswith(f"{head}.") for name in free):
         warn(
-            "no layer of the model can be projected, so nothing is protected: layers to project are Linear and "
-            "convolutions, other than heads, whose weight no other module uses"
+            f"apart from heads, the model has no layer to project ({KINDS}): its other parameters are free to "
+            "change in every task"
         )
     groups = {
         "projected": [f"{'+'.join(names(layer, augment))} (d={width(layer, augment)})" for layer in layers],

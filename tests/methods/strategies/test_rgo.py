@@ -177,6 +177,14 @@ def test_without_p_gradients_keep_their_very_tensors():
     assert list(ours) == list(model.params) and all(ours[name] is leaf for name, leaf in model.params.items())
 
 
+def test_without_a_layer_for_p_it_is_fedavg_and_says_so():
+    stream = toy.stream(2, multi_head=True)
+    with pytest.warns(UserWarning, match="no layer to multiply by P .* 'rgo' is FedAvg"):
+        ours = cfl.run(toy.config(method="rgo"), stream=stream, model=nn.Linear(toy.DIMENSIONS, toy.CLASSES))
+    plain = cfl.run(toy.config(method="fedavg"), stream=stream, model=nn.Linear(toy.DIMENSIONS, toy.CLASSES))
+    assert torch.equal(toy.flat(ours.params), toy.flat(plain.params))
+
+
 def test_an_alpha_without_end_is_fedavg():
     # P differs from I by |v|^2 / alpha, and |v| is far below 100: gradients change by a fraction below 1e-8.
     def run(*overrides, method="rgo"):

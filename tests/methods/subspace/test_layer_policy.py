@@ -1,6 +1,7 @@
 """Projected, frozen and fine-tuned layers after the first task, by kind of layer."""
 
 import types
+import warnings
 
 import pytest
 from torch import nn
@@ -105,15 +106,33 @@ class _Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("method", [FOT, GPM, FedProTIP])
-def test_a_model_without_a_layer_to_project_is_warned_of(method):
-    recurrent = cfl.Model(_Recurrent(), (6, 4), [3, 3], multi_head=True)
-    with pytest.warns(UserWarning, match="no layer of the model can be projected, so nothing is protected"):
+@pytest.mark.parametrize("multi_head", [True, False])
+def test_a_body_without_a_layer_to_project_is_warned_of(method, multi_head):
+    recurrent = cfl.Model(_Recurrent(), (6, 4), [3, 3], multi_head=multi_head)
+    with pytest.warns(UserWarning, match="apart from heads, the model has no layer to project"):
         lines = method().notes(recurrent)
     assert [line.split(":")[0] for line in lines if "gru.weight_hh_l0" in line] == [
         "not protected, free to change in every task"
     ]
-    for covered in (handle(mlp(6, 5, 3), (6,)), cfl.Model(nn.Linear(6, 3), (6,), [3, 3], multi_head=True)):
-        method().notes(covered)  # heads, which no later task changes, need no protection
+
+
+@pytest.mark.parametrize("method", [FOT, GPM, FedProTIP])
+@pytest.mark.parametrize("multi_head", [True, False])
+def test_a_body_that_is_projected_frozen_or_empty_is_not_warned_of(method, multi_head):
+    frozen = _Recurrent()
+    frozen.gru.requires_grad_(False)
+    modules = {(6, 4): frozen, (6,): mlp(6, 5, 3), (3,): nn.Linear(3, 3)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for shape, module in modules.items():
+            method().notes(cfl.Model(module, shape, [3, 3], multi_head=multi_head))
+
+
+@pytest.mark.parametrize("policy", ["freeze", "finetune"])
+def test_layers_that_are_not_projected_by_choice_are_not_warned_of(policy):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        FOT(first_half=policy, second_half=policy).notes(handle(mlp(6, 5, 3), (6,)))
 
 
 def _doubled(*sizes):
