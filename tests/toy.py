@@ -33,6 +33,12 @@ def flat(leaves: Tree) -> Tensor:
     return torch.cat([leaf.reshape(-1) for leaf in leaves.values()])
 
 
+def on_heads_alone(method: str) -> Tensor:
+    """All parameters, end to end, after a run of two tasks on a network that has nothing but a head a task."""
+    result = cfl.run(config(method=method), stream=stream(2, multi_head=True), model=nn.Linear(DIMENSIONS, CLASSES))
+    return flat(result.params)
+
+
 def unstacked(stacked: Tree) -> list[Tree]:
     """The trees that `tree.stack` stacked."""
     return [dict(zip(stacked, leaves)) for leaves in zip(*stacked.values())]
