@@ -93,7 +93,8 @@ def adapted(
 
     The head is the last Linear layer that is called; if it has requires_grad=False, it stays as it is.
     options.targets: names, or parts of names between dots, of the layers that get an adapter; empty for all Linear,
-    Conv1d and Conv2d layers that are called and share no parameter, but the head. dtype: of the samples.
+    Conv1d and Conv2d layers with torch's own forward that are called and share no parameter, but the head.
+    dtype: of the samples.
     Raises ConfigError for a target that is no such layer, and for a module without one.
     """
     own = own_copy(module, device)
@@ -104,7 +105,8 @@ def adapted(
     rest = [leaf for leaf in own.parameters() if id(leaf) not in head and leaf.is_floating_point()]
     for leaf in rest:
         leaf.requires_grad_(True)  # `layers_of` leaves out layers that do not train, which adapters are for
-    possible = list(dict.fromkeys(layer.path for layer in layers_of(own, inner)))
+    # a forward of its own may use W in another way than W x, so that W + (alpha / r) B A would give other outputs
+    possible = list(dict.fromkeys(layer.path for layer in layers_of(own, inner) if not layer.own_forward))
     for leaf in rest:
         leaf.requires_grad_(False)
     for path in _chosen(possible, options.targets):
@@ -166,8 +168,8 @@ def _chosen(possible: Sequence[str], targets: Sequence[str]) -> list[str]:
     """The layers that the targets name, in the order in which they are called; all of them without targets."""
     if not possible:
         raise ConfigError(
-            "model.adapter=lora finds no layer for an adapter: the model calls no Linear, Conv1d or Conv2d layer but "
-            "its head; set model.adapter=none"
+            "model.adapter=lora finds no layer for an adapter: the model calls no Linear, Conv1d or Conv2d layer with "
+            "torch's own forward but its head; set model.adapter=none"
         )
     for target in targets:
         if not any(_within(target, path) for path in possible):
