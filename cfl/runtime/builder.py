@@ -118,7 +118,7 @@ def build_session(
         engine = make(parts)
     recorder = Recorder(folder, sink, state, rounds, budget, fingerprint, called)
     notes += [*without_effect.notes(config, stream.scenario), *model.notes(), *composed.strategy.notes(model),
-              *population.notes(), *budget.notes()]  # fmt: skip
+              *population.notes(), *budget.notes(), *_on_local_models(config, rounds, label)]  # fmt: skip
     given = {name: each for name, each in members.items() if each != built.get(name)}
     about = model_file.contents(stream, own, given, model)
     return Session(
@@ -161,6 +161,13 @@ def _on_later_tasks(
     if not strategy.sequential:
         return [f"eval_later=true has no effect: {label} does not train one model on the tasks in sequence"]
     return []
+
+
+def _on_local_models(config: RunConfig, rounds: Rounds, label: str) -> list[str]:
+    """A note if `eval_local` finds no local models."""
+    if not config.eval_local or any(phase.train for _, phase, _ in rounds.schedule):
+        return []
+    return [f"eval_local={config.eval_local} has no effect: {label} plans no phase with train=True"]
 
 
 def _check_batches(model: models.Model, population: Population, rounds: Rounds, size: int) -> None:
