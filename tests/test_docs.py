@@ -797,10 +797,11 @@ def test_accuracies_of_fedsols_table_on_the_fidelity_page_are_the_stored_runs():
     told = rows(ROOT / "docs/fidelity.md", after="Of Table 2,")
     shown = {(name.lower(), three): score for name, _, *ours in told for three, score in zip((True, False), ours)}
     assert {key: score for key, score in shown.items() if score != "–"} == found
-    methods = ("fedavg", "fedprox, mu 1", "fednova", "scaffold", "fedntd", "fedsol")
+    methods = ("fedavg", "fedprox, mu 1", "fednova", "scaffold", "fedntd", "fedasam", "fedsol")
     *first, last = (found[method, True] for method in methods)
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert f"FedAvg, FedProx, FedNova, SCAFFOLD, FedNTD and FedSOL reach {', '.join(first)} and {last};" in readme
+    named = "FedAvg, FedProx, FedNova, SCAFFOLD, FedNTD, FedASAM and FedSOL"
+    assert f"{named} reach {', '.join(first)} and {last};" in readme
 
 
 def test_bases_of_a_cohort_alone_on_the_fidelity_page_are_the_stored_runs():
