@@ -193,8 +193,9 @@ def load(
     check_masks(handle, about["masks"], folder)
     own = arguments.members(config, strategy, None)[STRATEGY]
     assert isinstance(own, Strategy)
-    if about["strategy"] not in (None, type(own).__name__):  # it may serve other parameters, or infer tasks otherwise
-        raise ConfigError(f"the run in '{folder}' has a strategy {about['strategy']}, not {type(own).__name__}")
+    wanted, kind = about["strategy"], type(own).__name__
+    if wanted not in (None, kind):  # it may serve other parameters, or infer tasks otherwise
+        raise ConfigError(f"the run in '{folder}' has a strategy {wanted}; pass an object of it, not of {kind}")
     return SavedRun(folder, config, read_json(folder / "metrics.json"), handle, own, trees, latest, about)
 
 

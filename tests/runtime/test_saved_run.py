@@ -124,7 +124,7 @@ def test_own_networks_and_strategies_are_passed_again(tmp_path):
         cfl.load(tmp_path, strategy=KeepsTasks())
     with pytest.raises(ConfigError, match=r"has a strategy of its own, KeepsTasks; pass it to cfl.load as strategy="):
         cfl.load(tmp_path, model=network)
-    with pytest.raises(ConfigError, match="has a strategy KeepsTasks, not Strategy"):
+    with pytest.raises(ConfigError, match="has a strategy KeepsTasks; pass an object of it, not of Strategy"):
         cfl.load(tmp_path, model=network, strategy=cfl.Strategy)
     with pytest.raises(ConfigError, match="the network does not fit the parameters"):
         cfl.load(tmp_path, model=toy.mlp(toy.DIMENSIONS, 6, toy.CLASSES), strategy=KeepsTasks)
