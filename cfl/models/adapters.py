@@ -11,14 +11,14 @@ Only adapters and the head train: all other parameters are frozen, those of norm
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from cfl.core import ConfigError, Tree, rng, unknown
+from cfl.core import ConfigError, Tree, rng, unknown, warn
 from cfl.core.errors import MOST_NAMES, few
 from cfl.models.layers import Projectable, full_name, layers_of
 from cfl.models.tracing import own_copy, trace
@@ -93,8 +93,8 @@ def adapted(
 
     The head is the last Linear layer that is called; if it has requires_grad=False, it stays as it is.
     options.targets: names, or parts of names between dots, of the layers that get an adapter; empty for all Linear,
-    Conv1d and Conv2d layers with torch's own forward that are called and share no parameter, but the head.
-    dtype: of the samples.
+    Conv1d and Conv2d layers that are called and share no parameter, but the head. dtype: of the samples.
+    Warns of a layer with a forward of its own, which gets none.
     Raises ConfigError for a target that is no such layer, and for a module without one.
     """
     own = own_copy(module, device)
@@ -105,11 +105,10 @@ def adapted(
     rest = [leaf for leaf in own.parameters() if id(leaf) not in head and leaf.is_floating_point()]
     for leaf in rest:
         leaf.requires_grad_(True)  # `layers_of` leaves out layers that do not train, which adapters are for
-    # a forward of its own may use W in another way than W x, so that W + (alpha / r) B A would give other outputs
-    possible = list(dict.fromkeys(layer.path for layer in layers_of(own, inner) if not layer.own_forward))
+    possible = {layer.path: layer.own_forward for layer in layers_of(own, inner)}
     for leaf in rest:
         leaf.requires_grad_(False)
-    for path in _chosen(possible, options.targets):
+    for path in _plain(_chosen([*possible], options.targets), possible):
         base: Any = own.get_submodule(path)
         with rng.fork(rng.key(seed, "adapter", path)):
             layer = Adapted(base, options.rank, (options.alpha or options.rank) / options.rank)
@@ -168,14 +167,25 @@ def _chosen(possible: Sequence[str], targets: Sequence[str]) -> list[str]:
     """The layers that the targets name, in the order in which they are called; all of them without targets."""
     if not possible:
         raise ConfigError(
-            "model.adapter=lora finds no layer for an adapter: the model calls no Linear, Conv1d or Conv2d layer with "
-            "torch's own forward but its head; set model.adapter=none"
+            "model.adapter=lora finds no layer for an adapter: the model calls no Linear, Conv1d or Conv2d layer but "
+            "its head; set model.adapter=none"
         )
     for target in targets:
         if not any(_within(target, path) for path in possible):
             parts = {part for path in possible for part in (path, *path.split(".")) if not part.isdigit()}
             raise unknown("layer in model.adapter_targets:", target, parts | {*possible})
     return [path for path in possible if not targets or any(_within(target, path) for target in targets)]
+
+
+def _plain(paths: Sequence[str], own_forward: Mapping[str, bool]) -> list[str]:
+    """The layers with torch's own forward, which is W x: with another one, merged weights may give other outputs."""
+    plain = [path for path in paths if not own_forward[path]]
+    if odd := [path for path in paths if own_forward[path]]:
+        text = f"no adapter fits a layer with a forward of its own: {few(odd, MOST_NAMES)}"
+        if not plain:
+            raise ConfigError(f"{text}; choose other model.adapter_targets, or set model.adapter=none")
+        warn(text)
+    return plain
 
 
 def _within(target: str, path: str) -> bool:

@@ -167,7 +167,7 @@ def _on_local_models(config: RunConfig, rounds: Rounds, label: str) -> list[str]
     """A note if `eval_local` finds no local models."""
     if not config.eval_local or any(phase.train for _, phase, _ in rounds.schedule):
         return []
-    return [f"eval_local={config.eval_local} has no effect: '{label}' trains clients in `work`, which it does not see"]
+    return [f"eval_local={config.eval_local} has no effect: '{label}' trains clients in `work` alone"]
 
 
 def _check_batches(model: models.Model, population: Population, rounds: Rounds, size: int) -> None:

@@ -193,8 +193,8 @@ def load(
     check_masks(handle, about["masks"], folder)
     own = arguments.members(config, strategy, None)[STRATEGY]
     assert isinstance(own, Strategy)
-    wanted, kind = about["strategy"], type(own).__name__
-    if wanted not in (None, kind):  # it may serve other parameters, or infer tasks otherwise
+    wanted, kind = about["strategy"] or plugins.strategies.get(config.method).__name__, type(own).__name__
+    if kind != wanted:  # it may serve other parameters, or infer tasks otherwise
         raise ConfigError(f"the run in '{folder}' has a strategy {wanted}; pass an object of it, not of {kind}")
     return SavedRun(folder, config, read_json(folder / "metrics.json"), handle, own, trees, latest, about)
 

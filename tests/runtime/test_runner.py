@@ -468,7 +468,7 @@ def test_the_rounds_between_evaluations_of_local_models_are_counted_over_the_pha
 
 def test_a_note_says_that_there_are_no_local_models_without_local_training() -> None:
     """FedCIL trains its clients in `work`; FedAvg in a phase with train=True."""
-    text = "eval_local=1 has no effect: 'fedcil' trains clients in `work`, which it does not see"
+    text = "eval_local=1 has no effect: 'fedcil' trains clients in `work` alone"
     for label, told in (("fedcil", [text]), ("fedavg", [])):
         config = toy.config("eval_local=1", method=label)
         notes = build_session(config, toy.stream(), methods.build(config)).notes

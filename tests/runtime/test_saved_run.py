@@ -13,6 +13,7 @@ import cfl
 from cfl import models
 from cfl.contract import Strategy
 from cfl.core import CheckpointError, ConfigError, DataError
+from cfl.methods.strategies.ewc import EWC
 from cfl.models.handle import NO_CLASS
 from cfl.runtime import export
 from cfl.streams import with_scenario
@@ -128,6 +129,10 @@ def test_own_networks_and_strategies_are_passed_again(tmp_path):
         cfl.load(tmp_path, model=network, strategy=cfl.Strategy)
     with pytest.raises(ConfigError, match="the network does not fit the parameters"):
         cfl.load(tmp_path, model=toy.mlp(toy.DIMENSIONS, 6, toy.CLASSES), strategy=KeepsTasks)
+    cfl.run(toy.config(method="ewc"), stream=toy.stream(1), output=tmp_path / "named")
+    assert isinstance(cfl.load(tmp_path / "named").strategy, EWC)
+    with pytest.raises(ConfigError, match="has a strategy EWC; pass an object of it, not of KeepsTasks"):
+        cfl.load(tmp_path / "named", strategy=KeepsTasks)
     run = cfl.load(tmp_path, model=network, strategy=KeepsTasks)
     # Each task keeps the model with which it ended: nothing is forgotten.
     assert run.accuracies(STREAM) == result.accuracy_matrix.diagonal().tolist()

@@ -39,8 +39,8 @@ def layer_grams(
 ) -> dict[str, Gram]:
     """Return the sum X X^T of each layer's inputs, by layer name, over `samples` of the client's samples (0: all).
 
-    known: layer name to the basis O (d, k) of the residual; without it, the empty basis; augment: append the constant 1
-    of a bias to the inputs; layers: None for all that can be projected.
+    known: layer name to a basis O (d, k); the sum is then that of the residual X - O O^T X; augment: append the
+    constant 1 of a bias to the inputs; layers: None for all that can be projected.
     """
     layers, sums = info.model.layers if layers is None else layers, {}
     for layer in layers:
