@@ -171,10 +171,14 @@ def _on_local_models(config: RunConfig, rounds: Rounds, label: str) -> list[str]
 
 
 def _check_batches(model: models.Model, population: Population, rounds: Rounds, size: int) -> None:
-    """Raise ConfigError if a client would train on a batch of one sample, and the model takes none in training."""
-    if model.takes_one or type(population) is not Population:  # nodes may have data of their own
+    """Raise ConfigError if a client or the server would train on a batch of one sample that the model cannot take."""
+    if model.takes_one:
         return
     why = "the model fails on a batch of one sample in training, as with batch normalisation"
+    if rounds.public is not None and len(rounds.public) == 1:
+        raise ConfigError(f"the public data are one sample, but {why}; give more, as by public.samples")
+    if type(population) is not Population:  # nodes may have data of their own
+        return
     if size == 1:
         raise ConfigError(f"local.batch_size=1, but {why}; raise it")
     for task in range(len(population.deals)):

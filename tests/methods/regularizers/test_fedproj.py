@@ -491,6 +491,16 @@ def test_one_memory_sample_a_step_is_refused_for_a_model_that_takes_none():
     small("fedproj", *options)
 
 
+def test_one_public_sample_is_refused_for_a_model_that_takes_none():
+    stream = toy.stream(tasks=1)
+    first = replace(stream.public, index=stream.public.index[:1], targets=stream.public.targets[:1])
+    one = replace(stream, public=first)
+    network = toy.net(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+    with pytest.raises(ConfigError, match="the public data are one sample, but the model fails on a batch of one"):
+        small("feddf", "model.norm_stats=running", model=network, stream=one)
+    small("feddf", stream=one)
+
+
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
