@@ -344,7 +344,7 @@ def test_resume_names_the_first_option_that_differs(tmp_path, capsys):
         (["engine=vmapped", "block=2"], "engine=loop", "engine=vmapped"),
     ):
         assert invoke(*args, "--resume", *(word for text in more for word in ("--set", text))) == 1
-        hint = "choose another --output, or repeat the options of that run"
+        hint = "choose another --output, or repeat the options, code and data of that run"
         assert capsys.readouterr().err.endswith(f"another configuration; {hint}: {there} there, {here} here\n")
     assert invoke(*args, "--resume", "--set", "workers=7") == 0  # not part of the comparison
 

@@ -147,7 +147,7 @@ def load_latest(
             if required is not None and entry["meta"].get("fingerprint") != required:
                 raise CheckpointError(
                     f"{folder} holds a run with another configuration; "
-                    "choose another --output, or repeat the options of that run"
+                    "choose another --output, or repeat the options, code and data of that run"
                 )
             states = packs.read(folder, entry.get("packs", []))  # files of earlier versions have none
         except (OSError, ValueError) as error:
