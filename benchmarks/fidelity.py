@@ -13,11 +13,12 @@ gpm: one direction too few in the first task, as in GPM's code.
 overlap: how much a client's basis of GPM covers of other clients' inputs.
 encoding: RGO's feature encoding, with RGO and by itself.
 scale: FedSOL's scale by layer (paper) and by output axis (code).
+sharpness: which rho of FedSAM lets the network of FedSOL's MNIST learn.
 alias: a penalty whose reference is the weights themselves; inputs and logits cast to integers.
 projection: FedProj's projection with its condition, and without as eq. 14 prints it.
 
-Each part prints the tables of the page, and writes them to <part>.json. `scale` and `overlap` need MNIST and `alias`
-CIFAR-100 (CFL_DATA); all else comes with scikit-learn or is drawn.
+Each part prints the tables of the page, and writes them to <part>.json. `scale`, `sharpness` and `overlap` need MNIST
+and `alias` CIFAR-100 (CFL_DATA); all else comes with scikit-learn or is drawn.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from pathlib import Path
 import torch
 from fidelity_baselines import encoding, gpm, overlap
 from fidelity_fot import bias, coverage, dp, intervals, precision, ranks, sizes
-from fidelity_local import alias, projection, scale
+from fidelity_local import alias, projection, scale, sharpness
 from fidelity_tables import Table, markdown
 from host import about
 
@@ -40,7 +41,8 @@ FOLDER = Path("benchmarks/results/fidelity")
 PARTS: dict[str, Callable[[], list[Table]]] = {
     part.__name__: part
     for part in (
-        coverage, ranks, intervals, dp, sizes, bias, precision, gpm, overlap, encoding, scale, alias, projection
+        coverage, ranks, intervals, dp, sizes, bias, precision, gpm, overlap, encoding, scale, sharpness, alias,
+        projection,
     )
 }  # fmt: skip
 

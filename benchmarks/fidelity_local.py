@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import cfl
 from cfl import models
 from cfl.contract.losses import divergence
-from cfl.core import rng, tree
-from cfl.methods.regularizers import FedSOL
+from cfl.core import optim, rng, tree
+from cfl.methods.regularizers import FedSAM, FedSOL
 from cfl.methods.regularizers import fedproj as fedproj_module
 from cfl.streams import datasets
 
@@ -75,6 +75,42 @@ def scale(seeds: Sequence[int] = (0, 1), rounds: int = 15, benchmark: str = "mni
 def apart(one: tree.Tree, other: tree.Tree) -> float:
     """Distance of two models."""
     return math.sqrt(sum(float((leaf - other[name]).square().sum()) for name, leaf in one.items()))
+
+
+def sharpness(seeds: Sequence[int] = (0, 1), steps: int = 400, last: int = 50, **narrow: int) -> list[Table]:
+    train = datasets.load("mnist")
+    columns = {"rho": "", "loss": ".2f", "squared gradient in the last bias": "%.0f"}
+    rows = []
+    for rho in (0.0, 0.05, 0.1, 0.2, 0.5):
+        ends = [descent(FedSAM(rho=rho), train, seed, steps, **narrow)[-last:] for seed in seeds]
+        means = [[fmean(values) for values in zip(*end, strict=True)] for end in ends]
+        rows.append([f"{rho:g}", *map(list, zip(*means, strict=True))])
+    return [Table("FedSAM's rho on MNIST", columns, rows)]
+
+
+def descent(method: FedSAM, train: datasets.Arrays, seed: int, steps: int, **narrow: int) -> list[list[float]]:
+    """Train on random batches of all images, with the network, batch size and optimizer of FedSOL's MNIST.
+
+    Returns for each step the loss before it, and the share of the last bias in the squared norm of its gradient.
+    """
+    torch.manual_seed(seed)
+    module = models.build("cnn", (1, 28, 28), 10, {"repeat_grey": True, **narrow})
+    weights = {name: leaf.detach() for name, leaf in module.named_parameters()}
+    *_, last = weights
+    sgd = optim.sgd(momentum=0.9, weight_decay=1e-5)
+    state, found = sgd.init(weights), []
+    for step in range(steps):
+        rows = torch.randint(len(train.x_train), (50,))
+        x, y = (train.x_train[rows] / 255 - 0.1307) / 0.3081, train.y_train[rows]
+
+        def loss(at: tree.Tree, x: Tensor = x, y: Tensor = y) -> Tensor:
+            return nn.functional.cross_entropy(torch.func.functional_call(module, at, x), y)
+
+        grads, value = torch.func.grad_and_value(loss)(weights)
+        found.append([float(value), float(grads[last].square().sum() / tree.dot(grads, grads))])
+        sharp = torch.func.grad(loss)(tree.add(weights, method.perturbation(weights, grads)))
+        sgd.update(sharp, state, weights, 0.01, step)
+    return found
 
 
 # -- FedProj

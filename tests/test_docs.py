@@ -792,15 +792,16 @@ def test_accuracies_of_fedsols_table_on_the_fidelity_page_are_the_stored_runs():
         config, metrics = read_yaml(folder / "config.yaml"), json.loads((folder / "metrics.json").read_text())
         (name,) = config["regularizers"] or ["fedavg"]
         three = config["model"]["options"].get("repeat_grey", False)
-        mu = f", mu {config['regularizer']['fedprox']['mu']:g}" if name == "fedprox" else ""
-        found[name + mu, three] = f"{100 * metrics['acc']:.1f}"
+        own = {"fedprox": "mu", "fedsam": "rho"}.get(name)
+        value = f", {own} {config['regularizer'][name][own]:g}" if own else ""
+        found[name + value, three] = f"{100 * metrics['acc']:.1f}"
     told = rows(ROOT / "docs/fidelity.md", after="Of Table 2,")
     shown = {(name.lower(), three): score for name, _, *ours in told for three, score in zip((True, False), ours)}
     assert {key: score for key, score in shown.items() if score != "–"} == found
-    methods = ("fedavg", "fedprox, mu 1", "fednova", "scaffold", "fedntd", "fedasam", "fedsol")
+    methods = ("fedavg", "fedprox, mu 1", "fednova", "scaffold", "fedntd", "fedsam, rho 0.1", "fedasam", "fedsol")
     *first, last = (found[method, True] for method in methods)
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    named = "FedAvg, FedProx, FedNova, SCAFFOLD, FedNTD, FedASAM and FedSOL"
+    named = "FedAvg, FedProx, FedNova, SCAFFOLD, FedNTD, FedSAM, FedASAM and FedSOL"
     assert f"{named} reach {', '.join(first)} and {last};" in readme
 
 

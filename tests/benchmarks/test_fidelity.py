@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 import torch
 from scipy import integrate, stats
+from torch import nn
 
 import cfl
+from cfl import models
+from cfl.methods.regularizers import FedSAM
 from cfl.streams import datasets
 
 pytestmark = pytest.mark.slow
@@ -231,6 +234,47 @@ def test_scales_differ_by_the_root_of_the_inputs(local):
         assert long == pytest.approx(1 / math.sqrt(out), rel=0.2)
     (fedavg, code, paper) = [away for *_, away in scores.rows]
     assert fedavg == [0.0] and code[0] > paper[0] > 0
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.5])
+def test_losses_and_gradients_of_fedsam_are_those_of_torch(local, rho):
+    """SAM written out: climb by rho g / |g|, take the gradient there, return, and step with `torch.optim.SGD`."""
+    draws = torch.Generator().manual_seed(5)
+    images = torch.randint(256, (80, 1, 28, 28), generator=draws, dtype=torch.uint8)
+    train = datasets.Arrays(images, torch.arange(80) % 10, images, torch.arange(80) % 10)
+    found = local.descent(FedSAM(rho=rho), train, 3, steps=4, width=2, hidden=5)
+    torch.manual_seed(3)
+    module = models.build("cnn", (1, 28, 28), 10, {"repeat_grey": True, "width": 2, "hidden": 5})
+    leaves = list(module.parameters())
+    optimizer = torch.optim.SGD(leaves, lr=0.01, momentum=0.9, weight_decay=1e-5)
+    expected = []
+    for _ in range(4):
+        rows = torch.randint(80, (50,))
+        x, y = (images[rows] / 255 - 0.1307) / 0.3081, train.y_train[rows]
+        loss = nn.functional.cross_entropy(module(x), y)
+        grads = torch.autograd.grad(loss, leaves)
+        norm = torch.cat([grad.flatten() for grad in grads]).norm()
+        expected.append([loss.item(), (grads[-1].norm() / norm).item() ** 2])
+        there = [leaf.detach().clone() for leaf in leaves]
+        with torch.no_grad():
+            for leaf, grad in zip(leaves, grads, strict=True):
+                leaf += rho * grad / norm
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(module(x), y).backward()
+        with torch.no_grad():
+            for leaf, old in zip(leaves, there, strict=True):
+                leaf.copy_(old)
+        optimizer.step()
+    assert np.asarray(found) == pytest.approx(np.asarray(expected), rel=1e-4)
+
+
+def test_rows_of_fedsams_rho(local, monkeypatch):
+    images = torch.zeros(60, 1, 28, 28, dtype=torch.uint8)
+    arrays = datasets.Arrays(images, torch.arange(60) % 10, images, torch.arange(60) % 10)
+    monkeypatch.setattr(datasets, "load", lambda name: arrays)
+    (table,) = local.sharpness((0,), steps=2, last=1, width=1, hidden=2)
+    assert [row[0] for row in table.rows] == ["0", "0.05", "0.1", "0.2", "0.5"]
+    assert all(len(loss) == len(share) == 1 and 0 <= share[0] <= 1 for _, loss, share in table.rows)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
