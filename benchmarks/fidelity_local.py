@@ -79,7 +79,7 @@ def apart(one: tree.Tree, other: tree.Tree) -> float:
 
 def sharpness(seeds: Sequence[int] = (0, 1), steps: int = 400, last: int = 50, **narrow: int) -> list[Table]:
     train = datasets.load("mnist")
-    columns = {"rho": "", "loss": ".2f", "squared gradient in the last bias": "%.0f"}
+    columns = {"rho": "", "loss": ".2f", "last bias's share of the squared gradient, percent": "%.0f"}
     rows = []
     for rho in (0.0, 0.05, 0.1, 0.2, 0.5):
         ends = [descent(FedSAM(rho=rho), train, seed, steps, **narrow)[-last:] for seed in seeds]
@@ -89,18 +89,20 @@ def sharpness(seeds: Sequence[int] = (0, 1), steps: int = 400, last: int = 50, *
 
 
 def descent(method: FedSAM, train: datasets.Arrays, seed: int, steps: int, **narrow: int) -> list[list[float]]:
-    """Train on random batches of all images, with the network, batch size and optimizer of FedSOL's MNIST.
+    """Train on random batches of all images, with the network, batch size and optimizer of the preset `mnist`.
 
     Returns for each step the loss before it, and the share of the last bias in the squared norm of its gradient.
     """
+    preset = cfl.resolve("mnist", method="fedsam")
+    local, options = preset.local, {**preset.model.options, **narrow}
     torch.manual_seed(seed)
-    module = models.build("cnn", (1, 28, 28), 10, {"repeat_grey": True, **narrow})
+    module = models.build(preset.model.name, (1, 28, 28), 10, options)
     weights = {name: leaf.detach() for name, leaf in module.named_parameters()}
     *_, last = weights
-    sgd = optim.sgd(momentum=0.9, weight_decay=1e-5)
+    sgd = optim.sgd(local.momentum, local.weight_decay)
     state, found = sgd.init(weights), []
     for step in range(steps):
-        rows = torch.randint(len(train.x_train), (50,))
+        rows = torch.randint(len(train.x_train), (local.batch_size,))
         x, y = (train.x_train[rows] / 255 - 0.1307) / 0.3081, train.y_train[rows]
 
         def loss(at: tree.Tree, x: Tensor = x, y: Tensor = y) -> Tensor:
@@ -109,7 +111,7 @@ def descent(method: FedSAM, train: datasets.Arrays, seed: int, steps: int, **nar
         grads, value = torch.func.grad_and_value(loss)(weights)
         found.append([float(value), float(grads[last].square().sum() / tree.dot(grads, grads))])
         sharp = torch.func.grad(loss)(tree.add(weights, method.perturbation(weights, grads)))
-        sgd.update(sharp, state, weights, 0.01, step)
+        sgd.update(sharp, state, weights, local.lr, step)
     return found
 
 

@@ -176,7 +176,7 @@ def _check_batches(model: models.Model, population: Population, rounds: Rounds, 
         return
     why = "the model fails on a batch of one sample in training, as with batch normalisation"
     if rounds.public is not None and len(rounds.public) == 1:
-        raise ConfigError(f"the public data are one sample, but {why}; give more, as by public.samples")
+        raise ConfigError(f"the public data are one sample, but {why}; give more public data")
     if type(population) is not Population:  # nodes may have data of their own
         return
     if size == 1:

@@ -236,13 +236,18 @@ def test_scales_differ_by_the_root_of_the_inputs(local):
     assert fedavg == [0.0] and code[0] > paper[0] > 0
 
 
+def drawn():
+    """Random images, with labels that are random for them."""
+    images = torch.randint(256, (80, 1, 28, 28), generator=torch.Generator().manual_seed(5), dtype=torch.uint8)
+    return datasets.Arrays(images, torch.arange(80) % 10, images, torch.arange(80) % 10)
+
+
 @pytest.mark.parametrize("rho", [0.0, 0.5])
 def test_losses_and_gradients_of_fedsam_are_those_of_torch(local, rho):
     """SAM written out: climb by rho g / |g|, take the gradient there, return, and step with `torch.optim.SGD`."""
-    draws = torch.Generator().manual_seed(5)
-    images = torch.randint(256, (80, 1, 28, 28), generator=draws, dtype=torch.uint8)
-    train = datasets.Arrays(images, torch.arange(80) % 10, images, torch.arange(80) % 10)
+    train = drawn()
     found = local.descent(FedSAM(rho=rho), train, 3, steps=4, width=2, hidden=5)
+    assert 0 < max(share for _, share in found) < 0.9  # other weights have a gradient, too
     torch.manual_seed(3)
     module = models.build("cnn", (1, 28, 28), 10, {"repeat_grey": True, "width": 2, "hidden": 5})
     leaves = list(module.parameters())
@@ -250,7 +255,7 @@ def test_losses_and_gradients_of_fedsam_are_those_of_torch(local, rho):
     expected = []
     for _ in range(4):
         rows = torch.randint(80, (50,))
-        x, y = (images[rows] / 255 - 0.1307) / 0.3081, train.y_train[rows]
+        x, y = (train.x_train[rows] / 255 - 0.1307) / 0.3081, train.y_train[rows]
         loss = nn.functional.cross_entropy(module(x), y)
         grads = torch.autograd.grad(loss, leaves)
         norm = torch.cat([grad.flatten() for grad in grads]).norm()
@@ -269,12 +274,16 @@ def test_losses_and_gradients_of_fedsam_are_those_of_torch(local, rho):
 
 
 def test_rows_of_fedsams_rho(local, monkeypatch):
-    images = torch.zeros(60, 1, 28, 28, dtype=torch.uint8)
-    arrays = datasets.Arrays(images, torch.arange(60) % 10, images, torch.arange(60) % 10)
-    monkeypatch.setattr(datasets, "load", lambda name: arrays)
-    (table,) = local.sharpness((0,), steps=2, last=1, width=1, hidden=2)
-    assert [row[0] for row in table.rows] == ["0", "0.05", "0.1", "0.2", "0.5"]
-    assert all(len(loss) == len(share) == 1 and 0 <= share[0] <= 1 for _, loss, share in table.rows)
+    """Means over the last steps, for each seed."""
+    monkeypatch.setattr(datasets, "load", lambda name: drawn())
+    (table,) = local.sharpness((0, 1), steps=3, last=2, width=2, hidden=5)
+    expected = []
+    for rho in (0.0, 0.05, 0.1, 0.2, 0.5):
+        ends = [local.descent(FedSAM(rho=rho), drawn(), seed, 3, width=2, hidden=5)[1:] for seed in (0, 1)]
+        expected.append([f"{rho:g}", *np.mean(ends, axis=1).T.tolist()])
+    assert [row[0] for row in table.rows] == [row[0] for row in expected]
+    assert np.asarray([row[1:] for row in table.rows]) == pytest.approx(np.asarray([row[1:] for row in expected]))
+    assert len({str(row[1]) for row in table.rows}) == 5
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -334,6 +343,7 @@ PRESETS = {  # by option; the preset has ten tasks, a network without options, t
     "model.norm": "split-cifar100",
     "strategy.sketch": "mnist",
     "model.repeat_grey": "mnist",
+    "regularizer.fedsam.rho": "mnist",
 }
 
 
