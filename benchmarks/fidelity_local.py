@@ -101,18 +101,21 @@ def descent(method: FedSAM, train: datasets.Arrays, seed: int, steps: int, **nar
     *_, last = weights
     sgd = optim.sgd(local.momentum, local.weight_decay)
     state, found = sgd.init(weights), []
+
+    def gradient(at: tree.Tree, batch: Any) -> tree.Tree:
+        x, y = batch
+        grads, loss = torch.func.grad_and_value(
+            lambda leaves: nn.functional.cross_entropy(torch.func.functional_call(module, leaves, x), y)
+        )(at)
+        found.append([float(loss), float(grads[last].square().sum() / tree.dot(grads, grads))])
+        return grads
+
+    sharp = method.around(gradient)
     for step in range(steps):
         rows = torch.randint(len(train.x_train), (local.batch_size,))
-        x, y = (train.x_train[rows] / 255 - 0.1307) / 0.3081, train.y_train[rows]
-
-        def loss(at: tree.Tree, x: Tensor = x, y: Tensor = y) -> Tensor:
-            return nn.functional.cross_entropy(torch.func.functional_call(module, at, x), y)
-
-        grads, value = torch.func.grad_and_value(loss)(weights)
-        found.append([float(value), float(grads[last].square().sum() / tree.dot(grads, grads))])
-        sharp = torch.func.grad(loss)(tree.add(weights, method.perturbation(weights, grads)))
-        sgd.update(sharp, state, weights, local.lr, step)
-    return found
+        batch = (train.x_train[rows] / 255 - 0.1307) / 0.3081, train.y_train[rows]
+        sgd.update(sharp(weights, batch), state, weights, local.lr, step)
+    return found[::2]  # at the weights; the others are at the perturbed ones
 
 
 # -- FedProj

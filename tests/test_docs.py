@@ -804,8 +804,8 @@ def test_accuracies_of_fedsols_table_on_the_fidelity_page_are_the_stored_runs():
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     named = "FedAvg, FedProx, FedNova, SCAFFOLD, FedNTD, FedSAM, FedASAM and FedSOL"
     printed = read_yaml(ROOT / "cfl/experiments/papers/fedsol.yaml")["fedsol-table2"]["paper"]["LDA"]
-    *paper, fedsol = (f"{Decimal(cells[0].partition('±')[0]).quantize(Decimal('0.1'), ROUND_HALF_UP)}"
-                      for cells in printed.values())  # fmt: skip
+    scores = [Decimal(cells[0].partition("±")[0]) for cells in printed.values()]
+    *paper, fedsol = (str(score.quantize(Decimal("0.1"), ROUND_HALF_UP)) for score in scores)
     told = f"{named} reach {', '.join(first)} and {last}; the paper's are {', '.join(paper)} and {fedsol}."
     assert told in readme
 
