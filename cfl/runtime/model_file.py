@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from torch import nn
 
 from cfl.contract.composed import STRATEGY
@@ -14,10 +14,14 @@ from cfl.runtime.run_folder import MODEL, first_fault, plain, read_json
 from cfl.streams import Stream
 
 _Size = Annotated[int, Field(ge=1)]
+_Pixels = dict[Literal["mean", "std"], list[Any] | float | None]
 
 
 class _About(BaseModel):
-    """Contents of model.json, see `contents`; earlier versions wrote no vocabulary, regularizers or masks."""
+    """Contents of model.json, see `contents`; earlier versions wrote no vocabulary, regularizers or masks.
+
+    pixels: `Pixels` of each task, or a single one of all tasks; earlier versions wrote it without a list.
+    """
 
     model_config = ConfigDict(strict=True)
     input_shape: list[_Size]
@@ -27,7 +31,7 @@ class _About(BaseModel):
     scenario: Literal["task", "domain", "class"]
     stream: str
     tasks: list[str]
-    pixels: dict[Literal["mean", "std"], list[Any] | float | None]  # see `Pixels`
+    pixels: Annotated[list[_Pixels], BeforeValidator(lambda found: [found] if isinstance(found, dict) else found)]
     model: str | None
     strategy: str | None
     regularizers: list[str] = []
@@ -83,7 +87,7 @@ def contents(stream: Stream, model: nn.Module | None, members: Mapping[str, obje
     regularizers, by owner; handle: on the network.
     """
     strategy = members.get(STRATEGY)
-    pixels = stream.tasks[0].train.pool.pixels
+    pixels = [plain(scale._asdict()) if (scale := task.train.pool.pixels) else {} for task in stream.tasks]
     return {
         "input_shape": list(stream.input_shape),
         "classes": list(stream.heads),
@@ -92,7 +96,7 @@ def contents(stream: Stream, model: nn.Module | None, members: Mapping[str, obje
         "scenario": stream.scenario,
         "stream": stream.name,
         "tasks": [task.name for task in stream.tasks],
-        "pixels": plain({"mean": pixels.mean, "std": pixels.std}) if pixels else {},
+        "pixels": pixels if any(one != pixels[0] for one in pixels) else pixels[:1],
         "model": None if model is None else type(model).__name__,
         "strategy": None if strategy is None else type(strategy).__name__,
         "regularizers": [owner for owner in members if owner != STRATEGY],

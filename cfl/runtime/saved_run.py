@@ -77,15 +77,16 @@ class SavedRun:
     def logits(self, x: Any, task: int | None = None) -> Tensor:
         """Return the outputs (n, classes) for samples.
 
-        x: (n, *input_shape), tensor, array or lists; uint8 images are scaled and normalised as in training, and other
-        numbers are taken as they are. Permute the pixels for a task of permuted images. Texts (n, 2, l) may be shorter.
+        x: (n, *input_shape), tensor, array or lists; uint8 images are scaled and normalised as in training of `task`,
+        and other numbers are taken as they are. Permute the pixels for a task of permuted images. Texts (n, 2, l) may
+        be shorter.
         task: of all samples; needed if each task has its own head. Without it, the method infers the task of each
         sample if it can; it is needed otherwise if tasks have other parts of their own, such as running statistics.
         With scenario=class, the classes of the given or inferred task compete, or else all classes seen.
         Raises ConfigError for a task that is unknown or missing, DataError for samples of another shape.
         """
         self._check_task(task)
-        return self._predictor.logits(self._inputs(x), task, self.latest)
+        return self._predictor.logits(self._inputs(x, task), task, self.latest)
 
     @typed
     def accuracies(self, stream: Stream) -> list[float]:
@@ -142,7 +143,7 @@ class SavedRun:
     def _predictor(self) -> Predictor:
         return Predictor(self.model, self.strategy, self.server, self.about["scenario"], self.config.eval_batch_size)
 
-    def _inputs(self, x: Any) -> Tensor:
+    def _inputs(self, x: Any, task: int | None) -> Tensor:
         x = as_inputs(x, "x")
         shape, found, words = self.about["input_shape"], list(x.shape[1:]), self.about["vocabulary"]
         if words is not None and len(found) == 2:
@@ -157,11 +158,23 @@ class SavedRun:
         if words is not None and not ((x[:, 0] >= 0) & (x[:, 0] < words)).all():
             raise DataError(f"x has token ids outside of 0 to {words - 1}; make it with the tokenizer of the run")
         if x.dtype == torch.uint8:
-            mean, std = (self.about["pixels"].get(name) for name in ("mean", "std"))
+            mean, std = (self._pixels(task).get(name) for name in ("mean", "std"))
             x = x.float() / 255
             x = x if mean is None else x - torch.tensor(mean)
             x = x if std is None else x / torch.tensor(std)
         return x
+
+    def _pixels(self, task: int | None) -> dict[str, Any]:
+        """Normalisation of a task's 8-bit images. Raises ConfigError for a missing task where the tasks differ."""
+        found: list[dict[str, Any]] = self.about["pixels"]
+        if len(found) == 1:
+            return found[0]
+        if task is None:
+            raise ConfigError(
+                f"the tasks of the run in '{self.folder}' normalise images differently; pass the task of x, or images "
+                "as normalised numbers in place of uint8"
+            )
+        return found[task]
 
 
 @typed

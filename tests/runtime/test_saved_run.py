@@ -1,5 +1,6 @@
 """A run's model, loaded from its folder: it predicts as the run did, goes to files, and starts other runs."""
 
+import json
 import shutil
 from dataclasses import dataclass
 
@@ -89,16 +90,40 @@ def test_the_task_of_a_sample_rules_out_classes_of_other_tasks(tmp_path):
     assert [sorted(head) for head in run.heads.values()] == [[f"5.bias@{t}", f"5.weight@{t}"] for t in range(3)]
 
 
-def test_raw_images_are_normalised_as_in_training(tmp_path):
-    images = torch.randint(0, 256, (40, 1, 4, 4), dtype=torch.uint8)
-    labels = torch.arange(40) % 2
-    pool = cfl.streams.Pool(images, torch.tensor([[[0.3]]]), torch.tensor([[[0.2]]]))
-    parts = (cfl.streams.TaskSamples(pool, rows, labels[rows]) for rows in torch.arange(40).split(20))
-    stream = cfl.Stream("normalised", (cfl.streams.Task("t", *parts, 2),), (1, 4, 4), False)
+def image_stream(*means):
+    """A task of 8-bit images for each mean that they are normalised with; half of them are for the test."""
+    labels, tasks = torch.arange(40) % 2, []
+    for task, mean in enumerate(means):
+        images = torch.randint(0, 256, (40, 1, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(task))
+        own = cfl.streams.Pool(images, torch.tensor([[[mean]]]), torch.tensor([[[0.2]]]))
+        parts = (cfl.streams.TaskSamples(own, rows, labels[rows]) for rows in torch.arange(40).split(20))
+        tasks.append(cfl.streams.Task(f"t{task}", *parts, 2))
+    return cfl.Stream("normalised", tuple(tasks), (1, 4, 4), False)
+
+
+@pytest.mark.parametrize("means", [(0.3,), (0.3, 0.3), (0.3, 0.7)])
+def test_raw_images_are_normalised_as_in_training_of_their_task(means, tmp_path):
+    stream = image_stream(*means)
     trained(tmp_path, stream=stream)
     run = cfl.load(tmp_path)
-    raw, ready = run.logits(images[20:].numpy()), run.logits(samples(stream, 0)[0])
-    assert torch.equal(raw, ready)
+    assert len(run.about["pixels"]) == len(set(means))
+    for task, one in enumerate(stream.tasks):
+        raw = one.test.pool.images[20:].numpy()
+        assert torch.equal(run.logits(raw, task), run.logits(samples(stream, task)[0]))
+        if len(set(means)) == 1:
+            assert torch.equal(run.logits(raw), run.logits(raw, task))
+        else:
+            with pytest.raises(ConfigError, match="normalise images differently; pass the task of x"):
+                run.logits(raw)
+
+
+def test_a_description_of_one_normalisation_for_all_tasks_is_read(tmp_path):
+    """As earlier versions wrote it."""
+    trained(tmp_path, stream=image_stream(0.3))
+    about = json.loads((tmp_path / "model.json").read_text())
+    (about["pixels"],) = about["pixels"]
+    (tmp_path / "model.json").write_text(json.dumps(about))
+    assert cfl.load(tmp_path).about["pixels"] == [{"mean": [[[pytest.approx(0.3)]]], "std": [[[pytest.approx(0.2)]]]}]
 
 
 def test_an_interrupted_run_gives_the_model_of_its_last_checkpoint(tmp_path):
@@ -229,7 +254,7 @@ def test_an_onnx_file_computes_the_same_logits(tmp_path):
         ('"model"', '"modem"', "model"),
         ('"input_shape": [', '"input_shape": [0,', "input_shape.0"),
         ('"scenario": "task"', '"scenario": "tusk"', "scenario"),
-        ('"pixels": {}', '"pixels": {"mead": 0.5}', r"pixels\.mead\.\[key\]"),
+        (": [\n    {}\n  ]", ': [{"mead": 0.5}]', r"pixels\.0\.mead\.\[key\]"),
     ],
 )
 def test_a_damaged_description_of_the_model_is_refused(old, new, place, tmp_path):
