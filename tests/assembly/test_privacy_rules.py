@@ -117,6 +117,12 @@ METHODS_REFUSED = {
     "ratios of norms": ("fot", [], [*CLIENT, "strategy.criterion=norm_ratio"], "ratios of norms, which are unbounded"),
     "ratios of norms as printed": ("fot", [], [*CLIENT, "strategy.criterion=eq12"], "set it to energy"),
     "ratios, one by one": ("fot", [], [*EXAMPLE, *SUMS[:1], "strategy.criterion=norm_ratio"], "set it to energy"),
+    "energies in the clip of an update": (
+        "fot",
+        [],
+        [*CLIENT, "dp.amplify=false", "strategy.model=local", "strategy.participants=sampled"],
+        "energies along with the update, .*: set strategy.project_at=server, or strategy.model=global",
+    ),
     "sketches of samples": ("fot", [], EXAMPLE, "set strategy.sketch=gram, strategy.project_at=server"),
     "Gaussian sketches of samples": ("fot", [], [*EXAMPLE, SUMS[1]], "only sums over samples are bounded per sample"),
     "energies of samples": ("fot", [], [*EXAMPLE, SUMS[0]], "only sums over samples are bounded per sample"),

@@ -21,6 +21,7 @@ UNIFORM = "agg.weights=uniform"
 CLIENT = ("dp.level=client", UNIFORM, "dp.accountant=rdp")
 EXAMPLE = ("dp.level=example", UNIFORM, "dp.accountant=rdp")
 NOISE = "dp.noise_multiplier=1.0"
+LOCAL = ("strategy.model=local", "strategy.participants=sampled")
 SUMS = ("strategy.sketch=gram", "strategy.project_at=server")  # what FOT needs at the level of samples
 
 
@@ -91,7 +92,7 @@ CASES = {
     "client, sketches alone": ("fot", [*CLIENT, NOISE, "dp.amplify=false", "dp.protect=work"]),
     "client, sketches with an update": (
         "fot",
-        [*CLIENT, NOISE, "dp.amplify=false", "strategy.model=local", "strategy.participants=sampled"],
+        [*CLIENT, NOISE, "dp.amplify=false", *LOCAL, "strategy.project_at=server"],
     ),
     "client, tasks of half of the clients": (
         "fot",
@@ -108,7 +109,7 @@ CASES = {
     "example, sketches alone": ("fot", [*EXAMPLE, NOISE, *SUMS, "dp.protect=work"]),
     "example, sketches with an update": (
         "fot",
-        [*EXAMPLE, NOISE, *SUMS, "rounds=1", "strategy.model=local", "strategy.participants=sampled"],
+        [*EXAMPLE, NOISE, *SUMS, "rounds=1", *LOCAL],
     ),
 }
 

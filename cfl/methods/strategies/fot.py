@@ -51,6 +51,12 @@ class FOT(OptionalTaskInference, LayerPolicy, GPSE, Strategy):
             raise ConfigError("strategy.model=local sketches the last cohort: use strategy.participants=sampled")
 
     def refuses(self, run: Mapping[str, Any]) -> str | None:
+        joint = run["dp"]["level"] == "client" and run["dp"]["protect"] == "all" and self.model == "local"
+        if joint and self.project_at == "client":
+            return (
+                "dp.level=client clips energies along with the update, so they would seem covered: set "
+                "strategy.project_at=server, or strategy.model=global"
+            )
         return OptionalTaskInference.refuses(self, run) or GPSE.refuses(self, run)
 
     def plan(self, task: int, tasks: int, rounds: int) -> list[Phase]:

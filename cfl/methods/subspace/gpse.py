@@ -136,7 +136,7 @@ class GPSE:
         gram, noise = a.dim() == 1, info.privacy.noise if info.privacy else 0.0
         a = unpack(a) if gram else a
         residual = bases.residual_spectrum(a, basis, gram=gram, noise=noise, terms=info.expected)
-        remaining = _remaining(name, residual.share, sums, info)
+        remaining = _remaining(name, basis, residual.share, sums, info)
         known = 1 - remaining if self.criterion == "energy" else 1 - remaining**2  # else the mean ratio of norms
         covered = known if self.criterion == "energy" else remaining
         rank = bases.choose_rank(residual.squared, covered, self._threshold(info.task), self.criterion, self.min_rank)
@@ -200,7 +200,7 @@ def _ratio(energies: Tensor, samples: int) -> Tensor:
     return torch.stack([torch.ones_like(ratio), ratio]) * samples
 
 
-def _remaining(name: str, estimate: float, sums: Tree, info: RoundInfo) -> float:
+def _remaining(name: str, basis: Tensor, estimate: float, sums: Tree, info: RoundInfo) -> float:
     """Share of a layer's input energy outside of the basis, or the mean ratio |X*| / |X| if clients send ratios.
 
     estimate: the share by the sketch, for clients that send no energies.
@@ -208,6 +208,8 @@ def _remaining(name: str, estimate: float, sums: Tree, info: RoundInfo) -> float
     energies = sums.get(f"energy/{name}")
     if energies is None:
         return estimate
+    if info.privacy and not basis.shape[1]:  # noise, missing clients and inputs of zero would look like coverage
+        return 1.0
     if info.privacy:  # the energies of a client's inputs have mean 1
         whole = info.expected * private.share(info.privacy, len(sums))
         return min(1.0, max(0.0, float(energies) / whole))

@@ -247,6 +247,20 @@ def test_under_noise_the_estimated_coverage_is_of_all_energy():
     assert strategy.extended("0", bases.empty(65), {"sketch/0": pack(values.diag())}, info)[1] == 1
 
 
+@pytest.mark.parametrize("sent", [0.0, 0.4, 1.0, 1.6])
+def test_missing_clients_and_noise_do_not_look_like_the_coverage_of_an_empty_basis(sent):
+    """sent: remaining energy in the sum, as a share of that of the expected clients. Four equal
+    eigenvalues and a threshold of 0.7 ask for three directions. A basis that covers 0.6 lacks 0.1, a quarter of the
+    remaining 0.4, which one of three equal directions covers."""
+    model, strategy = handle(mlp(3, 3), (3,)), FOT(sketch="gram", threshold=0.7)
+    info = replace(info_of(model), privacy=Privacy("client", 1.0), expected=10.0)
+    sums = {"sketch/0": pack(torch.eye(4)), "energy/0": torch.tensor(10 * sent / 2**0.5)}  # two parts, so clip / sqrt 2
+    assert strategy.extended("0", bases.empty(4), sums, info)[0].shape[1] == 3
+    if sent == 0.4:
+        begun, below = torch.eye(4)[:, :1], {**sums, "sketch/0": pack(torch.diag(torch.tensor([0.0, 1.0, 1.0, 1.0])))}
+        assert strategy.extended("0", begun, below, info)[0].shape[1] == 2
+
+
 def test_where_the_number_of_clients_is_hidden_the_basis_does_not_tell_it():
     """Eigenvalues 1 and 1e-6: the second exceeds the rounding error of one matrix, but not of a sum of 1,400."""
     model, strategy = handle(mlp(3, 3), (3,)), FOT(sketch="gram", project_at="server", threshold=1.0)
