@@ -23,7 +23,7 @@ from cfl.assembly.resolve import load
 from cfl.config.overrides import read_yaml
 from cfl.core import ConfigError
 from cfl.experiments import reproduce
-from cfl.experiments.compare import HOW, experiment, finished, place
+from cfl.experiments.compare import experiment, finished, place, tells_how
 from cfl.report import reproduced, tables
 from cfl.report.overview import overview
 from cfl.report.repeat import command
@@ -125,7 +125,7 @@ def _shared(commands: Sequence[Sequence[str]], setting: Container[str]) -> list[
 def _options(words: Sequence[str], aside: Container[str]) -> list[str]:
     """What a command sets, as labels write it, but for how runs are computed and what is said elsewhere."""
     given = [tables.shortened(word) for flag, word in pairwise(words) if flag == "--set"]
-    return [text for text in given if text.partition("=")[0] not in HOW and text not in aside]
+    return [text for text in given if not tells_how(text.partition("=")[0]) and text not in aside]
 
 
 def _table(

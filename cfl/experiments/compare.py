@@ -40,6 +40,11 @@ OTHER_FOLDER = "it says how runs are computed: give each value a comparison with
 MOST_SEEDS = 10_000
 
 
+def tells_how(name: str) -> bool:
+    """Whether an option, by dotted name, is in `HOW` or in a group of it."""
+    return name.partition(".")[0] in HOW
+
+
 def experiment(config: RunConfig) -> str:
     """Hash the experiment, ten hex digits: all options but `HOW`. Runs of one experiment agree in distribution."""
     return checkpoint.fingerprint(_options(config))[:10]

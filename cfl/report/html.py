@@ -26,7 +26,7 @@ _WIDTH = 74  # rem, of the page on a wide screen, as in page.css
 _WORDS = (
     "Scores are mean ± population standard deviation over seeds. ACC is the mean accuracy on all tasks after the last "
     "task. FGT is the mean accuracy lost since a task was learned. LA is the mean accuracy just after learning a task. "
-    "MB are 1e6 bytes, summed over all clients and rounds. Seconds are the wall-clock time of all rounds."
+    "MB are 1e6 bytes, summed over all clients and rounds. Seconds are wall-clock time, evaluations included."
 )
 _FURTHER = {  # columns of `tables.OPTIONAL`; epsilon has a section of its own
     "fwt": "FWT is the mean accuracy on a task just before learning it, less that of the initial model.",
@@ -224,7 +224,7 @@ def _privacy(named: Named) -> str:
         runs = [run for run in group.metrics if "epsilon" in run]
         if runs:
             spent = [np.mean([run["epsilon"] for run in runs])]
-            spent += [np.mean([list(run["epsilon_by_client"].values()) for run in runs])]
+            spent += [np.mean([epsilon for run in runs for epsilon in run["epsilon_by_client"].values()])]
             spent += [runs[0]["delta"], runs[0]["noise_multiplier"]]
             rows.append([name, runs[0]["epsilon_of"], *(f"{value:.3g}" for value in spent)])
     titles = ["method", "covers", "largest epsilon", "mean epsilon of clients", "delta", "noise / clip"]

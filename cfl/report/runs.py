@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ from cfl.config.overrides import assignment, flat, merged, read_yaml
 from cfl.config.presets import preset
 from cfl.config.schema import RunConfig
 from cfl.core import CheckpointError, ConfigError, content, warn
-from cfl.experiments.compare import HOW
+from cfl.experiments.compare import tells_how
 from cfl.report import tables
 from cfl.report.repeat import continuing, resolved
 from cfl.runtime import model_file
@@ -50,8 +50,9 @@ class FinishedRun:
     @cached_property
     def key(self) -> str:
         """Text that is equal for runs that differ in the seed only."""
-        decisive = {name: value for name, value in self.options.items() if name not in {*HOW, "seed"}}
-        return json.dumps([self.metrics["benchmark"], self.metrics["method"], decisive, self.stopped], sort_keys=True)
+        decisive = {k: value for k, value in self.options.items() if not tells_how(k) and k != "seed"}
+        own = [self.metrics["benchmark"], self.metrics["method"], len(self.metrics["accuracy_matrix"])]
+        return json.dumps([*own, decisive, self.stopped], sort_keys=True)
 
     @property
     def stopped(self) -> str:
@@ -143,13 +144,19 @@ def read(paths: Iterable[Path]) -> Found:
         warn(f"a run is left out: {fault}")
     if not runs:
         raise _none_finished(unfinished, failed)
-    mixed = {key for (key, _), same in runs.items() if len(same) > 1}
-    every = [_of_data(run) if run.key in mixed else run for same in runs.values() for run in same]
-    return Found(every, unfinished, twice, failed, damaged)
+    return Found(list(_by_data(runs.values())), unfinished, twice, failed, damaged)
 
 
-def _of_data(run: FinishedRun) -> FinishedRun:
-    return replace(run, options={**run.options, DATA: f"hash-{run.data[:6]}"})
+def _by_data(runs: Collection[Sequence[FinishedRun]]) -> Iterator[FinishedRun]:
+    """Yield runs, with an option `DATA` where runs of one key and seed are on other data. runs: those of each seed.
+
+    A seed without such runs gets the option only if it shares data with another seed: data may follow from the seed.
+    """
+    mixed = {same[0].key for same in runs if len(same) > 1}
+    seeds = Counter((run.key, run.data) for same in runs for run in same)
+    for run, several in ((run, len(same) > 1) for same in runs for run in same):
+        told = run.key in mixed and (several or seeds[run.key, run.data] > 1)
+        yield replace(run, options={**run.options, DATA: f"hash-{run.data[:6]}"}) if told else run
 
 
 def _none_finished(unfinished: Sequence[Path], failed: Mapping[Path, Mapping[str, Any]]) -> ConfigError:
@@ -197,9 +204,9 @@ def _scenes(benchmark: str, runs: Sequence[FinishedRun]) -> list[Scene]:
 
 def differing(runs: Collection[FinishedRun]) -> list[str]:
     """Names of the options in which runs differ, without benchmark, method, regularizers, seed and `HOW`."""
-    names = dict.fromkeys(name for run in runs for name in run.options)
-    aside = {*HOW, "seed", "method", "regularizers", "benchmark"}
-    return [name for name in names if name not in aside and len({_text(run, name) for run in runs}) > 1]
+    aside = ("seed", "method", "regularizers", "benchmark")
+    names = dict.fromkeys(name for run in runs for name in run.options if not tells_how(name) and name not in aside)
+    return [name for name in names if len({_text(run, name) for run in runs}) > 1]
 
 
 def option_text(run: FinishedRun, name: str) -> str:
@@ -217,6 +224,8 @@ def _run(folder: Path, data: Mapping[str, Any]) -> FinishedRun:
     options = flat(dump(config) if config else merged(RunConfig(benchmark="").model_dump(mode="json"), data))
     about, parts = model_file.read(folder), read_made_of(folder).get("run", {})
     own = model_file.own_objects({"stream": metrics["benchmark"], **about}, options["benchmark"])
+    if "stream" in own and options["tasks"] is None:
+        options["tasks"] = len(metrics["accuracy_matrix"])  # the stream may have had later tasks
     if kinds := [name for kind, names in own.items() if kind != "stream" for name in names]:
         kept = {name: one for name, one in parts.items() if name.startswith(("the code of ", "the network", *_METHODS))}
         options[OBJECTS] = f"{'+'.join(kinds)}-{content.digest(kept)[:6]}"

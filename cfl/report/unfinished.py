@@ -8,7 +8,7 @@ from typing import Any
 from cfl.assembly.resolve import load
 from cfl.config.overrides import assignment, flat, read_yaml
 from cfl.core import ConfigError
-from cfl.experiments.compare import HOW
+from cfl.experiments.compare import tells_how
 from cfl.report.elements import code
 from cfl.report.repeat import continuing
 from cfl.report.runs import FinishedRun, Found
@@ -74,7 +74,9 @@ def _name(path: Path, runs: Iterable[FinishedRun]) -> str:
     except ConfigError:
         method = str(data.get("method"))
     like = [run for run in runs if (run.metrics["benchmark"], run.metrics["method"]) == (data["benchmark"], method)]
-    options = {name: value for name, value in flat(data).items() if name not in {*HOW, "seed"}}
+    options = {name: value for name, value in flat(data).items() if not tells_how(name) and name != "seed"}
+    if options.get("tasks", 0) is None:
+        del options["tasks"]  # of a stream of the user's own, whose finished runs have their number
     other = ([name for name, value in options.items() if run.options.get(name) != value] for run in like)
     texts = ", ".join(assignment(name, options[name]) for name in min(other, key=len, default=[]))
     label = f"{method} ({texts})" if texts else method

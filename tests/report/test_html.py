@@ -252,10 +252,15 @@ def test_the_page_explains_a_column_that_only_some_runs_have(name, title, text, 
 
 
 def test_privacy_is_shown_if_a_run_has_it(stored, tmp_path, page):
-    spent = {"epsilon": 2.0, "epsilon_by_client": {"0": 1.0, "1": 2.0}, "delta": 1e-5}
-    run = changed(stored, tmp_path / "run", **spent, epsilon_of="all uploads", noise_multiplier=1.25)
-    tables = Reader(html.page(runs.read([run]), date="")).tables
-    assert ["fot", "all uploads", "2", "1.5", "1e-05", "1.25"] in [row for table in tables for row in table]
+    """Of two seeds, one with a client more, whose clients spend (1 + 2 + 3 + 6 + 6) / 5 = 3.6 on average."""
+    common = {"delta": 1e-5, "epsilon_of": "all uploads", "noise_multiplier": 1.25}
+    each = [{"0": 1.0, "1": 2.0}, {"0": 3.0, "1": 6.0, "2": 6.0}]
+    found = [
+        changed(stored, tmp_path / f"run{seed}", seed=seed, epsilon=max(own.values()), epsilon_by_client=own, **common)
+        for seed, own in enumerate(each)
+    ]
+    tables = Reader(html.page(runs.read(found), date="")).tables
+    assert ["fot", "all uploads", "4", "3.6", "1e-05", "1.25"] in [row for table in tables for row in table]
     assert "epsilon" in tables[0][0] and "Privacy" not in page
 
 

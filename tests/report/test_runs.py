@@ -28,7 +28,8 @@ def made(method="fot", seed=0, benchmark="permuted-digits", **results):
     """Return a run with this configuration and these results, without running it."""
     overrides = results.pop("overrides", ())
     config = cfl.resolve(benchmark, method=method, seed=seed, overrides=overrides)
-    metrics = {"method": config.label, "benchmark": benchmark, "seed": seed, "acc": 0.5, "fgt": 0.1, **results}
+    metrics = {"method": config.label, "benchmark": benchmark, "seed": seed, "acc": 0.5, "fgt": 0.1}
+    metrics |= {"accuracy_matrix": [[0.6, None], [0.5, 0.5]], **results}
     return FinishedRun(Path(f"{method}-{seed}"), metrics, flat(dump(config)), config)
 
 
@@ -197,7 +198,7 @@ def test_options_that_a_run_of_an_unknown_method_is_older_than_have_their_defaul
 
 
 def test_groups_ignore_the_seed_and_options_of_computation():
-    fast = ("engine=pool", "workers=2", "checkpoint_every=5", "device=auto")
+    fast = ("engine=pool", "workers=2", "checkpoint_every=5", "device=auto", "flower.deadline=60")
     found = [made(seed=1), made(seed=0, overrides=fast), made("fedavg")]
     assert shown(found) == [("", [("fedavg", 1), ("fot", 2)])]
     assert [run.metrics["seed"] for run in scenes(found)[0].groups[1].runs] == [0, 1]
@@ -441,6 +442,38 @@ def test_runs_on_other_data_are_groups_of_their_own(tmp_path):
     page = html.page(found, date="")
     assert page.count(": has its own stream (own-points); repeat it by your program") == 2
     assert "cfl-run --plugin FILE report" in page and "cfl-run train" not in page
+
+
+def own_points(tasks=2, shift=0.0):
+    x, y = torch.arange(48.0).reshape(24, 2) + shift, torch.arange(24) % 2
+    return cfl.from_tensors([(x + 5 * task, y, x[:4], y[:4]) for task in range(tasks)], name="own-points")
+
+
+def trained_on(stream, seed, folder):
+    options = ["rounds=1", "local.batch_size=4", "model.hidden=[4]", "partition.clients=2"]
+    cfl.run(cfl.resolve("own-points", overrides=options, seed=seed), stream=stream, output=folder)
+
+
+def test_runs_on_fewer_tasks_of_a_stream_are_a_group_of_their_own(tmp_path):
+    """As after a run has gone on with later tasks, and those of other seeds have not."""
+    for seed, tasks in enumerate((2, 3, 2)):
+        trained_on(own_points(tasks), seed, tmp_path / str(seed))
+    (tmp_path / "begun").mkdir()
+    shutil.copy(tmp_path / "0" / "config.yaml", tmp_path / "begun")
+    found = read([tmp_path])
+    assert shown(found.runs) == [("", [("fedavg (tasks=2)", 2), ("fedavg (tasks=3)", 1)])]
+    page = html.page(found, date="")
+    assert "own-points, fedavg, seed 0" in page and "tasks=null" not in page
+
+
+def test_a_run_repeated_on_other_data_leaves_the_other_seeds_together(tmp_path):
+    """Each seed has data of its own, as with permuted pixels; seed 0 has run twice."""
+    for seed in range(3):
+        trained_on(own_points(shift=seed), seed, tmp_path / f"{seed}")
+    trained_on(own_points(shift=9), 0, tmp_path / "0-again")
+    groups = [group for scene in scenes(read([tmp_path]).runs) for group in scene.groups]
+    assert sorted(sorted(run.path.name for run in group.runs) for group in groups) == [["0"], ["0-again"], ["1", "2"]]
+    assert len({group.label for group in groups}) == 3
 
 
 def test_a_stream_with_the_name_of_another_benchmark_gets_no_command(tmp_path):

@@ -42,6 +42,19 @@ def test_results_of_a_run_are_lines_below_its_matrix():
     ]
 
 
+@pytest.mark.parametrize(
+    ("local", "told"),
+    [
+        ([0.2, None, 0.6], "40.0% on average, 20.0% for the worst, 1 of 3 with outputs that are not finite"),
+        ([None], "1 of 1 with outputs that are not finite"),
+    ],
+)
+def test_local_models_without_an_accuracy_are_counted(local, told):
+    """As `LocalModels` records those whose outputs are not finite."""
+    found = {"accuracy_matrix": [[0.5]], "local_accuracy": local, "acc": 0.5, "fgt": None}
+    assert list(tables.run(found, "title", Path("folder")))[1] == f"Local models of the last cohort: {told}"
+
+
 def test_runs_that_failed_for_one_reason_share_a_row():
     table = tables.failures(
         {"a, seed 0": "loss is NaN", "b, seed 0": "Traceback\n  ...\nOSError: full\n", "a, seed 1": "loss is NaN"}
