@@ -118,7 +118,7 @@ def build_session(
         engine = make(parts)
     recorder = Recorder(folder, sink, state, rounds, budget, fingerprint, called)
     notes += [*without_effect.notes(config, stream.scenario), *model.notes(), *composed.strategy.notes(model),
-              *population.notes(), *budget.notes(), *_on_local_models(config, rounds, label)]  # fmt: skip
+              *population.notes(), *budget.notes(), *_on_evaluations(config, rounds, label)]  # fmt: skip
     given = {name: each for name, each in members.items() if each != built.get(name)}
     about = model_file.contents(stream, own, given, model)
     return Session(
@@ -163,11 +163,12 @@ def _on_later_tasks(
     return []
 
 
-def _on_local_models(config: RunConfig, rounds: Rounds, label: str) -> list[str]:
-    """A note if `eval_local` finds no local models."""
-    if not config.eval_local or any(phase.train for _, phase, _ in rounds.schedule):
+def _on_evaluations(config: RunConfig, rounds: Rounds, label: str) -> list[str]:
+    """Notes on evaluations after rounds of local steps, if the run has no such rounds."""
+    if any(phase.train for _, phase, _ in rounds.schedule):
         return []
-    return [f"eval_local={config.eval_local} has no effect: '{label}' trains clients in `work` alone"]
+    given = {name: every for name in ("eval_every", "eval_local") if (every := getattr(config, name))}
+    return [f"{name}={every} has no effect: '{label}' trains clients in `work` alone" for name, every in given.items()]
 
 
 def _check_batches(model: models.Model, population: Population, rounds: Rounds, size: int) -> None:

@@ -466,13 +466,14 @@ def test_the_rounds_between_evaluations_of_local_models_are_counted_over_the_pha
     assert places == [(task, *place) for task in range(3) for place in (("train", 1), second[task])]
 
 
-def test_a_note_says_that_there_are_no_local_models_without_local_training() -> None:
+@pytest.mark.parametrize("name", ["eval_local", "eval_every"])
+def test_a_note_says_that_no_evaluation_follows_without_local_training(name: str) -> None:
     """FedCIL trains its clients in `work`; FedAvg in a phase with train=True."""
-    text = "eval_local=1 has no effect: 'fedcil' trains clients in `work` alone"
+    text = f"{name}=1 has no effect: 'fedcil' trains clients in `work` alone"
     for label, told in (("fedcil", [text]), ("fedavg", [])):
-        config = toy.config("eval_local=1", method=label)
+        config = toy.config(f"{name}=1", method=label)
         notes = build_session(config, toy.stream(), methods.build(config)).notes
-        assert [note for note in notes if "eval_local" in note] == told
+        assert [note for note in notes if name in note] == told
 
 
 @pytest.mark.parametrize(("every", "due"), [(1, [0, 1, 2, 3, 4]), (2, [1, 3]), (9, [])])

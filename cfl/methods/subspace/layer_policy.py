@@ -17,7 +17,7 @@ class LayerPolicy:
     bias: str = option("augment", "biases", source="code: free", choices=("augment", "free", "freeze"))
     norm_affine: str = option("freeze", "norm weights and biases", source="code: free", choices=("freeze", "free"))
     freeze_first: bool = option(
-        False, "freeze the first layer after the first task; never sketch raw inputs", source="Table 6"
+        False, "freeze the first layer after the first task; never sketch its inputs", source="Table 6"
     )
     first_half: str = option("fot", "policy for the first half of the layers", source="Table 14", choices=_HALF)
     second_half: str = option("fot", "policy for the second half of the layers", source="Table 14", choices=_HALF)
