@@ -1,7 +1,7 @@
 """A run in progress: in each round, the server broadcasts, clients train, uploads are summed, and the server steps."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,8 +32,7 @@ class Session:
     """A run in progress; `cfl.runtime.builder.build_session` makes it.
 
     state: all that the run has computed so far; notes: remarks for the user at the start; about: contents of
-    model.json; validation: training samples of each task that are held out, or none;
-    initial_accuracy: of the initial model on each task, fractions; empty if later tasks are not evaluated.
+    model.json; validation: training samples of each task that are held out, or none.
     """
 
     config: RunConfig
@@ -49,7 +48,6 @@ class Session:
     notes: list[str]
     about: dict[str, Any]
     validation: tuple[TaskSamples, ...] = ()
-    initial_accuracy: list[float] = field(default_factory=list)
 
     @property
     def strategy(self) -> Strategy:
@@ -64,8 +62,10 @@ class Session:
     def start(self, resume: bool) -> None:
         """Open the run's folder, restore the last checkpoint if `resume` is set, and announce the run."""
         if self.config.eval_later and self.strategy.sequential:
-            self.initial_accuracy = self._accuracies(range(len(self.stream)), None)
+            self.state.initial_accuracy = self._accuracies(range(len(self.stream)), None)
         self.recorder.start(self.config, self.about, self.notes, resume)
+        if fixed := self.model.fixed:  # of the checkpoint: a network of the user's own may begin with others
+            self.model.start_from({**self.model.params, **tree.select(self.state.server["params"], fixed)})
 
     def conclude_pending(self) -> None:
         """Conclude the round after which a callback failed, if the last session ended so."""
@@ -218,7 +218,7 @@ class Session:
         state = self.state
         inference = self._predictor().inference(task)
         state.accuracy_matrix[task, : task + 1] = self._accuracies(range(task + 1), inference)
-        if self.initial_accuracy and (later := range(task + 1, len(self.stream))):
+        if state.initial_accuracy and (later := range(task + 1, len(self.stream))):
             state.accuracy_matrix[task, task + 1 :] = self._accuracies(later, None)
         if self.validation:
             held = dict(enumerate(self.validation[: task + 1]))
@@ -259,10 +259,11 @@ class Session:
 
     def _transferred(self) -> dict[str, Any]:
         """FWT, and what it compares with, for metrics.json, if later tasks are evaluated."""
-        if not self.initial_accuracy:
+        initial = self.state.initial_accuracy
+        if not initial:
             return {}
-        fwt = metrics.forward_transfer(self.state.accuracy_matrix, np.array(self.initial_accuracy))
-        return {"fwt": fwt, "initial_accuracy": self.initial_accuracy}
+        fwt = metrics.forward_transfer(self.state.accuracy_matrix, np.array(initial))
+        return {"fwt": fwt, "initial_accuracy": initial}
 
     def _client_bytes(self) -> dict[str, float]:
         """Bytes that a client stores between rounds, mean and maximum over all clients with data."""

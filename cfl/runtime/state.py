@@ -23,7 +23,8 @@ class RunState:
     last_task: id to the last task in which the client took part.
 
     accuracy_matrix: (tasks, tasks) fractions, NaN where not evaluated; validation_matrix: the same on held-out training
-    samples, NaN without any; bytes: phase name to {"up", "down"};
+    samples, NaN without any; initial_accuracy: of the initial model on each task, fractions; empty if later tasks are
+    not evaluated; bytes: phase name to {"up", "down"};
     seconds: who spent them ("clients", "server", "measurement") to phase name, "evaluate" or "checkpoint", to seconds;
     local: last figures of the local models; reports: the method's own figures after each task.
     """
@@ -34,6 +35,7 @@ class RunState:
         self.last_task: dict[int, int] = {}
         self.accuracy_matrix = np.full((tasks, tasks), np.nan)
         self.validation_matrix = self.accuracy_matrix.copy()
+        self.initial_accuracy: list[float] = []
         self.bytes: dict[str, dict[str, int]] = {}
         self.seconds: dict[str, dict[str, float]] = {"clients": {}, "server": {}, "measurement": {}}
         self.local: dict[str, list[float]] = {}
@@ -93,6 +95,8 @@ class RunState:
         reports = json.dumps(self.reports)  # as text: the checkpoint would sort the layers
         meta = {"position": self.position, **copy.deepcopy(kept), "reports": reports}
         meta["last_task"] = {str(id): task for id, task in sorted(self.last_task.items())}
+        if self.initial_accuracy:
+            meta["initial_accuracy"] = list(self.initial_accuracy)
         if self.stops:
             meta |= {"skipped": sorted(self.skipped), "stops": json.dumps(self.stops)}
         if self.pending is not None:
@@ -113,6 +117,7 @@ class RunState:
         self.accuracy_matrix = trees["run"]["acc"].numpy().copy()
         if "validation" in trees["run"]:
             self.validation_matrix = trees["run"]["validation"].numpy().copy()
+        self.initial_accuracy = list(meta.get("initial_accuracy", self.initial_accuracy))
         self.position, self.bytes, self.seconds = meta["position"], dict(meta["bytes"]), dict(meta["seconds"])
         self.local, self.reports = dict(meta["local"]), json.loads(meta["reports"])
         self.last_task = {int(id): task for id, task in meta["last_task"].items()}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import cfl
 from cfl.assembly import resolve as configuration
@@ -429,3 +430,25 @@ def test_options_of_no_attack_are_not_compared(tmp_path: Path) -> None:
     """They change nothing, and `cfl-run compare` takes such runs for the same."""
     cfl.run(toy.config(), stream=toy.stream(), output=tmp_path)
     assert cfl.run(toy.config("attack.clients=2"), stream=toy.stream(), output=tmp_path, resume=True).metrics
+
+
+class Adapted(nn.Sequential):
+    """A network whose frozen first layer is drawn anew each time that it is made."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(toy.DIMENSIONS, 6), nn.ReLU(), nn.Linear(6, 2))
+        self[0].requires_grad_(False)
+
+
+@pytest.mark.parametrize("engine", ["loop", "pool"])
+def test_a_resumed_run_trains_against_the_frozen_weights_of_its_checkpoint(tmp_path, monkeypatch, engine):
+    """A network of the user's own may begin with other weights in the process that resumes the run."""
+    torch.manual_seed(1)
+    first, config = Adapted(), toy.config(f"engine={engine}", "workers=1", "local.lr=0.3", "eval_later=true")
+    stream = toy.stream(multi_head=False)
+    whole = cfl.run(config, stream=stream, model=first, output=tmp_path / "whole")
+    with killed(monkeypatch, 3, "after"):
+        cfl.run(config, stream=stream, model=first, output=tmp_path / "parts")
+    found = cfl.run(config, stream=stream, model=Adapted(), output=tmp_path / "parts", resume=True)
+    assert finished(tmp_path / "parts") == finished(tmp_path / "whole")
+    assert found.metrics["initial_accuracy"] == whole.metrics["initial_accuracy"]
