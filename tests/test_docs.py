@@ -784,7 +784,9 @@ def test_figures_of_fedcil_are_the_stored_runs():
     text = " ".join((ROOT / "docs/methods.md").read_text(encoding="utf-8").split())
     assert f"ACC {iid[0]} and FGT {iid[1]} with IID data (shards: {shards[0]} and {shards[1]})" in text
     commands = [f"(`strategy.consolidation={steps}`)" for steps in (20, 0)]
-    assert f"ACC of {given[0]} with 20 such steps a round {commands[0]} and of {without[0]} without {commands[1]}" in text
+    assert (
+        f"ACC of {given[0]} with 20 such steps a round {commands[0]} and of {without[0]} without {commands[1]}" in text
+    )
     assert f"[FedAvg has {100 * baselines['methods']['fedavg']['acc']['mean']:.1f}]" in text
 
 

@@ -98,7 +98,7 @@ def adapted(
     Raises ConfigError for a target that is no such layer, and for a module without one.
     """
     own = own_copy(module, device)
-    traced = trace(own, input_shape, device, dtype)
+    traced = trace(own, input_shape, device, dtype, seed)
     called, paths = traced.called, traced.projectable
     inner = paths[:-1] if paths and isinstance(called[paths[-1]], nn.Linear) else paths
     head = {id(leaf) for path in paths[len(inner) :] for leaf in called[path].parameters()}

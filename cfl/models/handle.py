@@ -70,7 +70,7 @@ class Model:
         if norm_stats == "batch":
             drop_running_stats(self.module)
         spare = own_copy(self.module, device)  # a module may keep what its forward computes, and then has no copy
-        traced = trace(self.module, input_shape, device, dtype)
+        traced = trace(self.module, input_shape, device, dtype, seed)
         called, outputs, mixed, self._never_changed = traced.called, traced.outputs, traced.mixed, traced.notes
         self.moving, self.takes_one = traced.moving, traced.alone
         self.joins_last = by_batch(self.module) and not self.takes_one

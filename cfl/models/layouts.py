@@ -91,6 +91,8 @@ class _ViT(Layout):
         return name
 
     def sizes(self, shapes: Shapes, config: Mapping[str, Any]) -> dict[str, Any]:
+        if "patches.weight" not in shapes:
+            raise ConfigError(f"'{self.mark}' has a prefix; save the state_dict of the network itself")
         width, _, patch, _ = shapes["patches.weight"]
         depth = len({name.split(".")[1] for name in shapes if name.startswith("blocks.")})
         # All published sizes up to ViT-L have heads of 64 numbers; no tensor and no file tells.

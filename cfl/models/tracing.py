@@ -67,12 +67,17 @@ def own_copy(module: Any, device: torch.device | str) -> nn.Module:
 
 
 def trace(
-    module: nn.Module, input_shape: Sequence[int], device: torch.device | str, dtype: torch.dtype | None = None
+    module: nn.Module,
+    input_shape: Sequence[int],
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
 ) -> Traced:
     """Run a module and see what it calls and changes.
 
     The module runs in evaluation mode on two and on three samples of zeros, and a copy of it in training mode;
-    afterwards it has its former mode, and no hook is left. dtype: of the samples; None: of the module's parameters.
+    afterwards it has its former mode, and no hook is left. dtype: of the samples; None: of the module's parameters;
+    seed: of the parameters that lazy layers draw in their first pass.
     Raises ConfigError if it does not map samples of shape `input_shape` to logits (batch, outputs) that depend on its
     parameters, in both modes.
     """
@@ -93,10 +98,11 @@ def trace(
     ]
     was_training = module.training
     try:
-        outputs = _logits(module.eval(), x)
-        mixed = {path for path, seen in lengths.items() if seen != {2}}
-        lengths.clear()
-        _takes(module, torch.cat([x, x[:1]]))  # a dimension of length 2 may be another one
+        with rng.fork(rng.key(seed, "lazy"), device):
+            outputs = _logits(module.eval(), x)
+            mixed = {path for path, seen in lengths.items() if seen != {2}}
+            lengths.clear()
+            _passed(module, torch.cat([x, x[:1]]))  # a dimension of length 2 may be another one
         mixed |= {path for path in called if lengths.get(path) != {3}}
     finally:
         module.train(was_training)
@@ -105,12 +111,20 @@ def trace(
     with rng.fork(0, device):
         given = dict(other.named_buffers())
         _logits(other.train(), x)
+        draws = 2 * torch.rand(x.shape, generator=rng.generator(0))  # zeros would not move a mean that begins at 0
+        _passed(other, draws.to(x))
         before = dict(module.named_buffers())
         after = {name: leaf for name, leaf in other.named_buffers() if name in before}
         moving = [name for name, leaf in after.items() if not torch.equal(leaf, before[name])]
         replaced = [name for name, leaf in after.items() if leaf is not given[name] and leaf.is_floating_point()]
         _check_gradient(other, x)
-        return Traced(called, outputs.shape[1], moving, replaced, _takes(other, x[:1]), _unreached(other, x), mixed)
+        alone = _passed(other, x[:1])
+        if alone is not None and alone.shape != outputs[:1].shape:
+            raise ConfigError(
+                f"the model's forward returns a tensor of shape {tuple(alone.shape)} for a single sample; it has to be "
+                f"{tuple(outputs[:1].shape)}, so keep the first dimension, as flatten(1) does and squeeze() does not"
+            )
+        return Traced(called, outputs.shape[1], moving, replaced, alone is not None, _unreached(other, x), mixed)
 
 
 def check_outputs(
@@ -179,13 +193,13 @@ def frozen_names(module: nn.Module) -> list[str]:
     return fixed
 
 
-def _takes(module: nn.Module, x: Tensor) -> bool:
+def _passed(module: nn.Module, x: Tensor) -> Tensor | None:
     try:
         with torch.no_grad():
-            module(x)
+            found: Tensor = module(x)
     except Exception:  # such as batch normalisation, for which one sample has no variance
-        return False
-    return True
+        return None
+    return found
 
 
 def _unreached(module: nn.Module, x: Tensor) -> list[str]:

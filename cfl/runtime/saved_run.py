@@ -83,7 +83,7 @@ class SavedRun:
         task: of all samples; needed if each task has its own head. Without it, the method infers the task of each
         sample if it can; it is needed otherwise if tasks have other parts of their own, such as running statistics.
         With scenario=class, the classes of the given or inferred task compete, or else all classes seen.
-        Raises ConfigError for a task that is unknown or missing, DataError for samples of another shape.
+        Raises ConfigError for a task that is unknown or missing, DataError for samples of another shape or type.
         """
         self._check_task(task)
         return self._predictor.logits(self._inputs(x, task), task, self.latest)
@@ -157,8 +157,13 @@ class SavedRun:
             raise DataError("x has NaN or infinity")
         if words is not None and not ((x[:, 0] >= 0) & (x[:, 0] < words)).all():
             raise DataError(f"x has token ids outside of 0 to {words - 1}; make it with the tokenizer of the run")
-        if x.dtype == torch.uint8:
-            mean, std = (self._pixels(task).get(name) for name in ("mean", "std"))
+        if x.dtype == torch.uint8 and words is None:
+            if not (pixels := self._pixels(task)):
+                raise DataError(
+                    f"x is uint8, but the run in '{self.folder}' has not seen images of this type; give numbers scaled "
+                    "as in training"
+                )
+            mean, std = pixels["mean"], pixels["std"]
             x = x.float() / 255
             x = x if mean is None else x - torch.tensor(mean)
             x = x if std is None else x / torch.tensor(std)

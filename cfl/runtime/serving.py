@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cfl.contract import Samples, Server, Strategy
-from cfl.core import ConfigError, Tree, tree
+from cfl.core import ConfigError, DataError, Tree, tree
 from cfl.engines.evaluate import Inference, accuracies
 from cfl.models import Model
 
@@ -40,14 +40,21 @@ class Predictor:
         """Outputs (n, classes) for inputs (n, *input_shape). task: of all samples, None to infer it; last: last task.
 
         With a growing head, the outputs of classes that are ruled out are hugely negative. Raises ConfigError for a
-        task that is missing, see `check_shared`.
+        task that is missing, see `check_shared`; DataError for a single sample without statistics.
         """
         if task is None and self.scenario == "task":
             self.check_shared(last)
             task = last
         self.model.module.eval()
+        parts = list(x.split(self.batch_size))
+        if self.model.joins_last and len(parts[-1]) == 1:
+            if len(parts) == 1:
+                raise DataError(
+                    "x is one sample, of which the model's batch normalisation has no statistics; give more"
+                )
+            parts[-2:] = [torch.cat(parts[-2:])]
         with torch.no_grad():
-            return torch.cat([self._batch(part, task, last) for part in x.split(self.batch_size)])
+            return torch.cat([self._batch(part, task, last) for part in parts])
 
     def check_shared(self, last: int) -> None:
         """Raise ConfigError if tasks 0 to `last` of a stream of several tasks have heads or other parts of their own.

@@ -83,7 +83,8 @@ def check_count(name: str, tasks: int | None, most: int) -> None:
 def selected(stream: Stream, tasks: int | Sequence[str] | None) -> Stream:
     """Select tasks of a stream: the first `tasks`, the tasks of these names in this order, or all of them for None.
 
-    Raises ConfigError for a number or a name that the stream does not have.
+    Raises ConfigError for a number or a name that the stream does not have, and for names that are not the first ones
+    of a stream that numbers the classes of all tasks.
     """
     if tasks is None or tasks == len(stream):
         return stream
@@ -93,7 +94,13 @@ def selected(stream: Stream, tasks: int | Sequence[str] | None) -> Stream:
         check_count(stream.name, tasks, len(stream))
         return replace(stream, tasks=stream.tasks[:tasks])
     named = {task.name: task for task in stream.tasks}
-    return replace(stream, tasks=tuple(named[name] for name in _checked(tasks, stream.name, tuple(named))))
+    names = _checked(tasks, stream.name, tuple(named))
+    if stream.growing and names != tuple(named)[: len(names)]:
+        raise ConfigError(
+            f"stream '{stream.name}' numbers the classes of its tasks one after another, so only its first tasks can "
+            f"be selected, in their order, not {list(names)}; select them before you set scenario=class"
+        )
+    return replace(stream, tasks=tuple(named[name] for name in names))
 
 
 def _checked(tasks: Sequence[str], name: str, known: tuple[str, ...]) -> tuple[str, ...]:

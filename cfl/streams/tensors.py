@@ -54,7 +54,7 @@ def from_tensors(
         stream = _held(stream, [*clients])
     if public is None:
         return stream
-    inputs, kind = as_inputs(public, "public inputs"), stream.tasks[0].train.pool.images.dtype
+    inputs, kind = as_inputs(public, "public inputs").clone(), stream.tasks[0].train.pool.images.dtype
     if inputs.dtype != kind:
         raise DataError(f"public inputs are {inputs.dtype} and the tasks' are {kind}; convert either")
     return replace(stream, public=unlabelled(Pool(inputs)))
@@ -87,7 +87,7 @@ def as_labels(value: Any, what: str, count: int) -> Tensor:
             f"{what} are {y.dtype} of shape {tuple(y.shape)} for {count} samples; give one integer a sample"
         )
     y = y.flatten() if y.is_floating_point() else y.flatten().long()
-    labels = y.long()
+    labels = y.to(torch.int64, copy=True)  # the caller may use the array again
     bad = ((y != labels) | (labels < 0)).nonzero()
     if len(bad):
         at = int(bad[0])

@@ -265,3 +265,9 @@ def test_a_network_of_the_users_own_has_no_folder(tmp_path):
     config = toy.config(f"model.weights={bert_folder(tmp_path)}", method="fedavg")
     with pytest.raises(ConfigError, match="model.weights is for a network by name; load the weights into your own"):
         cfl.run(config, stream=toy.stream(), model=nn.Sequential(nn.Linear(8, 2)))
+
+
+def test_names_of_a_wrapped_vision_transformer_are_refused(tmp_path):
+    save_file({"module.patch_embed.proj.weight": torch.zeros(8, 3, 4, 4)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"'patch_embed.proj.weight' has a prefix; save the state_dict"):
+        pretrained.sizes(str(tmp_path), "vit_small")

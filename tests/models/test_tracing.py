@@ -67,3 +67,47 @@ def test_a_buffer_that_the_forward_replaces_is_named() -> None:
     model.logits(leaves, torch.zeros(2, 4), 0)
     assert torch.equal(leaves["lost"], torch.ones(4)) and torch.allclose(leaves["kept"], torch.full((4,), 0.9))
     assert model.notes() == ["buffers that the forward replaces never change; write into lost"]
+
+
+class Centred(nn.Module):
+    """A running mean that begins at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * x.mean(0))
+        return self.head(x - self.mean)
+
+
+def test_a_running_mean_that_begins_at_zero_moves() -> None:
+    assert Model(Centred(), (4,), [3], multi_head=False, norm_stats="running").moving == ["mean"]
+
+
+class Squeezed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.pool(x).squeeze())
+
+
+def test_a_network_that_drops_the_dimension_of_a_single_sample_is_refused() -> None:
+    """In a run it would end in the middle, at the first batch of one sample."""
+    with pytest.raises(ConfigError, match=r"shape \(2,\) for a single sample; it has to be \(1, 2\), so keep"):
+        Model(Squeezed(), (3, 4, 4), [2], multi_head=False)
+
+
+def test_lazy_layers_draw_by_the_seed_and_leave_the_global_generator() -> None:
+    def first(seed: int) -> Tensor:
+        before = torch.get_rng_state()
+        model = Model(nn.Sequential(nn.LazyLinear(5), nn.LazyLinear(2)), (4,), [2], multi_head=False, seed=seed)
+        assert torch.get_rng_state().equal(before)
+        torch.rand(1)
+        return model.params["0.weight"]
+
+    assert first(3).equal(first(3)) and not first(3).equal(first(4))

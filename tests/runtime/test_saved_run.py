@@ -117,6 +117,24 @@ def test_raw_images_are_normalised_as_in_training_of_their_task(means, tmp_path)
                 run.logits(raw)
 
 
+def test_raw_images_are_refused_if_the_run_has_seen_none(tmp_path):
+    """It may have seen numbers from 0 to 255, or from 0 to 1: nothing tells."""
+    trained(tmp_path)
+    raw = torch.zeros(3, toy.DIMENSIONS, dtype=torch.uint8)
+    with pytest.raises(DataError, match=r"x is uint8, but the run in .* has not seen images of this type"):
+        cfl.load(tmp_path).logits(raw, 0)
+
+
+def test_a_last_single_sample_is_predicted_with_the_batch_before(tmp_path):
+    """With the statistics of the batch, one sample has none."""
+    stream = toy.stream(2)
+    trained(tmp_path, "model.norm_stats=batch", "eval_batch_size=4", model=normalised(), stream=stream)
+    run, x = cfl.load(tmp_path, model=normalised()), samples(stream, 0)[0][:5]
+    assert torch.equal(run.logits(x, 0), run.model.predict(run.params, x, 0))
+    with pytest.raises(DataError, match="x is one sample, of which the model's batch normalisation has no statistics"):
+        run.logits(x[:1], 0)
+
+
 def test_a_description_of_one_normalisation_for_all_tasks_is_read(tmp_path):
     """As earlier versions wrote it."""
     trained(tmp_path, stream=image_stream(0.3))

@@ -193,3 +193,13 @@ def test_lda_of_real_cifar10_keeps_cap_and_minimum(seed):
 def test_a_number_of_tasks_below_one_is_refused(tasks):
     with pytest.raises(ConfigError, match=rf"tasks must be in \[1, 3\] for 'toy', not {tasks}$"):
         streams.selected(toy.stream(3), tasks)
+
+
+def test_tasks_of_a_growing_stream_are_selected_from_the_first_one():
+    """Tasks 0 and 2 alone would leave outputs without samples, and the reverse order heads of less than no classes."""
+    stream = streams.with_scenario(toy.stream(3), "class")
+    names = [task.name for task in stream.tasks]
+    assert streams.selected(stream, names[:2]).heads == (2, 2)
+    for other in ([names[0], names[2]], names[1::-1]):
+        with pytest.raises(ConfigError, match="only its first tasks can be selected, in their order"):
+            streams.selected(stream, other)

@@ -289,6 +289,18 @@ def test_from_tensors_takes_arrays_and_lists_as_it_takes_tensors():
     assert all(torch.equal(run[name], leaf) for run in runs[1:] for name, leaf in runs[0].items())
 
 
+@pytest.mark.parametrize("kind", [torch.uint8, torch.float32])
+def test_from_tensors_copies_what_the_caller_may_use_again(kind):
+    x, y, clients = torch.ones(6, 2, dtype=kind), torch.tensor([0, 1, 0, 1, 0, 1]), torch.tensor([0, 1, 2, 0, 1, 2])
+    stream = streams.from_tensors([(x, y, x, y)], clients=[clients], public=x)
+    task = stream.tasks[0]
+    held = (task.train.pool.images, stream.public.pool.images, task.train.targets, task.test.targets, task.clients)
+    before = [leaf.clone() for leaf in held]
+    for leaf in (x, y, clients):
+        leaf.add_(1)
+    assert all(map(torch.equal, held, before))
+
+
 def test_from_tensors_names_the_error():
     x, y = torch.zeros(3, 2), torch.tensor([0, 1, 0])
     with pytest.raises(DataError, match="train labels of task 1"):
