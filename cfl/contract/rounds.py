@@ -108,7 +108,7 @@ class RoundInfo:
     expected: number of clients that sums are divided by. It is the average size of a cohort if the size is protected;
     otherwise, in `absorb`, it is the number of `clients`.
     dropped: id to the stage at which the client drops out; privacy: None without differential privacy.
-    pixels: of the task's images; None if the inputs are no 8-bit images.
+    pixels: of the task's images; None if the inputs are no 8-bit images; pixels_of: the same of each task so far.
     masked: with a growing head, a loss of the task's samples has the logits of its classes alone (class_loss=current).
     """
 
@@ -132,6 +132,7 @@ class RoundInfo:
     dropped: Mapping[int, str] = field(default_factory=dict)
     privacy: Privacy | None = None
     pixels: Pixels | None = None
+    pixels_of: tuple[Pixels | None, ...] = ()
     masked: bool = False
 
     def __repr__(self) -> str:

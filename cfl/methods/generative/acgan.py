@@ -27,7 +27,7 @@ from torch.func import functional_call
 from cfl.contract import Pixels
 from cfl.contract.losses import divergence
 from cfl.core import ConfigError, Tree, optim, rng, tree
-from cfl.methods.generative.generator import inputs
+from cfl.methods.generative.generator import of_tasks
 from cfl.models import Model
 
 
@@ -136,15 +136,15 @@ class ACGAN:
     """Discriminator and generator as functions of their weights.
 
     network: of the generator; latent: length of z; task: the task whose running statistics are used, and up to which a
-    growing head goes; pixels: how pictures become inputs. Without `pixels` the network's outputs are the inputs; with
-    them (tanh + 1) / 2 of the outputs are pictures in [0, 1].
+    growing head goes; pixels_of: how pictures of each task so far become inputs. Without them the network's outputs are
+    the inputs; with them (tanh + 1) / 2 of the outputs are pictures in [0, 1].
     """
 
     model: Model
     network: nn.Module
     latent: int
     task: int
-    pixels: Pixels | None
+    pixels_of: Sequence[Pixels | None]
 
     @property
     def initial(self) -> Tree:
@@ -165,9 +165,7 @@ class ACGAN:
     def draw(self, generator: Tree, classes: Tensor, source: torch.Generator) -> Tensor:
         """Inputs (batch, *input_shape) of these classes (batch,). generator: its weights, under its own names."""
         outputs = functional_call(self.network, generator, (self.latents(classes, source),))
-        if self.pixels is None:
-            return outputs
-        return inputs((outputs.tanh() + 1) / 2, *self.pixels)
+        return of_tasks(outputs, self.tasks_and_labels(classes)[0], self.pixels_of)
 
     def fakes(self, generator: Tree, classes: Tensor, source: torch.Generator) -> Labelled:
         """What `draw` returns, without gradient, and the classes."""

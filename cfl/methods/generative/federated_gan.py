@@ -4,7 +4,7 @@ State of a client: the weights of its "generator", and (classes of the stream,) 
 of its last task, as "old" and "past"; its last "task"; Adam's "moments" and "steps", if it keeps them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,13 +52,13 @@ class FederatedGAN:
         if self.latent <= (classes := sum(model.sizes)):
             raise ConfigError(f"strategy.latent={self.latent} has no room for {classes} classes and noise; raise it")
         critic = acgan.initial_critic(model, rng.key(model.seed, "fedcil", "critic"))
-        return {"critic": critic, "generator": self.gan(model, 0, None).initial}
+        return {"critic": critic, "generator": self.gan(model, 0, ()).initial}
 
-    def gan(self, model: Model, task: int, pixels: Pixels | None) -> ACGAN:
+    def gan(self, model: Model, task: int, pixels_of: Sequence[Pixels | None]) -> ACGAN:
         """The networks of a task; the generator has its first weights."""
         key = rng.key(model.seed, "fedcil", "generator")
         network = acgan.generator_network(model.input_shape, self.latent, given(self.width), key)
-        return ACGAN(model, network.to(acgan.device_of(model)), self.latent, task, pixels)
+        return ACGAN(model, network.to(acgan.device_of(model)), self.latent, task, pixels_of)
 
     def game(
         self, gan: ACGAN, leaves: Tree, classes: Tensor, frozen: frozenset[str], source: torch.Generator, state: Tree
@@ -89,7 +89,7 @@ class FederatedGAN:
         source, scale = rng.generator(rng.key(model.seed, "fedcil", "images")), Pixels(None, None)
         count = int(server["shown"]["classes"])
         classes = torch.arange(count, device=acgan.device_of(model)).repeat_interleave(COLUMNS)
-        drawn = self.gan(model, 0, scale).fakes(server["generator"], classes, source)
+        drawn = self.gan(model, 0, (scale,)).fakes(server["generator"], classes, source)
         return by_class(stored(drawn.x, scale), classes)
 
 

@@ -100,3 +100,23 @@ def inputs(x: Tensor, mean: Tensor | None, std: Tensor | None) -> Tensor:
     x = x.float() / 255 if x.dtype == torch.uint8 else x
     x = x if mean is None else x - mean
     return x if std is None else x / std
+
+
+def of_tasks(outputs: Tensor, tasks: Tensor, pixels_of: Sequence[Pixels | None]) -> Tensor:
+    """Turn outputs (n, ...) without bounds into inputs of the model, each normalised as images of its task.
+
+    tasks: (n,); pixels_of: of each task so far. Without `Pixels` an output is an input as it is.
+    """
+    if all(map(_alike, pixels_of, pixels_of[1:])):
+        return _pictures(outputs, pixels_of[0])
+    return torch.stack([_pictures(x, pixels_of[task]) for x, task in zip(outputs, tasks.tolist(), strict=True)])
+
+
+def _alike(one: Pixels | None, other: Pixels | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return all(a is b or (a is not None and b is not None and a.equal(b)) for a, b in zip(one, other, strict=True))
+
+
+def _pictures(x: Tensor, pixels: Pixels | None) -> Tensor:
+    return x if pixels is None else inputs((x.tanh() + 1) / 2, *pixels)

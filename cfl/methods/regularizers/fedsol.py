@@ -96,8 +96,10 @@ class FedSOL(LocalRegularizer):
 
     def perturbed_names(self, params: Tree, ctx: Ctx) -> frozenset[str]:
         """Names of the trainable leaves in the scope."""
-        head = frozenset(ctx.model.head(ctx.task)) if self.scope != "full" else frozenset(params)
-        return frozenset(params) - head if self.scope == "body" else head & frozenset(params)
+        if self.scope == "head":
+            return frozenset(ctx.model.head(ctx.task)) & frozenset(params)
+        tasks = range(ctx.model.tasks) if self.scope == "body" else ()  # heads of earlier tasks may train, too
+        return frozenset(params) - {name for task in tasks for name in ctx.model.head(task)}
 
     def perturbation(self, gradient: Tree, params: Tree, center: Tree, growing: bool = False) -> Tree:
         """rho Lambda g_p / |g_p| (eq. 6). gradient: g_p; center: the global model; growing: whether the head grows."""

@@ -95,7 +95,7 @@ class FedCIL(FederatedGAN, Strategy):
         self, params: Tree, client: Client, shared: TreesByOwner, state: Tree, info: RoundInfo
     ) -> tuple[Tree, Tree]:
         """Train the client's AC-GAN. Upload it with the number of samples and, if generators travel, the classes."""
-        gan, travels = self.gan(info.model, info.task, info.pixels), self._travels(info.task)
+        gan, travels = self.gan(info.model, info.task, info.pixels_of), self._travels(info.task)
         source, state = rng.generator(rng.key(info.key, "gan", client.id)), begun(state, gan)
         past = state["past"].nonzero().flatten()
         seen = state["past"].index_fill(0, gan.classes_of(client.targets.unique()), True)
@@ -133,7 +133,7 @@ class FedCIL(FederatedGAN, Strategy):
 
     def _consolidated(self, leaves: Tree, uploads: Tree, info: RoundInfo) -> Tree:
         """The AC-GAN after training on images of the clients' generators, balanced over the classes."""
-        gan, source = self.gan(info.model, info.task, info.pixels), rng.generator(rng.key(info.key, "consolidate"))
+        gan, source = self.gan(info.model, info.task, info.pixels_of), rng.generator(rng.key(info.key, "consolidate"))
         game = self.game(gan, leaves, gan.known, info.frozen, source, {})
         groups = groups_of(uploads, info.model.classes_of(info.task).start)
         with acgan.training(info.model, rng.key(info.key, "dropout")):

@@ -28,7 +28,9 @@ def model_of(scenario="domain", hidden=(), **options):
 
 
 def gan_of(model, task=1, pixels=None):
-    return ACGAN(model, acgan.generator_network(model.input_shape, LATENT, 1, 5), LATENT, task, pixels)
+    return ACGAN(
+        model, acgan.generator_network(model.input_shape, LATENT, 1, 5), LATENT, task, pixels or (None,) * (task + 1)
+    )
 
 
 def leaves_of(gan):
@@ -87,11 +89,24 @@ def test_the_first_entries_of_a_latent_code_are_the_class():
 def test_pictures_become_inputs_as_those_of_the_stream_do():
     model, classes = model_of(), torch.tensor([0, 5])
     raw, scaled, normalised = (
-        gan_of(model, pixels=pixels).draw(named_generator(model), classes, rng.generator(1))
+        gan_of(model, pixels=(pixels, pixels)).draw(named_generator(model), classes, rng.generator(1))
         for pixels in (None, Pixels(None, None), Pixels(torch.tensor(0.25), torch.tensor(0.5)))
     )
     torch.testing.assert_close(scaled, torch.sigmoid(2 * raw))  # (tanh(x) + 1) / 2
     torch.testing.assert_close(normalised, 2 * scaled - 0.5)
+
+
+def test_pictures_of_earlier_tasks_are_normalised_as_those_of_their_task():
+    """Sizes 2 and 3: classes 0 and 1 are of the first task."""
+    model, classes = model_of(), torch.tensor([0, 3, 1, 4])
+    each = Pixels(torch.tensor(0.25), torch.tensor(0.5)), Pixels(torch.tensor(0.75), None)
+    draw = [
+        gan_of(model, pixels=own).draw(named_generator(model), classes, rng.generator(1))
+        for own in ((each[0],) * 2, (each[1],) * 2, each, (None, each[1]), (None, None))
+    ]
+    first, second, both, mixed, plain = draw
+    assert torch.equal(both[::2], first[::2]) and torch.equal(both[1::2], second[1::2])
+    assert torch.equal(mixed[::2], plain[::2]) and torch.equal(mixed[1::2], second[1::2])
 
 
 def named_generator(model):

@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -238,6 +239,13 @@ def test_weights_out_of_scope_train_without_perturbation(scope, proximal):
     assert norm(found) == pytest.approx(0.8, abs=1e-9)
     after, _ = step(step.start(params), StepInputs({"params": model.params}, BATCH, lr=0.1, step=1))
     assert all((after.params[name] - leaf).abs().max() > 1e-4 for name, leaf in params.items())
+
+
+@pytest.mark.parametrize("scope, found", [("head", ["2.bias@1", "2.weight@1"]), ("body", ["0.bias", "0.weight"])])
+def test_no_head_is_in_the_body_even_if_heads_of_earlier_tasks_train(scope, found):
+    """As with strategy.train_old_heads=true of ER."""
+    model = Model(toy.mlp(3, 4, 3), (3,), [3, 3], multi_head=True)
+    assert sorted(FedSOL(scope=scope).perturbed_names(model.params, SimpleNamespace(model=model, task=1))) == found
 
 
 def test_the_teacher_is_the_global_model_in_evaluation_mode():
