@@ -17,7 +17,7 @@ from cfl.engines import Engine, parts
 from cfl.flower import link, wire
 from cfl.flower.forward import app_of
 from cfl.flower.messages import rebuilt
-from cfl.flower.trees import FIXED, Missing, TreeFolder
+from cfl.flower.trees import Missing, TreeFolder, without_fixed
 from cfl.runtime.builder import HERE, Place, build_session
 from cfl.runtime.fingerprint import Fingerprint
 from cfl.runtime.rounds import Rounds
@@ -50,8 +50,8 @@ class Node:
 
     def _shared(self, request: Any, records: RecordDict) -> TreesByOwner:
         """Return the broadcast of a request. The frozen parameters that came with it become those of the model."""
-        shared = self.trees.shared(request[link.SHARED], records.array_records[link.TREES])
-        model, fixed = self.rounds.model, shared.pop(FIXED, {})
+        found = self.trees.shared(request[link.SHARED], records.array_records[link.TREES])
+        model, (shared, fixed) = self.rounds.model, without_fixed(found)
         if not tree.equal(model.fixed, fixed):
             model.start_from({**model.params, **fixed})
         return shared

@@ -8,12 +8,14 @@ from pathlib import Path
 from flwr.app import Array, ArrayRecord
 
 from cfl.contract import RoundInputs, TreesByOwner
+from cfl.core import Tree
 from cfl.flower import wire
 
 Names = Mapping[str, tuple[str, list[str]]]
 """By owner: the hash of its tree, and the names of the leaves in their order, which safetensors does not keep."""
 
-FIXED = "fixed"  # the frozen parameters, beside the trees of the broadcast
+FIXED = "fixed"  # the frozen parameters
+SENT = "sent/"  # before the name of a tree of the broadcast, which a strategy may call "fixed", too
 
 
 class Missing(Exception):
@@ -40,8 +42,13 @@ class Broadcast:
 
 def with_fixed(inputs: RoundInputs) -> TreesByOwner:
     """The broadcast of a round and the frozen parameters, which a node gets once, since they never change."""
-    fixed = inputs.info.model.fixed
-    return {**inputs.shared, FIXED: fixed} if fixed else inputs.shared
+    fixed, shared = inputs.info.model.fixed, {SENT + owner: leaves for owner, leaves in inputs.shared.items()}
+    return {**shared, FIXED: fixed} if fixed else shared
+
+
+def without_fixed(found: TreesByOwner) -> tuple[TreesByOwner, Tree]:
+    """The broadcast and the frozen parameters in what `with_fixed` returns."""
+    return {name.removeprefix(SENT): leaves for name, leaves in found.items() if name != FIXED}, found.get(FIXED, {})
 
 
 class TreeFolder:

@@ -290,6 +290,17 @@ class Own(cfl.Strategy):
         return self.scale * super().loss(logits, ctx)
 
 
+@dataclass(frozen=True)
+class Fixed(cfl.Strategy):
+    """Its broadcast has a tree with the name that nodes have for frozen parameters."""
+
+    def broadcast(self, server, info):
+        return {**super().broadcast(server, info), "fixed": {"scale": torch.tensor(0.5)}}
+
+    def loss(self, logits, ctx):
+        return ctx.shared["fixed"]["scale"] * super().loss(logits, ctx)
+
+
 class OwnNet(torch.nn.Sequential):
     pass
 
@@ -299,10 +310,22 @@ def own_net():
         return OwnNet(torch.nn.Linear(8, 2))
 
 
+def frozen_net():
+    model = toy.mlp(8, 6, 2)
+    model[0].requires_grad_(False)
+    return model
+
+
 OBJECTS = {
     "stream": lambda: {"stream": toy.stream(2)},
     "model": lambda: {"stream": toy.stream(2), "model": own_net()},
     "strategy": lambda: {"stream": toy.stream(2), "strategy": Own(0.5)},
+    "a tree 'fixed'": lambda: {"stream": toy.stream(2), "strategy": Fixed()},
+    "a tree 'fixed' beside frozen parameters": lambda: {
+        "stream": toy.stream(2),
+        "strategy": Fixed(),
+        "model": frozen_net(),
+    },
     "regularizer": lambda: {"stream": toy.stream(2), "regularizers": {"own": Trips()}},
 }
 
