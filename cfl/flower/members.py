@@ -7,6 +7,7 @@ from typing import Any
 from cfl.core.errors import FEW_NAMES, few
 from cfl.core.version import __version__
 from cfl.flower.link import Link
+from cfl.flower.results import MOST
 from cfl.runtime.fingerprint import Fingerprint
 
 RESTARTED = "it has started again under another id"
@@ -89,6 +90,8 @@ class Members:
             version, options, parts = str(answer["version"]), str(answer["options"]), dict(answer["parts"])
             if not all(isinstance(value, str) for value in parts.values()):
                 raise TypeError("a hash is not a text")
+            if sum(samples or ()) >= MOST // self.population:  # so that the sum over all clients fits int64
+                raise ValueError("its numbers of samples are too large")
         except Exception as error:  # whatever an answer of another kind leads to
             return f"its answer is not one of cfl's ({type(error).__name__}: {error})"
         if version != __version__:

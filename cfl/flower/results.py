@@ -1,6 +1,5 @@
 """The answer of a node in a deployment, found to be of the right kinds, as no node is trusted to send them."""
 
-import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -49,7 +48,8 @@ class NodeResult:
         counts = [part[name] for name in ("clipped", "shortened", "_bytes_up", "_count") if name in part]
         if any(type(count) is not int or not 0 <= count < MOST for count in counts):
             raise ValueError("its counts are not numbers")
-        if type(part["_weight"]) not in (int, float) or not math.isfinite(part["_weight"]) or part["_weight"] < 0:
+        least = int(part["_lowest"] != -1 and "_vector" not in part)  # vectors hold the weights of their clients
+        if type(part["_weight"]) not in (int, float) or not least <= part["_weight"] < MOST:
             raise ValueError("its weight is not a number of samples")
         if type(part["_lowest"]) is not int or part["_lowest"] not in {*own, -1}:
             raise ValueError("its lowest client is not its own")

@@ -12,6 +12,7 @@ import torch
 from flwr.app import Error, Message, RecordDict
 
 from cfl.flower import link
+from cfl.flower.deployment import MemberPopulation
 from tests import toy
 from tests.flower.federation import (
     Clock,
@@ -143,6 +144,7 @@ ANSWERS = {
     "infinity": (changed(_fill(math.inf)), "its sum of 'strategy' has NaN or infinity"),
     "a weight of infinity": (changed(_set("part", "_weight", to=math.inf)), "its weight is not a number of samples"),
     "a negative weight": (changed(_set("part", "_weight", to=-1.0)), "its weight is not a number of samples"),
+    "a weight of zero": (changed(_set("part", "_weight", to=0.0)), "its weight is not a number of samples"),
     "a loss of NaN": (changed(_set("losses", 1, to=torch.tensor(math.nan))), "its loss.*"),
     "a loss that is no number": (changed(_set("losses", 1, to=torch.ones(2))), "its losses are not numbers"),
     "another shape": (changed(_reshape), "its sum of 'strategy' has other names, shapes or types than it says"),
@@ -379,6 +381,7 @@ JUNK = [
 PRIVATE = ("dp.noise_multiplier=1", "dp.accountant=rdp", "agg.weights=uniform", "dp.amplify=false")
 ANY = {  # options, kind of the request, and how many of the cases are tried: one in so many
     "join": ((), "query.join", 3),
+    "join, own data": ((), "query.join", 1),
     "train": ((), "train", 7),
     "train, private": (PRIVATE, "train", 7),
     "keys": (("secagg=full",), "query.keys", 1),
@@ -412,6 +415,9 @@ def test_no_answer_of_a_node_ends_the_run(name, tmp_path):
     if name == "train, private":
         settings = settings.model_copy(update={"method": "fedavg", "regularizers": ()})
     federation, answers, case = Federation(settings, tmp_path), {}, None
+    for number in range(3) if name == "join, own data" else ():
+        federation.stop(number)
+        federation.start(number, own_data=True)
 
     def instead(node, message, deliver):
         here = node, message.metadata.message_type
@@ -426,6 +432,7 @@ def test_no_answer_of_a_node_ends_the_run(name, tmp_path):
     def a_round():
         session = federation.session()
         session.round(0)
+        MemberPopulation(federation.stream, settings, session.engine.members).fraction((0, 1, 2), (0,))
         json.dumps(session.recorder.sink.rows)
 
     federation.network.fault = instead

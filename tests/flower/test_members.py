@@ -102,6 +102,9 @@ REFUSED = {
         "its answer is not one of cfl's (KeyError: 'samples')",
     ),
     "clients that are no numbers": (_says(clients=["a"]), "its answer is not one of cfl's (ValueError: "),
+    "more samples than a sum can hold": (
+        _says(samples=[2**60]), "its answer is not one of cfl's (ValueError: its numbers of samples are too large)"
+    ),
     "a client of infinity": (_says(clients=[math.inf]), "its answer is not one of cfl's (OverflowError: "),
 }  # fmt: skip
 
