@@ -41,6 +41,7 @@ class Members:
         self.refused: dict[int, str] = {}
         self.samples: dict[int, tuple[int, ...]] = {}
         self._starts = dict[int, str]()  # by node, when it has started: one with a registered key keeps its id
+        self._replaced = dict[int, str]()  # by node that another has replaced: the token of both
         self._silent = dict[int, str]()  # nodes that have not answered, and why
 
     def refresh(self) -> None:
@@ -51,7 +52,12 @@ class Members:
             self.refused.pop(node, None)
         self._starts, present = starts, starts.keys()
         if (self.joined.keys() | self.refused.keys()) - present:  # what was in the way of others may be gone
-            self.refused = {node: why for node, why in self.refused.items() if why == RESTARTED and node in present}
+            there = {member.token for node, member in self.joined.items() if node in present}
+            self.refused = {
+                node: why
+                for node, why in self.refused.items()
+                if why == RESTARTED and node in present and self._replaced[node] in there
+            }
         for node in sorted(self.joined.keys() - present):
             self.say(f"{_named(self.joined.pop(node))} has left")
         new = sorted(present - self.joined.keys() - self.refused.keys())
@@ -113,7 +119,7 @@ class Members:
                 if clients != other_member.clients:
                     return f"its folder is a copy of that of {_named(other_member)}; give each node a folder of its own"
                 del self.joined[other_member.node]  # the node has restarted, and Flower still counts the old process
-                self.refused[other_member.node] = RESTARTED
+                self.refused[other_member.node], self._replaced[other_member.node] = RESTARTED, member.token
             elif shared := set(clients) & set(other_member.clients):
                 return f"{_named(other_member)} has client {min(shared)} already; give each node clients of its own"
         self.joined[node] = member

@@ -286,6 +286,17 @@ def test_the_old_process_of_a_restarted_node_is_not_asked_again(tmp_path):
     assert [one.kind for one in federation.network.sent if one.node == old] == ["query.join", "train"]
 
 
+def test_a_node_that_another_has_replaced_is_used_again_when_that_one_leaves(tmp_path):
+    """Node 2 is started twice by mistake, and goes on when the second process ends."""
+    settings = config()
+    federation = Federation(settings, tmp_path)
+    log = Log({1: lambda: federation.start(2), 2: lambda: federation.stop(2)})
+    same(alone(settings), (federation.run(log), log), settings, 1e-6)
+    assert not any("missing" in row for row in log.rows)
+    named = "node 'n2' (clients 2, 5)"
+    assert federation.said[-3:] == [f"{named} has joined", f"{named} has left", f"{named} has joined"]
+
+
 def test_a_node_with_a_copy_of_another_nodes_folder_is_refused(tmp_path):
     federation = Federation(config(), tmp_path)
     for number in (1, 2):
