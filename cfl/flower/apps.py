@@ -31,6 +31,7 @@ from cfl.runtime.runner import carry_out, stream_of
 from cfl.runtime.sinks import console_sink
 
 STREAM = "stream.json"  # file beside config.yaml: the tasks of the run, for nodes with data of their own
+ON_NODES = "on nodes"  # where a served run keeps the states of clients
 LOOK = 1.0  # seconds between looks for new nodes, before the run begins
 PATIENCE = 0.2  # seconds between looks for answers, each a call over the network
 
@@ -134,7 +135,7 @@ def place_of(members: Members, run: str) -> Place:
             oldest=lambda: checkpoint.oldest(folder) if folder else sys.maxsize, run=run,
         )  # fmt: skip
 
-    return Place(RemoteRounds, partial(MemberPopulation, members=members), engine, "on nodes")
+    return Place(RemoteRounds, partial(MemberPopulation, members=members), engine, ON_NODES)
 
 
 def run_id(output: Path) -> str:

@@ -14,7 +14,7 @@ from cfl.config.schema import RunConfig
 from cfl.core import CflError, ConfigError
 from cfl.flower import apps, programs, project
 from cfl.runtime.fingerprint import decisive
-from cfl.runtime.run_folder import has_rounds, read_config
+from cfl.runtime.run_folder import has_rounds, read_config, read_made_of
 
 CONNECTION = "cfl"  # name of the SuperLink in Flower's configuration
 START = 60.0  # seconds in which a SuperLink has to listen
@@ -44,6 +44,7 @@ def serve(
     host, port = programs.split(address)
     if (output / "metrics.json").exists():
         raise ConfigError(f"the run in '{output}' is finished; choose another --output")
+    _check_place(output)
     if (output / "rounds.jsonl").exists() and not resume:
         raise ConfigError(f"'{output}' already holds a run; use --resume to continue it, or another --output")
     _check_same(config, output)
@@ -95,6 +96,16 @@ def _superlink(
         yield
     finally:
         programs.end(process)
+
+
+def _check_place(output: Path) -> None:
+    """Raise ConfigError if a folder has a run that was not served, which --resume could not continue either."""
+    place = read_made_of(output).get("place", {}).get("states", apps.ON_NODES)
+    if place != apps.ON_NODES:
+        raise ConfigError(
+            f"'{output}' holds a run that keeps the states of clients {place}, not {apps.ON_NODES}, so it cannot be "
+            "served; choose another --output"
+        )
 
 
 def _check_same(config: RunConfig, output: Path) -> None:

@@ -21,6 +21,8 @@ from cfl.assembly import resolve
 from cfl.cli import app
 from cfl.core import CflError, ConfigError, DataError, packages
 from cfl.flower import programs, superlink, supernode
+from cfl.runtime.sinks import NullSink
+from tests import toy
 from tests.flower.terminals import free_address, write_certificates, write_keys
 
 HERE = "127.0.0.1:9092"
@@ -84,10 +86,28 @@ def over_a_run(folder, name, **options):
     serve(folder, **options)
 
 
+def over_a_run_of_train(folder, **options):
+    """It is killed in its first round."""
+
+    class Killed(NullSink):
+        def round(self, row):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cfl.run(toy.config(), stream=toy.stream(), output=folder / "out", sink=Killed())
+    serve(folder, **options)
+
+
 REFUSED = {
     "serve: no address": (lambda folder: serve(folder, "9092"), "host:port, such as 127.0.0.1:9092, not '9092'"),
     "serve: a port in use": (at_a_taken_port, r"cannot listen at 127.0.0.1:\d+ \(Address already in use\); choose"),
     "serve: a folder with a run": (lambda folder: over_a_run(folder, "rounds.jsonl"), "out' already holds a run; use"),
+    "serve: a run of train": (
+        lambda folder: over_a_run_of_train(folder), "out' holds a run that keeps .* in its checkpoints, not on nodes",
+    ),
+    "serve: a run of train, with --resume": (
+        lambda folder: over_a_run_of_train(folder, resume=True), "so it cannot be served; choose another --output",
+    ),
     "serve: a finished run": (
         lambda folder: over_a_run(folder, "metrics.json", resume=True), "the run in '.*out' is finished; choose",
     ),
