@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import re
 import time
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -18,6 +19,7 @@ from cfl.core import machine, packages, warn
 from cfl.runtime.scalars import Scalars, ScalarSink
 
 _RUN = "mlflow-run"  # file in the run's folder: id of its run in the store
+_NAME = 250  # characters of a metric's name that MLflow takes
 _LONGEST, _MOST = 6000, 100  # characters of a parameter's value, and parameters in a call, that MLflow takes
 
 
@@ -28,14 +30,14 @@ class MlflowSink(ScalarSink):
     The experiment has the name of the benchmark. A resumed run continues its run in the store; rounds that are repeated
     there after a kill have the same values, and are written once. In a store that does not know the run, as after a
     move of the folder, a new one begins, with a warning.
-    Raises ConfigError if MLflow is not installed.
+    In names of metrics, "_" replaces what MLflow refuses. Raises ConfigError if MLflow is not installed.
     """
 
     def __init__(self, folder: Path, store: str | None = None) -> None:
         packages.need("mlflow", "a sink for MLflow (--mlflow)")
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # MLflow reads it when it is imported
         self._mlflow = import_module("mlflow")
-        self._folder, self._store = folder, store or f"sqlite:///{folder.resolve().parent / 'mlflow.db'}"
+        self._folder, self._store = folder, store or _in_file(folder.resolve().parent / "mlflow.db")
         self._client: Any = None
         self._id, self._written = "", 0
         self._ended: set[str] = set()  # "task/N" of the tasks whose accuracies the store has
@@ -71,8 +73,9 @@ class MlflowSink(ScalarSink):
 
     def _alone(self) -> AbstractContextManager[Any]:
         """Keep other runs from an SQLite file: two that make its tables or an experiment at once fail."""
-        kind, found, file = self._store.partition("sqlite:///")
-        return FileLock(f"{file}.lock") if found and not kind else contextlib.nullcontext()
+        if not self._store.startswith("sqlite:///"):
+            return contextlib.nullcontext()
+        return FileLock(f"{import_module('sqlalchemy').make_url(self._store).database}.lock")
 
     def _continued(self) -> bool:
         """Continue the folder's run in the store, if both have it."""
@@ -111,4 +114,16 @@ class MlflowSink(ScalarSink):
     def _write(self, scalars: Scalars) -> None:
         if self._step > self._written:
             entity, now = self._mlflow.entities.Metric, int(1000 * time.time())  # milliseconds
-            self._client.log_batch(self._id, [entity(name, value, now, self._step) for name, value in scalars.items()])
+            metrics = [entity(_allowed(name), value, now, self._step) for name, value in scalars.items()]
+            self._client.log_batch(self._id, metrics)
+
+
+def _in_file(path: Path) -> str:
+    """URL of an SQLite file, in whose path a "?" or "%41" would have a meaning."""
+    return str(import_module("sqlalchemy").URL.create("sqlite", database=str(path)).render_as_string())
+
+
+def _allowed(name: str) -> str:
+    """The name of a metric as MLflow takes it: of some characters alone, and without parts such as ".." or ""."""
+    parts = re.sub(r"[^/\w.: -]", "_", name)[:_NAME].split("/")
+    return "/".join(part for part in parts if part.strip(".")) or "_"

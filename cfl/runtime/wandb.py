@@ -1,6 +1,7 @@
 """A sink that writes a run of Weights & Biases to files on this machine; `wandb sync` uploads them."""
 
 import os
+import re
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ from cfl.config.schema import RunConfig
 from cfl.core import packages
 from cfl.runtime.scalars import Scalars, ScalarSink
 
+_PROJECT, _LONGEST = re.compile(r"[/\\#?%:]"), 128  # what W&B refuses in the name of a project, and its characters
+
 
 class WandbSink(ScalarSink):
     """Writes the configuration, and scalars by number of finished rounds, in offline mode: no network and no login.
 
-    folder: of the run; the files are in its folder `wandb`. The project has the name of the benchmark. A resumed run
-    writes a further folder `offline-run-...` with the same id.
+    folder: of the run; the files are in its folder `wandb`. The project has the name of the benchmark, with "_" for
+    what W&B refuses. A resumed run writes a further folder `offline-run-...` with the same id.
     Raises ConfigError if wandb is not installed.
     """
 
@@ -32,7 +35,7 @@ class WandbSink(ScalarSink):
         self._folder.mkdir(parents=True, exist_ok=True)
         earlier = sorted((self._folder / "wandb").glob("offline-run-*/run-*.wandb"))
         self._run = self._wandb.init(
-            project=config.benchmark,
+            project=_PROJECT.sub("_", config.benchmark)[:_LONGEST],
             name=self._folder.name,
             id=earlier[-1].stem.removeprefix("run-") if earlier else None,
             config=dump(config),

@@ -63,6 +63,27 @@ def test_a_store_has_the_options_rounds_and_results_also_of_a_resumed_run(killed
     assert history("total/bytes_up") == [(10, metrics["bytes_up"])]
 
 
+class Odd(cfl.Callback):
+    """Metrics with names that MLflow refuses."""
+
+    name = "../Odd"
+
+    def on_round(self, view):
+        return {"acc@5": 0.5, "a//b": 1.0, "./..": 2.0, "(x)=[1,2]+%é": 3.0, 300 * "n": 4.0}
+
+
+@pytest.mark.slow
+def test_metrics_and_folders_may_have_any_name(tmp_path):
+    folder = tmp_path / "a?b=1 %41#c" / "mine"
+    run(folder, callbacks=[Odd()])
+    assert {"mlflow.db", "mlflow.db.lock"} <= {path.name for path in folder.parent.iterdir()}
+    store = f"sqlite:///{tmp_path}/a%3Fb=1 %2541%23c/mlflow.db"
+    found = mlflow.MlflowClient(store).get_run((folder / "mlflow-run").read_text()).data.metrics
+    names = {"acc_5": 0.5, "a/b": 1.0, "": 2.0, "_x___1_2___é": 3.0, 243 * "n": 4.0}
+    own = {f"Odd/{name}".rstrip("/"): value for name, value in names.items()}
+    assert own.items() <= found.items() and "ACC" in found
+
+
 BEGINS = """
 import sys
 from pathlib import Path

@@ -51,6 +51,18 @@ def run(folder, *others, **more):
 CONFIG = toy.config("eval_every=1", "checkpoint_every=2")
 
 
+@pytest.mark.parametrize(
+    ("benchmark", "project"), [("mine/a:b#c?", "mine_a_b_c_"), ("50%\\x", "50__x"), (200 * "a", 128 * "a")]
+)
+def test_a_benchmark_of_any_name_has_a_project(benchmark, project, tmp_path):
+    sink = WandbSink(tmp_path)
+    sink.start(CONFIG.model_copy(update={"benchmark": benchmark}), [], 1)
+    sink.close()
+    wandb.teardown()
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    assert [record.run.project for record in records(file) if record.HasField("run")][0] == project
+
+
 @pytest.mark.slow
 def test_offline_files_have_the_options_rounds_and_results_also_of_a_resumed_run(tmp_path, capfd):
     with pytest.raises(Killed):  # in task 1, one round after a checkpoint
