@@ -175,5 +175,8 @@ class EarlyStopping(Callback):
         return "phase" if waited >= self.patience else None
 
     def _value(self, row: Row) -> float | None:
-        owner, _, name = self.metric.rpartition(".")
-        return row.get("callbacks", {}).get(owner, {}).get(name) if owner else row.get(name)
+        if "." not in self.metric:
+            return row.get(self.metric)
+        callbacks = row.get("callbacks", {})
+        named = {f"{owner}.{name}": value for owner, own in callbacks.items() for name, value in own.items()}
+        return named.get(self.metric)  # both names may have dots

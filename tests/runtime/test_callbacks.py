@@ -131,6 +131,13 @@ def test_early_stopping_decides_as_by_hand(stopper, values, stops_at):
     assert decisions.index("phase") == stops_at if stops_at is not None else not any(decisions)
 
 
+@pytest.mark.parametrize("callbacks", [{"A": {"b.c": 0.5}}, {"A.b": {"c": 0.5}}, {"A": {"x": 0.1}, "A.b": {"c": 0.5}}])
+def test_names_of_callbacks_and_metrics_may_have_dots(callbacks):
+    stopper = EarlyStopping("A.b.c", patience=1, mode="max")
+    rows = [{"phase": "train", "callbacks": callbacks}] * 2
+    assert [stopper.stop(rows[:1]), stopper.stop(rows)] == [None, "phase"]
+
+
 def test_a_stopped_phase_is_the_run_that_was_planned_so(tmp_path):
     stopped = run(At(0), output=tmp_path)
     planned = run(options=["rounds=[1,2,2]"])
