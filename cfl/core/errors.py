@@ -109,10 +109,10 @@ def wanted(schema: Mapping[str, Any]) -> str:
         return f"'{schema['const']}'"
     if "enum" in schema:
         return f"one of {', '.join(map(str, schema['enum']))}"
-    if "pattern" in schema:
+    if "pattern" in schema and "description" in schema:
         return str(schema["description"])
-    if not schema:
-        return "anything"
+    if "type" not in schema:
+        return "anything" if not schema else "a value of its type"
     words = {
         "integer": "a whole number",
         "number": "a number",

@@ -1,7 +1,10 @@
 """Figures of compared groups: SVG with a description of the values shown, and panels of shaded tables."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,9 +89,9 @@ def accuracy(groups: Sequence[RunGroup], styles: Styles) -> Iterator[Figure]:
         elif series:
             names = [str(task) for task in range(max(len(one.mean) for one in series))]
             yield Figure(title, plots.bars(names, series, about=_about(title, series), xlabel="task", ylabel=label))
-    if series := _series(groups, styles, _losses):
-        rows = max((_training(run) for group in groups for run in group.runs), key=len)  # empty for a missing file
-        starts = [place for place in range(1, len(rows)) if rows[place]["task"] != rows[place - 1]["task"]]
+    longest = _longest([run for group in groups for run in group.runs])
+    if series := _series(groups, styles, partial(_losses, longest)):
+        starts = [*accumulate(longest.values())][:-1]
         look = {"marks": False, "breaks": starts, "xlabel": "training round", "ylabel": "loss"}
         yield _lines("Training loss (dotted: a new task)", [_thinned(one) for one in series], **look)
 
@@ -109,8 +112,10 @@ def subspaces(groups: Sequence[RunGroup]) -> Iterator[Panel]:
         "removed": "step energy removed by projection",
     }
     for group in groups:
-        reports = [run.metrics["by_task"] for run in group.runs if run.metrics.get("by_task")]
+        every = [run.metrics["by_task"] for run in group.runs if run.metrics.get("by_task")]
         for field, title in titles.items():
+            # A strategy of the user's own may report another figure of that name.
+            reports = [tasks for tasks in every if all(isinstance(one.get(field, {}), dict) for one in tasks)]
             layers = list(dict.fromkeys(name for tasks in reports for one in tasks for name in one.get(field, ())))
             if layers:
                 # None becomes NaN
@@ -183,5 +188,16 @@ def _training(run: FinishedRun) -> list[dict[str, Any]]:
     return [row for row in run.rounds if row["phase"] in phases]
 
 
-def _losses(run: FinishedRun) -> np.ndarray:
-    return np.array([row["loss"] for row in _training(run)], dtype=float)
+def _longest(runs: Sequence[FinishedRun]) -> dict[int, int]:
+    """Largest number of training rounds of each task that has any, in the order of the tasks."""
+    counts = [Counter(row["task"] for row in _training(run)) for run in runs]
+    return {task: max(count[task] for count in counts) for task in sorted(set().union(*counts))}
+
+
+def _losses(longest: Mapping[int, int], run: FinishedRun) -> np.ndarray:
+    """Loss of each training round; NaN for those that the run lacks at the end of a task, so that tasks are aligned."""
+    if not (rows := _training(run)):
+        return np.empty(0)
+    found = [[row["loss"] for row in rows if row["task"] == task] for task in longest]
+    padded = [own + [None] * (rounds - len(own)) for own, rounds in zip(found, longest.values(), strict=True)]
+    return np.concatenate(padded).astype(float)

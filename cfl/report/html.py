@@ -224,8 +224,8 @@ def _privacy(named: Named) -> str:
         runs = [run for run in group.metrics if "epsilon" in run]
         if runs:
             spent = [np.mean([run["epsilon"] for run in runs])]
-            spent += [np.mean([epsilon for run in runs for epsilon in run["epsilon_by_client"].values()])]
-            spent += [runs[0]["delta"], runs[0]["noise_multiplier"]]
+            spent += [np.mean([epsilon for run in runs for epsilon in run["epsilon_by_client"].values()] or [0.0])]
+            spent += [runs[0]["delta"], np.mean([run["noise_multiplier"] for run in runs])]
             rows.append([name, runs[0]["epsilon_of"], *(f"{value:.3g}" for value in spent)])
     titles = ["method", "covers", "largest epsilon", "mean epsilon of clients", "delta", "noise / clip"]
     return table(titles, [[Cell(text) for text in row] for row in rows], 2) if rows else ""

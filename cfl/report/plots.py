@@ -1,8 +1,8 @@
 """Figures of results, as PNG files or SVG text. Importing this module does not import matplotlib."""
 
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
@@ -83,6 +83,16 @@ def lines(series: Sequence[Series], *, about: str, marks: bool = True, breaks: S
         return _svg(figure, about)
 
 
+@contextmanager
+def _as_written() -> Iterator[None]:
+    """Names in figures may have dollar signs, between which matplotlib would set mathematics."""
+    from matplotlib import rc_context
+
+    with rc_context({"text.parse_math": False}):
+        yield
+
+
+@_as_written()
 def panels(shown: Sequence[tuple[str, Sequence[Series]]], kind: str, **axes: Any) -> bytes:
     """A file with a panel for each title, two in a row, and a line for each group in it. kind: "png" or "pdf".
 
@@ -147,6 +157,7 @@ def _save(figure: Any, path: Path) -> None:
         raise ConfigError(f"'{path}' cannot be written ({error.strerror}); choose another --output") from None
 
 
+@_as_written()
 def accuracy(rows: Sequence[Sequence[float | None]], title: str, path: Path) -> None:
     """Draw the accuracy matrix, and the accuracy on each task over the stream, to a PNG file.
 
@@ -160,6 +171,7 @@ def accuracy(rows: Sequence[Sequence[float | None]], title: str, path: Path) -> 
     _save(figure, path)
 
 
+@_as_written()
 def comparison(
     summaries: Mapping[str, Mapping[str, Any]],
     matrices: Mapping[str, Sequence[Sequence[float | None]]],

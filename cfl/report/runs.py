@@ -51,6 +51,7 @@ class FinishedRun:
     def key(self) -> str:
         """Text that is equal for runs that differ in the seed only."""
         decisive = {k: value for k, value in self.options.items() if not tells_how(k) and k != "seed"}
+        decisive |= {SCENARIO: self.scenario} if self.scenario else {}  # which the option may leave open
         own = [self.metrics["benchmark"], self.metrics["method"], len(self.metrics["accuracy_matrix"])]
         return json.dumps([*own, decisive, self.stopped], sort_keys=True)
 
@@ -219,8 +220,7 @@ def _run(folder: Path, data: Mapping[str, Any]) -> FinishedRun:
     try:
         config = load(data)
     except ConfigError:
-        config = None
-    # With an unknown method, options that the run's version lacked have to be filled in here.
+        config = None  # with an unknown method, options that the run's version lacked are filled in below
     options = flat(dump(config) if config else merged(RunConfig(benchmark="").model_dump(mode="json"), data))
     about, parts = model_file.read(folder), read_made_of(folder).get("run", {})
     own = model_file.own_objects({"stream": metrics["benchmark"], **about}, options["benchmark"])

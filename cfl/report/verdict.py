@@ -1,5 +1,6 @@
 """What runs show, in sentences. Claims rest on differences that are paired over seeds."""
 
+import math
 from collections.abc import Sequence
 
 from cfl.core.metrics import percent
@@ -52,9 +53,12 @@ def _not_compared(groups: Sequence[RunGroup]) -> str:
         parts = [f"{what} {listed(each)}" for what, each in (("ACC and FGT are", both), ("ACC is", alone)) if each]
         figures = f"With {seed_names(groups[0].runs)}, {'; '.join(parts)}."
     else:
-        accs = [acc for group in groups if (acc := group.runs[0].metrics["acc"]) is not None] or [None]
-        low, high = percent(min(accs)), percent(max(accs))
-        figures = f"With {seed_names(groups[0].runs)}, the ACC of {len(accs)} groups lies between {low} % and {high} %."
+        means = [tables.summary(group.metrics)["acc"]["mean"] for group in groups]
+        known = [mean for mean in means if not math.isnan(mean)]
+        low, high = (percent(extreme(known, default=None)) for extreme in (min, max))
+        figures = (
+            f"With {seed_names(groups[0].runs)}, the ACC of {count(known, 'group')} lies between {low} % and {high} %."
+        )
     return figures if len(groups[0].runs) > 1 else f"{figures} One seed shows no difference to be relied on."
 
 

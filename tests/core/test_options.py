@@ -1,6 +1,8 @@
 """Hyper-parameters: what a dataclass accepts, and what the errors say."""
 
 from dataclasses import dataclass
+from decimal import Decimal
+from enum import Enum
 from typing import Any, Literal
 
 import pytest
@@ -54,6 +56,28 @@ def test_whole_numbers_become_floats_where_a_float_is_meant():
 def test_errors_name_the_option_and_say_what_is_valid(values, message):
     with pytest.raises(ConfigError, match=message):
         options.build(Rule, values, "strategy")
+
+
+class Colour(Enum):
+    RED = "red"
+
+
+@dataclass(frozen=True)
+class Painted:
+    colour: Colour | None = option(None, "of an enumeration")
+    size: Decimal = option(Decimal(1), "of a type with a pattern")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"colour": "purple"}, "strategy.colour must be a value of its type or none, not 'purple'"),
+        ({"size": "x"}, "strategy.size must be .*, not 'x'"),
+    ],
+)
+def test_errors_on_types_that_a_schema_does_not_describe(values, message):
+    with pytest.raises(ConfigError, match=message):
+        options.build(Painted, values, "strategy")
 
 
 @pytest.mark.parametrize("values", [{"threshold": 1.0}, {"rho": 0.0}, {"size": 1}])

@@ -1,6 +1,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -10,6 +11,7 @@ from filelock import FileLock
 from cfl import cli
 from cfl.config.overrides import read_yaml
 from cfl.report import elements, figures, html, plots, runs
+from tests.report.test_runs import made
 
 VOID = {"meta", "br", "img", "link", "input", "hr", "wbr"}
 
@@ -339,3 +341,39 @@ def test_an_unfinished_run_may_have_a_configuration_without_a_seed(stored, tmp_p
     (tmp_path / "by hand" / "config.yaml").write_text("benchmark: permuted-digits\n")
     page = html.page(runs.read([tmp_path]), date="")
     assert "<b>permuted-digits, fedavg, seed 0</b> is unfinished" in page  # method and seed by default
+
+
+def test_losses_of_runs_with_fewer_rounds_in_a_task_are_aligned_by_task(tmp_path):
+    """Of two seeds, a callback has stopped the first task of the second one after a round."""
+    rounds = [(0, 1.0), (0, 2.0), (1, 3.0), (1, 4.0)], [(0, 5.0), (1, 7.0), (1, 8.0)]
+    each = [replace(made(seed=seed), rounds=[{"task": t, "phase": "train", "loss": loss} for t, loss in own])
+            for seed, own in enumerate(rounds)]  # fmt: skip
+    longest = figures._longest(each)
+    assert longest == {0: 2, 1: 2}
+    found = [figures._losses(longest, run).tolist() for run in each]
+    np.testing.assert_equal(found, [[1.0, 2.0, 3.0, 4.0], [5.0, np.nan, 7.0, 8.0]])
+    assert figures._losses(longest, made(seed=2)).shape == (0,)
+
+
+def test_a_figure_of_a_strategys_own_may_have_the_name_of_a_share_by_layer(stored, tmp_path):
+    by_task = [{"coverage": 0.9, "subspace_use": {"0": 0.5}}, {"coverage": 0.8, "subspace_use": {"0": 0.75}}]
+    folder = changed(stored, tmp_path / "run", by_task=by_task)
+    shaded = [rows for rows in Reader(html.page(runs.read([folder]), date="")).tables if rows[0] == ["", "0", "1"]]
+    assert shaded[1:] == [[["", "0", "1"], ["0", "50", "75"]]]
+
+
+def test_clients_that_nobody_has_drawn_spend_nothing(stored, tmp_path):
+    spent = {"epsilon": 0.0, "epsilon_by_client": {}, "delta": 1e-5, "epsilon_of": "all uploads"}
+    found = [
+        changed(stored, tmp_path / f"run{seed}", seed=seed, noise_multiplier=1.0 + seed, **spent) for seed in (0, 1)
+    ]
+    tables = Reader(html.page(runs.read(found), date="")).tables
+    assert ["fot", "all uploads", "0", "0", "1e-05", "1.5"] in [row for table in tables for row in table]
+
+
+def test_a_name_with_dollar_signs_is_drawn_as_it_is(tmp_path):
+    """Between them matplotlib would set mathematics, or fail where it is none."""
+    plots.accuracy([[0.5]], "my$_$stream", tmp_path / "a.png")
+    summary = {"my$_$method": {name: {"mean": 0.5, "std": 0.0} for name in ("acc", "fgt")}}
+    plots.comparison(summary, {"my$_$method": [[0.5]]}, "both", tmp_path / "b.png")
+    assert (tmp_path / "a.png").stat().st_size > 0 and (tmp_path / "b.png").stat().st_size > 0

@@ -204,6 +204,14 @@ def test_groups_ignore_the_seed_and_options_of_computation():
     assert [run.metrics["seed"] for run in scenes(found)[0].groups[1].runs] == [0, 1]
 
 
+def test_the_scenario_of_a_stream_and_the_same_one_as_an_option_are_one_group():
+    found = [
+        replace(made("fedavg", seed=seed, overrides=options), scenario="domain")
+        for seed, options in enumerate(([], ["scenario=domain"]))
+    ]
+    assert shown(found) == [("", [("fedavg", 2)])]
+
+
 def test_a_label_has_the_options_that_differ_sorted_by_number():
     found = [made(overrides=[f"strategy.threshold={value}"]) for value in (0.99, 1.0, 0.5)] + [made("gpm")]
     labels = [f"fot (strategy.threshold={value})" for value in (0.5, 0.99, 1.0)]

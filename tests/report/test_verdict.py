@@ -21,6 +21,12 @@ def scene(**groups):
     return Scene("permuted-digits", "", found)
 
 
+def test_the_range_of_many_groups_is_that_of_their_means():
+    """Of two seeds; the runs of all groups but one have ended early, without an ACC."""
+    shown = scene(a={0: 0.8, 1: 0.9}, **{name: {0: (None, None), 1: (None, None)} for name in "bcde"})
+    assert verdict.sentences(shown) == "With seeds 0 and 1, the ACC of 1 group lies between 85.0 % and 85.0 %."
+
+
 def marked(shown):
     """Names of the groups with a bold ACC, and with a bold FGT."""
     _, ((*rows,),) = by_scene([shown])
