@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from math import inf
 from traceback import extract_tb, walk_stack
+from types import MappingProxyType
 from typing import Any
 
 MOST_NAMES = 8  # names in one line of a message
@@ -101,18 +102,21 @@ def line_in(file: str, error: BaseException) -> int | None:
     return lines[-1] if lines else None
 
 
-def wanted(schema: Mapping[str, Any]) -> str:
-    """Describe in words the values that a JSON schema accepts."""
+def wanted(schema: Mapping[str, Any], known: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Describe in words the values that a JSON schema accepts. known: schemas that it refers to, by name."""
+    known = schema.get("$defs", known)
+    if "$ref" in schema:
+        return wanted(known[schema["$ref"].rpartition("/")[2]], known)
     if "anyOf" in schema:
-        return " or ".join(map(wanted, schema["anyOf"]))
+        return " or ".join(wanted(one, known) for one in schema["anyOf"])
     if "const" in schema:
         return f"'{schema['const']}'"
     if "enum" in schema:
         return f"one of {', '.join(map(str, schema['enum']))}"
-    if "pattern" in schema and "description" in schema:
-        return str(schema["description"])
-    if "type" not in schema:
-        return "anything" if not schema else "a value of its type"
+    if "pattern" in schema:
+        return str(schema.get("description", "a text"))
+    if not schema:
+        return "anything"
     words = {
         "integer": "a whole number",
         "number": "a number",

@@ -99,12 +99,12 @@ def _superlink(
 
 
 def _check_place(output: Path) -> None:
-    """Raise ConfigError if a folder has a run that was not served, which --resume could not continue either."""
+    """Raise ConfigError if a folder holds a run of `cfl-run train`, which --resume could not continue."""
     place = read_made_of(output).get("place", {}).get("states", apps.ON_NODES)
     if place != apps.ON_NODES:
         raise ConfigError(
-            f"'{output}' holds a run that keeps the states of clients {place}, not {apps.ON_NODES}, so it cannot be "
-            "served; choose another --output"
+            f"'{output}' holds a run of `cfl-run train`, which keeps the states of clients {place}, so a federation "
+            "cannot continue it; choose another --output"
         )
 
 

@@ -160,8 +160,9 @@ def _std(stack: Any) -> np.ndarray:
 
 
 def _thinned(one: Series) -> Series:
-    """Reduce a line to at most `_POINTS` points, each the mean of neighbouring points."""
-    parts = np.array_split(np.arange(len(one.mean)), min(_POINTS, len(one.mean)))
+    """Reduce a line to at most `_POINTS` points, each the mean of neighbouring points, without those that are NaN."""
+    known = np.flatnonzero(~np.isnan(one.mean))
+    parts = np.array_split(known, min(_POINTS, len(known)))
     x, mean, std = (np.array([_mean(values[part]) for part in parts]) for values in (one.x, one.mean, one.std))
     return replace(one, x=x, mean=mean, std=std)
 

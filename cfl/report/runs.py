@@ -149,15 +149,14 @@ def read(paths: Iterable[Path]) -> Found:
 
 
 def _by_data(runs: Collection[Sequence[FinishedRun]]) -> Iterator[FinishedRun]:
-    """Yield runs, with an option `DATA` where runs of one key and seed are on other data. runs: those of each seed.
-
-    A seed without such runs gets the option only if it shares data with another seed: data may follow from the seed.
-    """
+    """Yield runs, given by key and seed; an option `DATA` tells apart those of a seed that is there on several data."""
+    # Data may follow from the seed: other seeds get the option only if they share data with one.
     mixed = {same[0].key for same in runs if len(same) > 1}
     seeds = Counter((run.key, run.data) for same in runs for run in same)
-    for run, several in ((run, len(same) > 1) for same in runs for run in same):
-        told = run.key in mixed and (several or seeds[run.key, run.data] > 1)
-        yield replace(run, options={**run.options, DATA: f"hash-{run.data[:6]}"}) if told else run
+    for same in runs:
+        for run in same:
+            told = run.key in mixed and (len(same) > 1 or seeds[run.key, run.data] > 1)
+            yield replace(run, options={**run.options, DATA: f"hash-{run.data[:6]}"}) if told else run
 
 
 def _none_finished(unfinished: Sequence[Path], failed: Mapping[Path, Mapping[str, Any]]) -> ConfigError:

@@ -90,11 +90,11 @@ def run(metrics: Metrics, title: str, folder: Path) -> Iterator[Table | str]:
     if "validation_acc" in metrics:
         yield f"Held-out training samples: ACC {percent(metrics['validation_acc'])}%"
     if local := metrics.get("local_accuracy"):
-        known = [one for one in local if one is not None]
-        told = (
-            [f"{percent(sum(known) / len(known))}% on average, {percent(min(known))}% for the worst"] if known else []
-        )
-        told += [f"{len(local) - len(known)} of {len(local)} with outputs that are not finite"] * (known != local)
+        known, told = [one for one in local if one is not None], list[str]()
+        if known:
+            told = [f"{percent(sum(known) / len(known))}% on average", f"{percent(min(known))}% for the worst"]
+        if len(known) < len(local):
+            told.append(f"{len(local) - len(known)} of {len(local)} with outputs that are not finite")
         yield f"Local models of the last cohort: {', '.join(told)}"
     if "epsilon" in metrics:
         spent = f"epsilon {metrics['epsilon']:.3g} at delta {metrics['delta']:g}"

@@ -75,8 +75,8 @@ def _name(path: Path, runs: Iterable[FinishedRun]) -> str:
         method = str(data.get("method"))
     like = [run for run in runs if (run.metrics["benchmark"], run.metrics["method"]) == (data["benchmark"], method)]
     options = {name: value for name, value in flat(data).items() if not tells_how(name) and name != "seed"}
-    if options.get("tasks", 0) is None:
-        del options["tasks"]  # of a stream of the user's own, whose finished runs have their number
+    if any("stream" in run.objects for run in like):
+        options.pop("tasks", None)  # finished runs of a stream of the user's own have the number of its tasks
     other = ([name for name, value in options.items() if run.options.get(name) != value] for run in like)
     texts = ", ".join(assignment(name, options[name]) for name in min(other, key=len, default=[]))
     label = f"{method} ({texts})" if texts else method

@@ -56,9 +56,9 @@ def _not_compared(groups: Sequence[RunGroup]) -> str:
         means = [tables.summary(group.metrics)["acc"]["mean"] for group in groups]
         known = [mean for mean in means if not math.isnan(mean)]
         low, high = (percent(extreme(known, default=None)) for extreme in (min, max))
-        figures = (
-            f"With {seed_names(groups[0].runs)}, the ACC of {count(known, 'group')} lies between {low} % and {high} %."
-        )
+        given = f"the ACC of {count(known, 'group')} lies between {low} % and {high} %"
+        few = f"{len(known)} of {count(groups, 'group')} have an ACC" + f", of {low} %" * len(known)
+        figures = f"With {seed_names(groups[0].runs)}, {given if len(known) > 1 else few}."
     return figures if len(groups[0].runs) > 1 else f"{figures} One seed shows no difference to be relied on."
 
 

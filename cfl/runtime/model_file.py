@@ -31,7 +31,11 @@ class _About(BaseModel):
     scenario: Literal["task", "domain", "class"]
     stream: str
     tasks: list[str]
-    pixels: Annotated[list[_Pixels], BeforeValidator(lambda found: [found] if isinstance(found, dict) else found)]
+    pixels: Annotated[
+        list[_Pixels],
+        Field(min_length=1),
+        BeforeValidator(lambda found: [found] if isinstance(found, dict) else found),
+    ]
     model: str | None
     strategy: str | None
     regularizers: list[str] = []

@@ -80,7 +80,8 @@ class SavedRun:
         x: (n, *input_shape), tensor, array or lists; uint8 images are scaled and normalised as in training of `task`,
         and other numbers are taken as they are. Permute the pixels for a task of permuted images. Texts (n, 2, l) may
         be shorter.
-        task: of all samples; needed if each task has its own head. Without it, the method infers the task of each
+        task: of all samples; needed if each task has its own head, and for uint8 images if tasks are normalised
+        differently. Without it, the method infers the task of each
         sample if it can; it is needed otherwise if tasks have other parts of their own, such as running statistics.
         With scenario=class, the classes of the given or inferred task compete, or else all classes seen.
         Raises ConfigError for a task that is unknown or missing, DataError for samples of another shape or type.
@@ -163,7 +164,7 @@ class SavedRun:
                     f"x is uint8, but the run in '{self.folder}' has not seen images of this type; give numbers scaled "
                     "as in training"
                 )
-            mean, std = pixels["mean"], pixels["std"]
+            mean, std = pixels.get("mean"), pixels.get("std")
             x = x.float() / 255
             x = x if mean is None else x - torch.tensor(mean)
             x = x if std is None else x / torch.tensor(std)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cfl.contract import Samples, Server, Strategy
+from cfl.contract.samples import batched
 from cfl.core import ConfigError, DataError, Tree, tree
 from cfl.engines.evaluate import Inference, accuracies
 from cfl.models import Model
@@ -46,13 +47,9 @@ class Predictor:
             self.check_shared(last)
             task = last
         self.model.module.eval()
-        parts = list(x.split(self.batch_size))
-        if self.model.joins_last and len(parts[-1]) == 1:
-            if len(parts) == 1:
-                raise DataError(
-                    "x is one sample, of which the model's batch normalisation has no statistics; give more"
-                )
-            parts[-2:] = [torch.cat(parts[-2:])]
+        if self.model.joins_last and len(x) == 1:
+            raise DataError("x is one sample, and the model normalises by the statistics of a batch; give two or more")
+        parts = batched(x, self.batch_size, self.model.joins_last)
         with torch.no_grad():
             return torch.cat([self._batch(part, task, last) for part in parts])
 

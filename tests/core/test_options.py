@@ -71,8 +71,8 @@ class Painted:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"colour": "purple"}, "strategy.colour must be a value of its type or none, not 'purple'"),
-        ({"size": "x"}, "strategy.size must be .*, not 'x'"),
+        ({"colour": "purple"}, "strategy.colour must be one of red or none, not 'purple'"),
+        ({"size": "x"}, "strategy.size must be a number or a name, not 'x'"),
     ],
 )
 def test_errors_on_types_that_a_schema_does_not_describe(values, message):

@@ -103,10 +103,10 @@ REFUSED = {
     "serve: a port in use": (at_a_taken_port, r"cannot listen at 127.0.0.1:\d+ \(Address already in use\); choose"),
     "serve: a folder with a run": (lambda folder: over_a_run(folder, "rounds.jsonl"), "out' already holds a run; use"),
     "serve: a run of train": (
-        lambda folder: over_a_run_of_train(folder), "out' holds a run that keeps .* in its checkpoints, not on nodes",
+        lambda folder: over_a_run_of_train(folder), "out' holds a run of `cfl-run train`, .* in its checkpoints",
     ),
     "serve: a run of train, with --resume": (
-        lambda folder: over_a_run_of_train(folder, resume=True), "so it cannot be served; choose another --output",
+        lambda folder: over_a_run_of_train(folder, resume=True), "a federation cannot continue it; choose another",
     ),
     "serve: a finished run": (
         lambda folder: over_a_run(folder, "metrics.json", resume=True), "the run in '.*out' is finished; choose",

@@ -24,7 +24,9 @@ def scene(**groups):
 def test_the_range_of_many_groups_is_that_of_their_means():
     """Of two seeds; the runs of all groups but one have ended early, without an ACC."""
     shown = scene(a={0: 0.8, 1: 0.9}, **{name: {0: (None, None), 1: (None, None)} for name in "bcde"})
-    assert verdict.sentences(shown) == "With seeds 0 and 1, the ACC of 1 group lies between 85.0 % and 85.0 %."
+    assert verdict.sentences(shown) == "With seeds 0 and 1, 1 of 5 groups have an ACC, of 85.0 %."
+    none = scene(**{name: {0: (None, None), 1: (None, None)} for name in "abcde"})
+    assert verdict.sentences(none) == "With seeds 0 and 1, 0 of 5 groups have an ACC."
 
 
 def marked(shown):

@@ -131,7 +131,7 @@ def test_a_last_single_sample_is_predicted_with_the_batch_before(tmp_path):
     trained(tmp_path, "model.norm_stats=batch", "eval_batch_size=4", model=normalised(), stream=stream)
     run, x = cfl.load(tmp_path, model=normalised()), samples(stream, 0)[0][:5]
     assert torch.equal(run.logits(x, 0), run.model.predict(run.params, x, 0))
-    with pytest.raises(DataError, match="x is one sample, of which the model's batch normalisation has no statistics"):
+    with pytest.raises(DataError, match="x is one sample, and the model normalises by the statistics of a batch"):
         run.logits(x[:1], 0)
 
 

@@ -109,7 +109,10 @@ def of_tasks(outputs: Tensor, tasks: Tensor, pixels_of: Sequence[Pixels | None])
     """
     if all(map(_alike, pixels_of, pixels_of[1:])):
         return _pictures(outputs, pixels_of[0])
-    return torch.stack([_pictures(x, pixels_of[task]) for x, task in zip(outputs, tasks.tolist(), strict=True)])
+    found = torch.empty_like(outputs)
+    for task in tasks.unique().tolist():
+        found[tasks == task] = _pictures(outputs[tasks == task], pixels_of[task])
+    return found
 
 
 def _alike(one: Pixels | None, other: Pixels | None) -> bool:

@@ -370,7 +370,7 @@ def test_generators_draw_the_classes_of_their_clients():
     assert [own.tolist() for _, own in new] == [[4], [5]] and [own.tolist() for _, own in old] == [[0, 1], [2]]
     assert [len(group) for group in groups_of(uploads_of([4], [5])[1], first=4)] == [2]
     model = cfl.Model(nn.Linear(4, 2), (4,), [2] * 3, multi_head=False)
-    gan = acgan.ACGAN(model, network, 8, 2, (None,))
+    gan = acgan.ACGAN(model, network, 8, 2, (None,) * 3)
     assert pool(gan, new, 10, rng.generator(0)).classes.bincount().tolist() == [0, 0, 0, 0, 5, 5]
     three = pool(gan, old, 41, rng.generator(0)).classes.bincount()  # 41 images of {0, 1} and 41 of {2}
     assert sorted(three.tolist()) == [13, 14, 14]
