@@ -580,7 +580,11 @@ def test_figures_of_the_fidelity_page_are_the_stored_ones():
         name for title in re.findall(r"^### (.+)$", text, re.MULTILINE)
         for name, stored in found.items() if stored["tables"][0]["title"] == title
     ]  # fmt: skip
-    assert sorted(re.findall(r"^### (.+)$", text, re.MULTILINE)) == sorted(table["title"] for table in tables)
+    titles = [
+        *(table["title"] for table in tables),
+        "Halves of the layers on Permuted MNIST",
+    ]  # the last: of whole runs
+    assert sorted(re.findall(r"^### (.+)$", text, re.MULTILINE)) == sorted(titles)
     for table in tables:
         title, columns = table["title"], table["columns"]
         expected = [[shown(*pair) for pair in zip(row, columns.values(), strict=True)] for row in table["rows"]]
@@ -595,7 +599,8 @@ def test_rank_rules_at_full_length_are_the_stored_runs():
     for folder in (RUNS / "paper/permuted-mnist").iterdir():
         config, metrics = read_yaml(folder / "config.yaml"), json.loads((folder / "metrics.json").read_text())
         own = config["strategy"]
-        if (config["method"], config["seed"], config["partition"]["task_share"]) == ("fot", 0, 1.0):
+        halves = {own.get(half, "fot") for half in ("first_half", "second_half")}
+        if (config["method"], config["seed"], config["partition"]["task_share"], halves) == ("fot", 0, 1.0, {"fot"}):
             use = metrics["subspace_use"]
             name = f"{own['criterion']}, dropout {'on' if own.get('dropout') else 'off'}, {own['model']} model"
             name += (
@@ -788,6 +793,23 @@ def test_figures_of_fedcil_are_the_stored_runs():
         f"ACC of {given[0]} with 20 such steps a round {commands[0]} and of {without[0]} without {commands[1]}" in text
     )
     assert f"[FedAvg has {100 * baselines['methods']['fedavg']['acc']['mean']:.1f}]" in text
+
+
+def test_halves_of_the_layers_on_the_fidelity_page_are_the_stored_runs():
+    stored = [path for path in (RUNS / "paper/permuted-mnist").iterdir() if path.name.startswith("fot")]
+    table = reproduce.table("fot-table14")
+    found, printed = {}, {cell.row: cell.paper for cell in table.cells if cell.column == "Mini-ImageNet"}
+    for cell, runs in table.runs(["PMNIST"], range(3), "paper", [], ROOT / "none", stored).items():
+        scores = reproduce.scores(table.measures, runs)
+        found[cell.row] = [f"{scores[name].mean:.1f}" for name in ("acc", "fgt")]
+        found[cell.row] += [f"{printed[cell.row][name].mean:.2f}" for name in ("acc", "fgt")]
+    told = rows(ROOT / "docs/fidelity.md", after="### Halves of the layers on Permuted MNIST")
+    assert {f"{first} - {second}": scores for first, second, *scores in told} == found
+    acc, fgt = ({row: Decimal(scores[place]) for row, scores in found.items()} for place in (0, 1))
+    text = " ".join((ROOT / "docs/fidelity.md").read_text(encoding="utf-8").split())
+    assert f"freezing it costs {acc['FOT - FOT'] - acc['FOT - frozen']} points" in text
+    gain, more = (score["FOT - finetune"] - score["FOT - FOT"] for score in (acc, fgt))
+    assert f"Fine-tuning it gains {gain} points and forgets {more} points more" in text
 
 
 def test_accuracies_of_fedsols_table_on_the_fidelity_page_are_the_stored_runs():
