@@ -599,8 +599,13 @@ def test_rank_rules_at_full_length_are_the_stored_runs():
     for folder in (RUNS / "paper/permuted-mnist").iterdir():
         config, metrics = read_yaml(folder / "config.yaml"), json.loads((folder / "metrics.json").read_text())
         own = config["strategy"]
-        halves = {own.get(half, "fot") for half in ("first_half", "second_half")}
-        if (config["method"], config["seed"], config["partition"]["task_share"], halves) == ("fot", 0, 1.0, {"fot"}):
+        halves = {own.get(half, "fot") for half in ("first_half", "second_half")} | {own.get("freeze_first", False)}
+        if (config["method"], config["seed"], config["partition"]["task_share"], halves) == (
+            "fot",
+            0,
+            1.0,
+            {"fot", False},
+        ):
             use = metrics["subspace_use"]
             name = f"{own['criterion']}, dropout {'on' if own.get('dropout') else 'off'}, {own['model']} model"
             name += (
@@ -810,6 +815,15 @@ def test_halves_of_the_layers_on_the_fidelity_page_are_the_stored_runs():
     assert f"freezing it costs {acc['FOT - FOT'] - acc['FOT - frozen']} points" in text
     gain, more = (score["FOT - finetune"] - score["FOT - FOT"] for score in (acc, fgt))
     assert f"Fine-tuning it gains {gain} points and forgets {more} points more" in text
+    cells = reproduce.table("fot-table6").runs(["PMNIST", "FRZ", "non-IID"], [0], "paper", [], ROOT / "none", stored)
+    cells |= reproduce.table("fot-table1").runs(
+        ["PMNIST", "FOT", "non-IID"], range(3), "paper", [], ROOT / "none", stored
+    )
+    (frozen, plain) = (reproduce.scores(["acc", "fgt"], runs) for runs in cells.values())
+    first, second = (f"{one['acc'].mean:.1f} and{{}} {one['fgt'].mean:.1f}" for one in (frozen, plain))
+    assert (
+        f"an ACC of {first.format(' an FGT of')} with non-IID data" in text and f"FOT has {second.format('')}." in text
+    )
 
 
 def test_accuracies_of_fedsols_table_on_the_fidelity_page_are_the_stored_runs():
