@@ -108,7 +108,7 @@ class RoundInfo:
     expected: number of clients that sums are divided by. It is the average size of a cohort if the size is protected;
     otherwise, in `absorb`, it is the number of `clients`.
     dropped: id to the stage at which the client drops out; privacy: None without differential privacy.
-    pixels: of the task's images; None if the inputs are no 8-bit images; pixels_of: the same of each task so far.
+    pixels_of: of the images of each task so far; None for a task whose inputs are no 8-bit images.
     masked: with a growing head, a loss of the task's samples has the logits of its classes alone (class_loss=current).
     """
 
@@ -131,8 +131,7 @@ class RoundInfo:
     expected: float = 1.0
     dropped: Mapping[int, str] = field(default_factory=dict)
     privacy: Privacy | None = None
-    pixels: Pixels | None = None
-    pixels_of: tuple[Pixels | None, ...] = ()
+    pixels_of: tuple[Pixels | None, ...] = (None,)
     masked: bool = False
 
     def __repr__(self) -> str:
@@ -142,6 +141,11 @@ class RoundInfo:
     def place(self) -> str:
         """Task, phase and round, for messages."""
         return f"task {self.task}, phase {self.phase.name}, round {self.round}"
+
+    @property
+    def pixels(self) -> Pixels | None:
+        """Normalisation of the images of the round's task; None if its inputs are no 8-bit images."""
+        return self.pixels_of[-1]
 
     @property
     def uploading(self) -> tuple[int, ...]:

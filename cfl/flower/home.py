@@ -133,7 +133,7 @@ class HomeNode(Node):
             raise ConfigError(f"the server asks for another round {position} than the run has ({info.place})")
         if not self.own_data:  # else the cohort depends on the data of others
             told, own = described(info), described(self.rounds.info(position))
-            if other := next((name for name in own if not name.startswith("pixels") and told[name] != own[name]), None):
+            if other := next((name for name in own if name != "pixels_of" and told[name] != own[name]), None):
                 raise ConfigError(
                     f"the server describes the round otherwise than the run has it: {other} ({info.place})"
                 )

@@ -135,7 +135,6 @@ class Rounds:
         sees, heads = self.sees(task), tuple(self.strategy.heads(task, self.tasks))
         owners, expected = self.population.owners(sees), self.population.expected(phase, sees)
         cohort = self.cohort(position)
-        pixels = tuple(each.train.pool.pixels for each in self.population.stream.tasks[: task + 1])
         info = RoundInfo(
             task=task,
             tasks=self.tasks,
@@ -156,8 +155,7 @@ class Rounds:
             expected=expected,
             dropped=self.population.dropped(cohort, key),
             privacy=scope.privacy(phase, expected < len(owners), self.config),
-            pixels=pixels[task],
-            pixels_of=pixels,
+            pixels_of=tuple(each.train.pool.pixels for each in self.population.stream.tasks[: task + 1]),
             masked=self.config.class_loss == "current",
         )
         return replace(info, frozen=info.frozen | self.strategy.paused(info))

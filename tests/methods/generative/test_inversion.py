@@ -41,7 +41,7 @@ def info(model, number=0, task=1, pixels=Pixels(torch.tensor(0.3), torch.tensor(
     names = (*model.trainable(task), *model.buffers(task))
     phase = Phase("generate", 4, cohort="none", train=False)
     return RoundInfo(
-        task, 3, phase, number, (), names, frozenset(), (task,), 1, 0.1, model, key=50 + number, pixels=pixels
+        task, 3, phase, number, (), names, frozenset(), (task,), 1, 0.1, model, key=50 + number, pixels_of=(pixels,)
     )
 
 
