@@ -379,7 +379,7 @@ def test_list_and_describe_name_sources_and_defaults(capsys):
     for name, parts in {
         "fot": ("strategy.threshold", "(0, 1]", "Table 9"),
         "fedprox": ("regularizer.fedprox.mu",),
-        "mlp": ("model.hidden", "Sequence[int]"),
+        "mlp": ("model.hidden", "Sequence[int]", "hidden: widths of the hidden layers;"),
         "permuted-mnist": ("cohort: 64", "appendix F"),
     }.items():
         assert invoke("describe", name) == 0
@@ -399,8 +399,8 @@ def test_describe_says_which_options_are_required(monkeypatch, capsys):
     assert invoke("describe", "needs") == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
     shown = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
-    assert ["strategy.strength", "required", "number", "how much", ""] in shown
-    assert ["strategy.plain", "required", "whole number", "", ""] in shown
+    assert ["strategy.strength", "required", "number", "how much"] in shown
+    assert ["strategy.plain", "required", "whole number", ""] in shown
     assert ["all else", "depends on the values of strength, plain"] in shown
 
 
@@ -438,7 +438,7 @@ def test_describe_shows_annotations_that_cannot_be_read(monkeypatch, capsys):
 def test_describe_shows_an_option_of_a_run(name, row, capsys):
     assert invoke("describe", name) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
-    assert [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines] == [[name, *row, ""]]
+    assert [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines] == [[name, *row]]
 
 
 def test_describe_shows_an_option_of_all_methods_that_have_it(capsys):

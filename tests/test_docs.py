@@ -963,6 +963,37 @@ def test_figures_of_topics_on_the_page_of_texts_are_the_stored_ones():
     assert text in (ROOT / "docs/text.md").read_text()
 
 
+@pytest.mark.parametrize("scenario", ["class", "task"])
+def test_tables_of_the_class_incremental_page_are_the_stored_runs(scenario):
+    groups, times = defaultdict(list), defaultdict(list)
+    for run in (RUNS / "small/split-fashion-mnist").iterdir():
+        config, own = read_yaml(run / "config.yaml"), json.loads((run / "metrics.json").read_text())
+        if config["scenario"] != scenario:
+            continue
+        share = config["method"] == "fedprotip" and config["strategy"]["score"] == "share"
+        also = ", score=share" if share else ", infer_tasks" if config["strategy"].get("infer_tasks") else ""
+        name = f"`{config['method']}`{also}"
+        groups[name, config["partition"]["name"]].append(own)
+        timing = json.loads((run / "timing.json").read_text())
+        times[name].append(sum(sum(timing[who].values()) for who in ("clients", "server")))
+
+    def percent(runs, name):
+        """Mean and deviation over three seeds; a dash for a score that the runs do not have."""
+        values = [100 * run[name] for run in runs if run.get(name) is not None]
+        assert len(values) in (0, 3)
+        return f"{np.mean(values):z.1f} ± {np.std(values):.1f}" if values else "–"
+
+    def row(name):
+        iid, lda = groups[name, "iid"], groups[name, "lda"]
+        scores = [percent(runs, score) for runs in (iid, lda) for score in ("acc", "fgt")]
+        scores += [percent(iid, "task_accuracy")] * (scenario == "class")
+        costs = [(run["bytes_up"] / 1e6, run["bytes_down"] / 1e6, run["client_bytes"] / 1e3) for run in iid]
+        return [*scores, *(f"{mean(cost):.0f}" for cost in zip(*costs)), f"{min(times[name]):.0f}"]
+
+    told = rows(ROOT / "docs/class-incremental.md", after=f"With `scenario={scenario}`{':' if scenario == 'class' else ','}")
+    assert {name: cells for name, *cells in told} == {name: row(name) for name in times}
+
+
 def _scores(runs):
     """ACC and FGT of three runs as on a page."""
     assert len(runs) == 3

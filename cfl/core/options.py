@@ -82,7 +82,7 @@ def build(cls: type[T], values: dict[str, Any], prefix: str) -> T:
 
 
 def fill(item: Any, values: Mapping[str, Any]) -> None:
-    """Give the options of a frozen dataclass that are None their values of a preset; called in its `__post_init__`."""
+    """Set each option of a frozen dataclass that is None to its value in a preset; called in its `__post_init__`."""
     for name, value in values.items():
         if getattr(item, name) is None:
             object.__setattr__(item, name, value)

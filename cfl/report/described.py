@@ -34,7 +34,8 @@ def blocks(kind: str, name: str, item: Any, source: str) -> list[Any]:
     if kind == "benchmarks":
         return [title, _preset(name)]
     if kind == "models":
-        return [title, tables.hyper_parameters(_parameters(name), "model.")]
+        details = inspect.cleandoc(item.__doc__ or "").partition("\n")[2].strip()
+        return [title, tables.hyper_parameters(_parameters(name), "model."), *([details] if details else [])]
     rows, prefix = options.describe(item), "strategy." if kind == "methods" else f"regularizer.{name}."
     own = tables.hyper_parameters(rows, prefix) if rows else "No hyper-parameters."
     shown = [title, own]

@@ -222,11 +222,15 @@ def answers(rows: Sequence[tuple[str, str]], title: str) -> Table:
 
 
 def hyper_parameters(rows: Sequence[Mapping[str, Any]], prefix: str) -> Table:
-    """A row per hyper-parameter: name for `--set`, default (MISSING if it has none), valid values, meaning, source."""
-    table = Table(Column("option", no_wrap=True), "default", "valid", "meaning", "source")
+    """A row per hyper-parameter: name for `--set`, default (MISSING if it has none), valid values, meaning, source.
+
+    Meaning and source are left out if no row has one.
+    """
+    texts = {title: key for title, key in (("meaning", "help"), ("source", "source")) if any(row[key] for row in rows)}
+    table = Table(Column("option", no_wrap=True), "default", "valid", *texts)
     for row in rows:
         words = "none" if row["default"] is None else "required" if row["default"] is MISSING else str(row["default"])
-        table.add_row(f"{prefix}{row['name']}", words, row["range"], row["help"], row["source"])
+        table.add_row(f"{prefix}{row['name']}", words, row["range"], *(row[key] for key in texts.values()))
     return table
 
 

@@ -26,7 +26,7 @@ def split(
     pool: Pool,
     keep: int | None = None,
 ) -> Stream:
-    """A class-incremental stream: equal groups of classes as tasks, one head a task, class ids from zero in each task.
+    """A stream that splits the classes: equal groups of them as tasks, one head a task, class ids from zero in each.
 
     tasks: number of groups; class_order: "random" (that of Avalanche's `nc_benchmark` for `seed`) or "natural" (0, 1,
     2, ...); pool: train images, then test images (see `datasets.pooled`); keep: return the first `keep` tasks

@@ -32,7 +32,7 @@ def from_tensors(
     clients: of each task the client (n_train,) that holds each train sample, 0, 1, 2, ...; see partition.name=stream.
     Raises ConfigError for arguments of another type. Raises DataError for a task without these four parts; samples and
     labels that are not numbers, not finite, empty, or of unequal lengths, shapes or kinds; negative labels; more
-    classes than train samples; and test labels that no train sample has.
+    than 1,000 classes if there are fewer train samples; and test labels that no train sample has.
     """
     images: dict[str, Tensor] = {}
     samples, start = [], 0

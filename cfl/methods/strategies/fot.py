@@ -2,8 +2,9 @@
 
 FedProject (eq. 5-7), every round: remove from the aggregated step its component in the span of earlier layer inputs,
     Delta W <- Delta W - (Delta W O) O^T            (eq. 6 prints it for transposed weights, with O O^T on the left)
-GPSE (eq. 8-12), once after each task but the last: clients send Gaussian sketches A_i = (I - O O^T) X_i G_i of their
-layer inputs and two energies. From the sums the server takes the leading directions that the rank rule asks for.
+GPSE (eq. 8-12), once after each task but the last: for each layer clients send a sketch A_i = (I - O O^T) X_i G_i of
+their inputs X_i, or the Gram matrix of (I - O O^T) X_i if it has fewer numbers, and two energies. From the sums the
+server takes the leading directions that the rank rule asks for.
 `cfl.methods.subspace.gpse` implements GPSE; `cfl.methods.subspace.layer_policy` selects projected and frozen layers.
 
 Deviations, each with an option (see docs/fot.md): the rank rule uses energies (eq. 12 as printed protects nothing in
@@ -33,8 +34,8 @@ class FOT(OptionalTaskInference, LayerPolicy, GPSE, Strategy):
 
     source: ClassVar[str] = "Bakman et al., ICLR 2024, Algorithm 1"
     sends: ClassVar[str] = (
-        "its update w_global - w_local, every round; after each task but the last, a sketch and two energies of each "
-        "layer's inputs; with strategy.project_at=server no energies; with strategy.freeze_first=true nothing of the "
+        "its update w_global - w_local, every round; after each task but the last, a sketch or the Gram matrix of each "
+        "layer's inputs (strategy.sketch), and two energies; with strategy.project_at=server no energies; with strategy.freeze_first=true nothing of the "
         "first layer's inputs, which are the data; with strategy.infer_tasks=true and scenario=class, after each task "
         "the sum of second moments of the classifier's inputs, and the number of samples"
     )
