@@ -36,7 +36,11 @@ METHODS = {*plugins.strategies.names(), *plugins.local.names()}
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("", {*GROUP.commands, "--help", "--version"}),
+        ("", {*GROUP.commands, "--plugin", "--help", "--version"}),
+        ("--plugin m", set()),  # bash then offers files
+        ("--plugin mine.py --plugin more.py desc", {"describe"}),
+        ("--plugin mine.py train split-d", {"split-digits"}),
+        ("--plugin mine.py train iris --met", {"--method"}),
         ("desc", {"describe"}),
         ("train split-d", {"split-digits"}),
         ("train --quiet permuted-", {"permuted-digits", "permuted-mnist"}),

@@ -8,7 +8,7 @@ import re
 import shlex
 from collections import defaultdict
 from dataclasses import fields
-from decimal import ROUND_HALF_UP, Decimal
+from decimal import Decimal
 from inspect import isfunction
 from pathlib import Path
 from statistics import mean, median, pstdev, stdev
@@ -838,14 +838,15 @@ def test_accuracies_of_fedsols_table_on_the_fidelity_page_are_the_stored_runs():
     told = rows(ROOT / "docs/fidelity.md", after="Of Table 2,")
     shown = {(name.lower(), three): score for name, _, *ours in told for three, score in zip((True, False), ours)}
     assert {key: score for key, score in shown.items() if score != "–"} == found
-    methods = ("fedavg", "fedprox, mu 1", "fednova", "scaffold", "fedntd", "fedsam, rho 0.1", "fedasam", "fedsol")
-    *first, last = (found[method, True] for method in methods)
-    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    named = "FedAvg, FedProx, FedNova, SCAFFOLD, FedNTD, FedSAM, FedASAM and FedSOL"
     printed = read_yaml(ROOT / "cfl/experiments/papers/fedsol.yaml")["fedsol-table2"]["paper"]["LDA"]
-    scores = [Decimal(cells[0].partition("±")[0]) for cells in printed.values()]
-    *paper, fedsol = (str(score.quantize(Decimal("0.1"), ROUND_HALF_UP)) for score in scores)
-    told = f"{named} reach {', '.join(first)} and {last}; the paper's are {', '.join(paper)} and {fedsol}."
+    paper = {name.lower(): float(cells[0].partition("±")[0]) for name, cells in printed.items()}
+    names = {"fedprox": "fedprox, mu 0.01", "fedsam": "fedsam, rho 0.1"}
+    above = {name: float(found[names.get(name, name), True]) - score for name, score in paper.items()}
+    near = ("fedavg", "fedprox", "fedntd", "fedsam", "fedasam", "fedsol")
+    assert {*above} == {*near, "scaffold", "fednova"} and max(abs(above[name]) for name in near) < 0.5
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert "FedAvg, FedProx (mu 0.01), FedNTD, FedSAM (rho 0.1), FedASAM and FedSOL are within 0.5 points" in readme
+    told = f"SCAFFOLD is {above['scaffold']:.1f} points above the paper's, and our FedNova {above['fednova']:.1f}"
     assert told in readme
 
 

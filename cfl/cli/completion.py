@@ -21,9 +21,11 @@ _SCRIPT = """\
 if [ -n "${{ZSH_VERSION-}}" ]; then autoload -Uz bashcompinit && bashcompinit; fi
 _cfl_run() {{
     local current="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}" words="" before="" after=""
+    local at=1; while [ "${{COMP_WORDS[at]}}" = --plugin ]; do at=$((at + 2)); done
     case "$COMP_CWORD $current" in
-        "1 "*) words="{commands} --help --version" ;;
-        *" -"*) case "${{COMP_WORDS[1]}}" in
+        "$((at - 1)) "*) ;;
+        "$at "*) words="{commands} --plugin --help --version" ;;
+        *" -"*) case "${{COMP_WORDS[at]}}" in
 {flags}
         esac ;;
         *) case "$previous" in
@@ -31,7 +33,7 @@ _cfl_run() {{
             {of_keys}) words="{keys}"; after="=" ;;
 {choices}
             {other}) ;;
-            *) case "${{COMP_WORDS[1]}}" in
+            *) case "${{COMP_WORDS[at]}}" in
 {arguments}
             esac ;;
         esac ;;
