@@ -555,7 +555,11 @@ def test_describe_does_not_state_inherited_uploads_for_a_class_with_its_own(base
 
 def test_describe_names_sketches_and_counts(capsys):
     for name, parts in {
-        "fot": ("a sketch or the Gram matrix of each layer", "strategy.freeze_first=true", "not supported: 'fot' cannot run"),
+        "fot": (
+            "a sketch or the Gram matrix of each layer",
+            "strategy.freeze_first=true",
+            "not supported: 'fot' cannot run",
+        ),
         "fednova": ("the number of its local steps", "not supported: 'fednova' cannot run like this"),
         "fedet": ("its logits on the public data", "which secagg=full hides"),
         "ewc": ("its update w_global - w_local", "set dp.level=client"),

@@ -124,8 +124,8 @@ class EarlyStopping(Callback):
 
     metric: "accuracy" on the current task, which needs the option `eval_every`; "loss", the mean training loss; or a
     metric of another callback, as "Name.metric".
-    patience: recorded values in a row that do not improve on the best one by more than `min_delta`; mode: "max" if larger is better,
-    "min" if smaller is, None for the usual one of accuracy and loss.
+    patience: recorded values in a row that do not improve on the best one by more than `min_delta`; mode: "max" if
+    larger is better, "min" if smaller is, None for the usual one of accuracy and loss.
     Raises ConfigError for a metric that the run does not record.
     """
 

@@ -117,8 +117,8 @@ class Stream:
     encoder: makes samples of texts, in a stream of texts; None otherwise.
     Raises ConfigError for fields of another type; DataError for a stream without tasks, samples of another shape, a
     single head with unequal class counts or one that grows, a head with more than 1,000 classes and fewer train
-    samples, a test label without train samples (of the task, or with a single head of any task), a sample with NaN or infinity, and empty
-    public data.
+    samples, a test label without train samples (of the task, or with a single head of any task), a sample with NaN or
+    infinity, and empty public data.
     """
 
     name: str

@@ -35,9 +35,10 @@ class FOT(OptionalTaskInference, LayerPolicy, GPSE, Strategy):
     source: ClassVar[str] = "Bakman et al., ICLR 2024, Algorithm 1"
     sends: ClassVar[str] = (
         "its update w_global - w_local, every round; after each task but the last, a sketch or the Gram matrix of each "
-        "layer's inputs (strategy.sketch), and two energies; with strategy.project_at=server no energies; with strategy.freeze_first=true nothing of the "
-        "first layer's inputs, which are the data; with strategy.infer_tasks=true and scenario=class, after each task "
-        "the sum of second moments of the classifier's inputs, and the number of samples"
+        "layer's inputs (strategy.sketch), and two energies; with strategy.project_at=server no energies; with "
+        "strategy.freeze_first=true nothing of the first layer's inputs, which are the data; with "
+        "strategy.infer_tasks=true and scenario=class, after each task the sum of second moments of the classifier's "
+        "inputs, and the number of samples"
     )
     per_sample: ClassVar[bool] = True
 
