@@ -64,7 +64,7 @@ class GPSE:
                 f"strategy.criterion={self.criterion} needs clients' |X*|: use strategy.project_at=client"
             )
         for name, usual in (("draw", "client"), ("distribution", "normal")):
-            if self.sketch != "gaussian" and getattr(self, name) != usual:
+            if self.sketch == "auto" and getattr(self, name) != usual:
                 raise ConfigError(
                     f"strategy.{name}={getattr(self, name)} is for Gaussian sketches: set strategy.sketch=gaussian"
                 )
