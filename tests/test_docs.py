@@ -759,7 +759,7 @@ def test_figures_of_reviews_on_the_page_of_texts_are_the_stored_ones():
         config, found = read_yaml(folder / "config.yaml"), json.loads((folder / "metrics.json").read_text())
         if config["model"].get("weights") is None:
             runs.setdefault((*config["regularizers"], config["partition"]["alpha"]), []).append(found)
-    for name, *cells in rows(ROOT / "docs/text.md", after="FedAvg over the same seeds"):
+    for name, *cells in rows(ROOT / "docs/text.md", after="from FedAvg over the same seeds"):
         for alpha, score, difference in zip((0.3, 0.5), cells[::2], cells[1::2]):
             own, plain = runs[(*({name.strip("`")} - {"fedavg"}), alpha)], runs[(alpha,)]
             accs = [100 * run["acc"] for run in own]

@@ -19,10 +19,11 @@ from cfl.core.functorch import transforming
 from cfl.models import adapters, recurrent
 from cfl.models import precision as precisions
 from cfl.models.dropout import switched_off
+from cfl.models.heads import check_outputs
 from cfl.models.layers import drop_running_stats, full_name, layers_of, leaf_slots, new_heads, norm_parameters, on_input
 from cfl.models.memory_format import Layout, is_channels_last
 from cfl.models.passes import by_batch, couples, passes
-from cfl.models.tracing import check_outputs, constants, features_fault, frozen_names, own_copy, trace
+from cfl.models.tracing import constants, features_fault, frozen_names, own_copy, trace
 
 NormStats = Literal["per_task", "batch", "running"]
 NO_CLASS = -1e9  # logit of a class that a narrower head does not have: its softmax is 0, its logarithm is finite
@@ -82,7 +83,7 @@ class Model:
             self.classifier = paths[-1]
             self._head_names = [full_name(paths[-1], name) for name, _ in last.named_parameters()]
         self.no_features = features_fault(self.classifier, mixed)
-        check_outputs(self.module, self.classifier, outputs, classes, multi_head)
+        check_outputs(spare, self.classifier, outputs, classes, multi_head, input_shape, device, dtype)
         self._parameter_names = [name for name, _ in self.module.named_parameters()]
         self.masks = constants(self.module, self.moving)
         self._buffer_names = [name for name, _ in self.module.named_buffers() if name not in self.masks]

@@ -12,6 +12,18 @@ from cfl.core import rng
 _FEW = 128  # samples at most; benchmarks/passes.py compares sizes, stored in results/passes there
 
 
+def draws(
+    count: int, input_shape: Sequence[int], device: torch.device | str, dtype: torch.dtype | None, module: nn.Module
+) -> Tensor:
+    """Samples (count, *input_shape) in [0, 2) to try a module; as integers, such as tokens, they are 0 or 1.
+
+    dtype: of the samples; None: of the module's parameters.
+    """
+    own = (leaf.dtype for leaf in module.parameters() if leaf.is_floating_point())
+    x = torch.rand(count, *input_shape, generator=rng.generator(0)) * 2
+    return x.to(device, dtype or next(own, torch.float32))
+
+
 def couples(
     module: nn.Module, input_shape: Sequence[int], device: torch.device | str, dtype: torch.dtype | None = None
 ) -> bool:
@@ -24,13 +36,11 @@ def couples(
     norms = [layer for layer in module.modules() if isinstance(layer, _NormBase)]
     if any(isinstance(layer, _BatchNorm) or layer.track_running_stats for layer in norms):
         return True
-    own = (leaf.dtype for leaf in module.parameters() if leaf.is_floating_point())
     module.train()
     for layer in module.modules():
         if isinstance(layer, _DropoutNd):
             layer.eval()
-    draws = torch.rand(3, *input_shape, generator=rng.generator(0)) * 2  # integers, such as tokens, are 0 or 1
-    x = draws.to(device, dtype or next(own, torch.float32))
+    x = draws(3, input_shape, device, dtype, module)
     try:
         with torch.no_grad():
             for leaf in module.parameters():

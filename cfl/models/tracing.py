@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from cfl.core import ConfigError, Tree, rng
 from cfl.core.errors import MOST_NAMES, few, reason
-from cfl.models.layers import NORMS, Projectable, on_input, owners
+from cfl.models.layers import NORMS, Projectable, on_input
 
 # A recomputation in the backward pass would read the module's own parameters, not those of the client.
 _RECOMPUTES = "activation checkpointing (torch.utils.checkpoint) is not supported; call the layers without it"
@@ -125,39 +125,6 @@ def trace(
                 f"{tuple(outputs[:1].shape)}, so keep the first dimension, as flatten(1) does and squeeze() does not"
             )
         return Traced(called, outputs.shape[1], moving, replaced, alone is not None, _unreached(other, x), mixed)
-
-
-def check_outputs(
-    module: nn.Module, classifier: str | None, outputs: int, classes: Sequence[int], multi_head: bool
-) -> None:
-    """Raise ConfigError for a module whose outputs, or last Linear layer `classifier`, do not fit a stream's heads."""
-    if not multi_head:
-        if outputs != classes[0]:
-            raise ConfigError(f"the model has {outputs} outputs, but the stream has {classes[0]} classes")
-        return
-    if classifier is None:
-        raise ConfigError(
-            "the stream has a head for each task, but the model's last layer is not nn.Linear: end the model in a "
-            "Linear layer, or use a single-head stream"
-        )
-    head = module.get_submodule(classifier)
-    if {name for name, _ in head.named_parameters()} - {"weight", "bias"}:
-        raise ConfigError(
-            f"the stream has a head for each task, and the model's last Linear layer, '{classifier}', has a "
-            "parametrization such as weight_norm; remove it: the heads are plain Linear layers"
-        )
-    own, uses = {id(leaf) for leaf in head.parameters()}, owners(module)
-    if any(uses[leaf] > 1 for leaf in own):
-        shared = [name for name, leaf in module.named_parameters(remove_duplicate=False) if id(leaf) in own]
-        raise ConfigError(
-            f"the stream has a head for each task, but the model's last Linear layer, '{classifier}', shares "
-            f"parameters with another layer ({', '.join(shared)}); give it its own"
-        )
-    if outputs != head.out_features:
-        raise ConfigError(
-            f"the stream has a head for each task, in place of the model's last Linear layer, '{classifier}', "
-            f"but the model returns {outputs} outputs where this layer has {head.out_features}; end the model in it"
-        )
 
 
 def features_fault(classifier: str | None, mixed: Collection[str]) -> str:

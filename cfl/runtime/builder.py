@@ -117,8 +117,9 @@ def build_session(
         parts = EngineParts(engine, rounds, fingerprint, budget.multiplier, data_root, checkpoints)
         engine = make(parts)
     recorder = Recorder(folder, sink, state, rounds, budget, fingerprint, called)
-    notes += [*without_effect.notes(config, stream.scenario), *model.notes(), *composed.strategy.notes(model),
-              *population.notes(), *budget.notes(), *_on_evaluations(config, rounds, label)]  # fmt: skip
+    notes += [*without_effect.notes(config, stream.scenario), *_on_heads(config, stream, model, composed.strategy),
+              *model.notes(), *composed.strategy.notes(model), *population.notes(), *budget.notes(),
+              *_on_evaluations(config, rounds, label)]  # fmt: skip
     given = {name: each for name, each in members.items() if each != built.get(name)}
     about = model_file.contents(stream, own, given, model)
     return Session(
@@ -140,6 +141,20 @@ def _check_fit(strategy: Strategy, stream: Stream, label: str) -> None:
         raise ConfigError(f"{label} cannot run with scenario=class: {why}")
     if stream.vocabulary is not None and (why := strategy.not_for_texts):
         raise ConfigError(f"{label} cannot run on texts: {why}")
+
+
+def _on_heads(config: RunConfig, stream: Stream, model: models.Model, strategy: Strategy) -> list[str]:
+    """Notes on tasks whose accuracy says nothing, and on outputs that weight decay alone changes."""
+    alone = [task.name for task in stream.tasks if task.classes == 1 and not stream.growing]
+    why = "has a head of a single class, so its accuracy is 100 % whatever the model learns"
+    found = [f"task '{name}' {why}" for name in alone]
+    if stream.growing and len(stream) > 1 and config.class_loss == "current" and config.local.weight_decay:
+        if model.old_head(1) - strategy.frozen(1, model):
+            found.append(
+                f"with class_loss=current, local.weight_decay={config.local.weight_decay:g} shrinks the head's weights "
+                f"for the classes of earlier tasks, unless '{config.method}' or a regularizer trains them"
+            )
+    return found
 
 
 def _on_later_tasks(

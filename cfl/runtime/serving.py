@@ -60,10 +60,9 @@ class Predictor:
         """
         if self.model.growing or self.model.tasks == 1:
             return
-        served = (self.strategy.serve(self.server, task) for task in range(last + 1))
-        own = any("@" in name for name in self.server["params"])
-        if own or any(a is not b and not tree.equal(a, b) for a, b in pairwise(served)):
-            what = "a head" if self.scenario == "task" else "parts"
+        served = (self.model.bind(self.strategy.serve(self.server, task), task) for task in range(last + 1))
+        if self.model.multi_head or any(not tree.equal(a, b) for a, b in pairwise(served)):
+            what = "a head" if self.model.multi_head else "parts"
             raise ConfigError(f"the model has {what} for each task; pass task=0 to {last}")
 
     def _batch(self, x: Tensor, task: int | None, last: int) -> Tensor:

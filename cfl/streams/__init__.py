@@ -7,6 +7,7 @@ their streams and data sets.
 from cfl.streams import builtin as _builtin  # noqa: F401
 from cfl.streams import text as _text  # noqa: F401
 from cfl.streams.benchmark import Benchmark, build, selected
+from cfl.streams.own_texts import from_texts
 from cfl.streams.partition import Deal, deal
 from cfl.streams.public import with_public
 from cfl.streams.scenario import with_scenario
@@ -17,5 +18,5 @@ from cfl.streams.validation import held_out
 
 __all__ = [
     "Benchmark", "Deal", "TaskSamples", "TextOptions", "Pool", "Stream", "Task", "build", "deal", "from_tensors",
-    "held_out", "selected", "with_public", "with_scenario",
+    "from_texts", "held_out", "selected", "with_public", "with_scenario",
 ]  # fmt: skip

@@ -95,6 +95,10 @@ def selected(stream: Stream, tasks: int | Sequence[str] | None) -> Stream:
         return replace(stream, tasks=stream.tasks[:tasks])
     named = {task.name: task for task in stream.tasks}
     names = _checked(tasks, stream.name, tuple(named))
+    if len(named) < len(stream):
+        raise ConfigError(
+            f"several tasks of stream '{stream.name}' have one name, so tasks must be a number, not {list(names)}"
+        )
     if stream.growing and names != tuple(named)[: len(names)]:
         raise ConfigError(
             f"stream '{stream.name}' numbers the classes of its tasks one after another, so only its first tasks can "

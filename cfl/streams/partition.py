@@ -136,7 +136,10 @@ def stated(clients: Tensor | None, task: int, count: int) -> Deal:
             "from_tensors, or choose another partition"
         )
     if (last := int(clients.max())) >= count:
-        raise ConfigError(f"task {task} has samples of client {last}; set partition.clients to {last + 1} or more")
+        raise ConfigError(
+            f"task {task} has samples of client {last}; set partition.clients to {last + 1} or more, or number the "
+            "clients of all tasks without gaps, as numpy.unique(ids, return_inverse=True)[1] does"
+        )
     return Deal(clients.argsort(stable=True), clients.bincount(minlength=count).cpu().numpy())
 
 

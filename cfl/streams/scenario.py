@@ -18,8 +18,8 @@ SCENARIOS = ("task", "class", "domain")
 def with_scenario(stream: Stream, scenario: str | None) -> Stream:
     """Return a stream under a scenario; None: as it is.
 
-    If its tasks share a head and no label, each task's labels are numbered anew under "task" and "class", in their
-    order: no output is then without samples.
+    If its tasks share a head, each task's labels are numbered anew under "task" and "class", in their order: no output
+    is then without samples.
 
     Raises ConfigError for an unknown scenario, for tasks of unequal sizes under "domain", and for another scenario than
     "class" if the stream numbers the classes of all tasks already.
@@ -42,12 +42,10 @@ def with_scenario(stream: Stream, scenario: str | None) -> Stream:
 
 
 def _own_labels(tasks: tuple[Task, ...]) -> tuple[Task, ...]:
-    """Number the labels of each task from 0 if no two of several tasks share one."""
-    labels = [torch.cat([task.train.targets, task.test.targets]).unique() for task in tasks]
-    if len(tasks) == 1 or len(torch.cat(labels).unique()) < sum(map(len, labels)):
-        return tasks
+    """Number the labels of each task from 0."""
     found = []
-    for task, own in zip(tasks, labels, strict=True):
+    for task in tasks:
+        own = torch.cat([task.train.targets, task.test.targets]).unique()
         train, test = (replace(part, targets=torch.searchsorted(own, part.targets)) for part in (task.train, task.test))
         found.append(replace(task, train=train, test=test, classes=len(own)))
     return tuple(found)

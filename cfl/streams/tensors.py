@@ -1,8 +1,8 @@
 """Streams from tensors, NumPy arrays and lists."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from cfl.core.typed import described, typed
 from cfl.streams.store import Pool, Stream, Task, TaskSamples, unlabelled
 
 _PARTS = "(x_train, y_train, x_test, y_test)"
+Inputs = TypeVar("Inputs", bound=Sized)
 
 
 @typed
@@ -34,21 +35,7 @@ def from_tensors(
     labels that are not numbers, not finite, empty, or of unequal lengths, shapes or kinds; negative labels; more
     than 1,000 classes if there are fewer train samples; and test labels that no train sample has.
     """
-    images: dict[str, Tensor] = {}
-    samples, start = [], 0
-    for number, parts in enumerate(tasks):
-        if not isinstance(parts, list | tuple) or len(parts) != 4:
-            raise DataError(
-                f"task {number} must be {_PARTS}, not {described(parts)}; give from_tensors a list of tasks"
-            )
-        rows: list[Tensor] = []
-        for x, y, which in ((*parts[:2], "train"), (*parts[2:], "test")):
-            what = f"{which} samples of task {number}"
-            images[what] = as_inputs(x, what)
-            size = len(images[what])
-            rows += [torch.arange(start, start + size), as_labels(y, f"{which} labels of task {number}", size)]
-            start += size
-        samples.append((rows[0], rows[1], rows[2], rows[3]))
+    images, samples = parts_of(tasks, as_inputs)
     stream = assemble(name, images, samples, multi_head)
     if clients is not None:
         stream = _held(stream, [*clients])
@@ -58,6 +45,30 @@ def from_tensors(
     if inputs.dtype != kind:
         raise DataError(f"public inputs are {inputs.dtype} and the tasks' are {kind}; convert either")
     return replace(stream, public=unlabelled(Pool(inputs)))
+
+
+def parts_of(
+    tasks: Iterable[Sequence[Any]], read: Callable[[Any, str], Inputs]
+) -> tuple[dict[str, Inputs], list[tuple[Tensor, Tensor, Tensor, Tensor]]]:
+    """Read (x_train, y_train, x_test, y_test) of each task; `assemble` says what is returned.
+
+    read: makes the inputs from x and its name, which errors have. Raises DataError for a task without these four
+    parts, and as `as_labels`.
+    """
+    inputs: dict[str, Inputs] = {}
+    samples, start = [], 0
+    for number, parts in enumerate(tasks):
+        if not isinstance(parts, list | tuple) or len(parts) != 4:
+            raise DataError(f"task {number} must be {_PARTS}, not {described(parts)}; give a list of such tasks")
+        rows: list[Tensor] = []
+        for x, y, which in ((*parts[:2], "train"), (*parts[2:], "test")):
+            what = f"{which} samples of task {number}"
+            inputs[what] = read(x, what)
+            size = len(inputs[what])
+            rows += [torch.arange(start, start + size), as_labels(y, f"{which} labels of task {number}", size)]
+            start += size
+        samples.append((rows[0], rows[1], rows[2], rows[3]))
+    return inputs, samples
 
 
 def _held(stream: Stream, clients: Sequence[Any]) -> Stream:
@@ -100,6 +111,8 @@ def _tensor(value: Any, what: str, numbers: str = "real numbers") -> Tensor:
 
     what, numbers: the value and its entries, for the error.
     """
+    if np.ma.is_masked(value):
+        raise DataError(f"{what} have masked entries; fill them, or leave their samples out")
     try:
         if isinstance(value, Tensor):
             found = value.detach().cpu().to_dense()
@@ -121,11 +134,13 @@ def assemble(
     images: Mapping[str, Tensor],
     samples: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]],
     multi_head: bool,
+    vocabulary: int | None = None,
 ) -> Stream:
     """Make a stream over one pool of several blocks of images.
 
     images: blocks (n, ...) of one sample shape, all uint8 or all float32, as `as_inputs` makes them, with their names;
-    samples: (train rows, train labels, test rows, test labels) of each task; rows count through all blocks.
+    samples: (train rows, train labels, test rows, test labels) of each task; rows count through all blocks;
+    vocabulary: of tokens, as in `Pool`.
     With multi_head a task's labels become 0, 1, ... in ascending order; otherwise every task has largest label + 1
     classes. Raises DataError for blocks of unequal shape or kind, and as Task and Stream.
     """
@@ -139,7 +154,7 @@ def assemble(
                 f"{what} of stream '{name}' are {kinds[what]}, and {first} {kinds[first]}; "
                 "bring all tasks to one shape and dtype"
             )
-    pool = Pool(torch.cat(list(images.values())))
+    pool = Pool(torch.cat(list(images.values())), vocabulary=vocabulary)
     classes = max((int(label.max()) + 1 for _, a, _, b in samples for label in (a, b) if len(label)), default=0)
     tasks = []
     for number, (train, train_y, test, test_y) in enumerate(samples):
@@ -149,6 +164,8 @@ def assemble(
             train_y, test_y = torch.searchsorted(known, train_y), torch.searchsorted(known, test_y)
             label, heads = class_name(known), len(known)
         tasks.append(Task(label, TaskSamples(pool, train, train_y), TaskSamples(pool, test, test_y), heads))
+    if len({task.name for task in tasks}) < len(tasks):
+        tasks = [replace(task, name=f"task {number}: {task.name}") for number, task in enumerate(tasks)]
     return Stream(name, tuple(tasks), tuple(pool.images.shape[1:]), multi_head)
 
 

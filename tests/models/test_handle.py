@@ -133,6 +133,31 @@ def test_a_model_without_a_final_linear_layer():
     assert single.head(0) == () and [layer.size for layer in single.layers] == [16]
 
 
+class Auxiliary(nn.Module):
+    """Its last Linear layer is not that of its outputs."""
+
+    def __init__(self, both):
+        super().__init__()
+        self.main, self.other, self.both = nn.Linear(4, 3), nn.Linear(4, 3), both
+
+    def forward(self, x):
+        outputs, other = self.main(x), self.other(x)
+        return outputs + other if self.both else outputs
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["aside", "added"])
+def test_a_head_for_each_task_has_to_be_all_that_the_outputs_depend_on(both):
+    with pytest.raises(ConfigError, match="'other', but the outputs depend on the samples without this layer, too"):
+        Model(Auxiliary(both), (4,), [3, 3], multi_head=True)
+    Model(Auxiliary(both), (4,), [3, 3], multi_head=False)  # one head for all tasks may be anything
+
+
+@pytest.mark.parametrize("behind", [nn.LogSoftmax(1), nn.Sequential(nn.BatchNorm1d(3), nn.Tanh()), nn.Dropout(0.5)])
+def test_what_follows_a_head_may_change_its_outputs(behind):
+    model = Model(nn.Sequential(nn.Linear(4, 3), behind), (4,), [3, 3], multi_head=True)
+    assert model.head(1) == ("0.weight@1", "0.bias@1")
+
+
 def test_outputs_and_inputs_must_fit_the_stream():
     with pytest.raises(ConfigError, match="the model has 3 outputs, but the stream has 5 classes"):
         Model(seeded(bn_net), (4,), [5], multi_head=False)

@@ -466,6 +466,31 @@ def test_the_rounds_between_evaluations_of_local_models_are_counted_over_the_pha
     assert places == [(task, *place) for task in range(3) for place in (("train", 1), second[task])]
 
 
+@pytest.mark.parametrize("scenario", ["task", "class"])
+def test_a_note_names_a_head_of_a_single_class(scenario: str) -> None:
+    x, y = torch.randn(12, toy.DIMENSIONS), torch.arange(12) % 2
+    stream = cfl.from_tensors([(x, y, x, y), (x, 0 * y + 5, x, 0 * y + 5)], multi_head=True)
+    config = toy.config("tasks=2", "local.batch_size=1", f"scenario={scenario}", method="fedavg")
+    notes = build_session(config, stream, methods.build(config)).notes
+    told = ["task 'classes 5' has a head of a single class, so its accuracy is 100 % whatever the model learns"]
+    assert [note for note in notes if "single class" in note] == (told if scenario == "task" else [])
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "told"),
+    [
+        ("fedavg", ["class_loss=current", "local.weight_decay=0.01"], True),
+        ("fedavg", ["class_loss=current"], False),
+        ("fedavg", ["local.weight_decay=0.01"], False),  # the loss has all classes
+        ("fot", ["class_loss=current", "local.weight_decay=0.01"], False),  # old parts of the head are frozen
+    ],
+)
+def test_a_note_says_that_weight_decay_alone_changes_old_classes(method: str, options: list, told: bool) -> None:
+    config = toy.config("scenario=class", *options, method=method)
+    notes = build_session(config, toy.stream(multi_head=True), methods.build(config)).notes
+    assert any("local.weight_decay=0.01 shrinks the head's weights" in note for note in notes) == told
+
+
 @pytest.mark.parametrize("name", ["eval_local", "eval_every"])
 def test_a_note_says_that_no_evaluation_follows_without_local_training(name: str) -> None:
     """FedCIL trains its clients in `work`; FedAvg in a phase with train=True."""

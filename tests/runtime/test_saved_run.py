@@ -193,6 +193,30 @@ def test_a_network_of_length_0_is_loaded(tmp_path):
     assert run.accuracies(STREAM) == result.accuracy_matrix[-1].tolist()
 
 
+@pytest.mark.parametrize("constant", [True, False])
+def test_tasks_with_equal_buffers_need_not_be_named(constant, tmp_path):
+    """A buffer that never changes is the same in all tasks; running statistics are not."""
+
+    class Centred(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("centre", torch.ones(toy.DIMENSIONS))
+            self.layer = nn.Linear(toy.DIMENSIONS, 2)
+
+        def forward(self, x):
+            return self.layer(x - self.centre)
+
+    stream, network = toy.stream(3), Centred() if constant else normalised()
+    trained(tmp_path, stream=stream, model=network)
+    run, (x, _) = cfl.load(tmp_path, model=network), samples(stream, 1)
+    if constant:
+        assert run.predict(x).equal(run.predict(x, task=1))
+        assert {*load_file(run.export(tmp_path / "net.safetensors"))} == {"centre", "layer.weight", "layer.bias"}
+    else:
+        with pytest.raises(ConfigError, match="has parts for each task; pass task=0 to 2"):
+            run.predict(x)
+
+
 def test_wrong_samples_and_tasks_are_named(tmp_path):
     trained(tmp_path)
     run = cfl.load(tmp_path)

@@ -95,6 +95,23 @@ def test_tasks_of_a_shared_head_that_share_no_label_get_no_output_without_sample
     assert with_scenario(stream, "domain") is stream
 
 
+@pytest.mark.parametrize(
+    ("labels", "classes"),
+    [
+        ([(0, 1), (1, 2)], [({0, 1}, 2), ({2, 3}, 4)]),
+        ([(0, 2), (0, 2)], [({0, 1}, 2), ({2, 3}, 4)]),
+        ([(3, 7)], [({0, 1}, 2)]),
+    ],
+    ids=str,
+)
+def test_labels_that_tasks_share_are_other_classes_in_each(labels, classes):
+    """As with a head for each task: class numbers ascend with the labels, and every output has samples."""
+    x, y = torch.randn(30, 4), torch.arange(30) % 2
+    stream = from_tensors([(x, torch.tensor(own)[y], x, torch.tensor(own)[y]) for own in labels])
+    assert targets(with_scenario(stream, "class")) == [(own, own, count) for own, count in classes]
+    assert targets(with_scenario(stream, "task")) == [({0, 1}, {0, 1}, 2) for _ in labels]
+
+
 def test_tasks_of_a_shared_head_may_have_unequal_numbers_of_labels():
     """Labels 0 to 3, then 4 and 5, then 6 to 8; the head of the single-head stream has 9 outputs for all."""
     sizes, x = (4, 2, 3), torch.arange(24.0).reshape(12, 2)

@@ -1,11 +1,15 @@
 """Pools, samples of tasks, tasks and streams."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
 import cfl
 from cfl import streams
 from cfl.core import ConfigError, DataError, rng
+from cfl.streams import from_tensors, selected
 from cfl.streams.augment import augment
 from cfl.streams.store import Pool, Stream, Task, TaskSamples
 from tests import toy
@@ -313,3 +317,21 @@ def test_from_tensors_names_the_error():
         streams.from_tensors([])
     with pytest.raises(DataError, match=r"train labels of task 0 must be 0, 1, 2, ..., not -1 \(sample 1\)"):
         streams.from_tensors([(x, -y, x, y)])
+
+
+def test_masked_entries_are_refused():
+    x, y = np.ma.masked_greater(np.arange(8.0).reshape(4, 2), 6), [0, 1, 0, 1]
+    with pytest.raises(DataError, match="train samples of task 0 have masked entries; fill them, or leave"):
+        from_tensors([(x, y, np.zeros((4, 2)), y)])
+    whole = np.ma.masked_greater(np.arange(8.0).reshape(4, 2), 9)  # nothing is masked
+    assert from_tensors([(whole, y, whole, y)]).tasks[0].train.gather(torch.arange(4))[0].tolist() == whole.tolist()
+
+
+def test_tasks_have_names_of_their_own():
+    x, y = torch.zeros(4, 2), torch.arange(4) % 2
+    stream = from_tensors([(x, y, x, y), (x + 1, y, x, y), (x, y + 2, x, y + 2)], multi_head=True)
+    assert [task.name for task in stream.tasks] == ["task 0: classes 0 1", "task 1: classes 0 1", "task 2: classes 2 3"]
+    assert selected(stream, ["task 1: classes 0 1"]).tasks == stream.tasks[1:2]
+    twice = replace(stream, tasks=tuple(replace(task, name="same") for task in stream.tasks))
+    with pytest.raises(ConfigError, match=r"several tasks of stream 'custom' have one name, so tasks must be a number"):
+        selected(twice, ["same"])

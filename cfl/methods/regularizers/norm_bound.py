@@ -10,8 +10,9 @@ that out; the server would need a zero-knowledge proof of the range of the norm,
 ACORN (Bell et al., 2023), which is not part of this package.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -44,6 +45,11 @@ class NormBound(LocalRegularizer):
                 "regularizer.norm_bound.at=client needs a fixed bound, as no client knows the others' norms: set "
                 "regularizer.norm_bound.bound"
             )
+
+    def refuses(self, run: Mapping[str, Any]) -> str | None:
+        if self.bound is not None and "fednova" in run["regularizers"]:
+            return "fednova divides updates by steps and multiplies their mean again, so a fixed bound limits no update"
+        return None
 
     @property
     def sees_each(self) -> bool:

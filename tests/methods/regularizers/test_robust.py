@@ -293,6 +293,13 @@ def test_rules_pass_the_conformance_kit(rule):
 
 
 @pytest.mark.slow
+def test_a_fixed_bound_is_refused_with_fednova():
+    """FedNova multiplies the mean of divided updates by the mean number of steps, after the bound."""
+    cfl.resolve("iris", method="fednova+norm_bound")  # the median of the divided updates is a bound
+    with pytest.raises(ConfigError, match="a fixed bound limits no update"):
+        cfl.resolve("iris", method="fednova+norm_bound", overrides=["regularizer.norm_bound.bound=0.1"])
+
+
 def test_a_client_that_bounds_its_own_update_passes_the_conformance_kit():
     cfl.testing.check_strategy(NormBound(bound=0.5, at="client"))
 
