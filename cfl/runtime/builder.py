@@ -95,7 +95,7 @@ def build_session(
     methods.check_model(model.module, config)
     composed = ComposedMethod(members)
     _check_fit(composed.strategy, stream, label)
-    notes += _on_later_tasks(config, model, stream, composed.strategy, label)
+    notes += _on_scenario(config, model, stream, composed.strategy, label)
     population = place.population(stream, config)
     rounds = place.rounds(composed, label, model, stream, population, config, public)
     _check_batches(model, population, rounds, config.local.batch_size)
@@ -117,9 +117,8 @@ def build_session(
         parts = EngineParts(engine, rounds, fingerprint, budget.multiplier, data_root, checkpoints)
         engine = make(parts)
     recorder = Recorder(folder, sink, state, rounds, budget, fingerprint, called)
-    notes += [*without_effect.notes(config, stream.scenario), *_on_heads(config, stream, model, composed.strategy),
-              *model.notes(), *composed.strategy.notes(model), *population.notes(), *budget.notes(),
-              *_on_evaluations(config, rounds, label)]  # fmt: skip
+    notes += [*without_effect.notes(config, stream.scenario), *model.notes(), *composed.strategy.notes(model),
+              *population.notes(), *budget.notes(), *_on_evaluations(config, rounds, label)]  # fmt: skip
     given = {name: each for name, each in members.items() if each != built.get(name)}
     about = model_file.contents(stream, own, given, model)
     return Session(
@@ -141,6 +140,11 @@ def _check_fit(strategy: Strategy, stream: Stream, label: str) -> None:
         raise ConfigError(f"{label} cannot run with scenario=class: {why}")
     if stream.vocabulary is not None and (why := strategy.not_for_texts):
         raise ConfigError(f"{label} cannot run on texts: {why}")
+
+
+def _on_scenario(config: RunConfig, model: models.Model, stream: Stream, strategy: Strategy, label: str) -> list[str]:
+    """Notes on the heads and on `eval_later`. Raises ConfigError as `_on_later_tasks`."""
+    return [*_on_heads(config, stream, model, strategy), *_on_later_tasks(config, model, stream, strategy, label)]
 
 
 def _on_heads(config: RunConfig, stream: Stream, model: models.Model, strategy: Strategy) -> list[str]:
