@@ -155,8 +155,7 @@ class _Describer:
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # the cell of a name that is not set yet
                 cells.append(cell.cell_contents)
-        names = sorted({*_names(code)} & function.__globals__.keys())
-        named = [function.__globals__[name] for name in names]
+        named = _reached({*_names(code)}, function.__globals__)
         used = [item for item in named if _plain(item) or isinstance(item, (FunctionType, type)) and foreign(item)]
         source = _source(function) or [code.co_code.hex(), *filter(_plain, code.co_consts)]
         return [_name(function), source, self([function.__defaults__, function.__kwdefaults__, cells, used])]
@@ -169,6 +168,19 @@ class _Describer:
         module = sys.modules.get(cls.__module__)
         source = _source(module) or _version(cls.__module__) if cls.__module__ != "__main__" else ""
         return [_name(cls), source, [[name, self(function)] for name, function in _functions(cls)]]
+
+
+def _reached(names: set[str], values: Mapping[str, Any], above: tuple[ModuleType, ...] = ()) -> Iterator[Any]:
+    """The values that code with these names reads from its module, or as attributes of modules outside of `_KNOWN`.
+
+    above: the modules that lead to these values.
+    """
+    for name in sorted(names & values.keys()):
+        value = values[name]
+        if not isinstance(value, ModuleType):
+            yield value
+        elif value not in above and value.__name__.partition(".")[0] not in _KNOWN:
+            yield from _reached(names, vars(value), (*above, value))
 
 
 def _held(value: Any) -> list[Any]:

@@ -164,8 +164,6 @@ def assemble(
             train_y, test_y = torch.searchsorted(known, train_y), torch.searchsorted(known, test_y)
             label, heads = class_name(known), len(known)
         tasks.append(Task(label, TaskSamples(pool, train, train_y), TaskSamples(pool, test, test_y), heads))
-    if len({task.name for task in tasks}) < len(tasks):
-        tasks = [replace(task, name=f"task {number}: {task.name}") for number, task in enumerate(tasks)]
     return Stream(name, tuple(tasks), tuple(pool.images.shape[1:]), multi_head)
 
 

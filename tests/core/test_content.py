@@ -1,7 +1,9 @@
 """Hashes of values: equal for equal content, whatever the addresses, and different for what differs anywhere."""
 
 import functools
+import importlib
 import json
+import linecache
 import os
 import subprocess
 import sys
@@ -283,6 +285,45 @@ def test_the_code_of_another_package_counts_and_that_of_this_one_does_not(tmp_pa
     assert hashed("plugin", strength=1, helper=2) == first
     assert hashed("plugin", strength=11, helper=2) != first and hashed("plugin", strength=1, helper=22) != first
     assert not content.foreign(nn.Linear) and not content.foreign(content.digest) and not content.foreign(np.mean)
+
+
+@pytest.mark.parametrize(
+    ("files", "call"),
+    [
+        ({"helps.py": "def factor(x):\n    return {} * x\n"}, "import helps\ndef hook(x):\n    return helps.factor(x)"),
+        ({"helps.py": "FACTOR = {}\n"}, "import helps\ndef hook(x):\n    return helps.FACTOR * x"),
+        (
+            {"kit/__init__.py": "", "kit/deep.py": "def factor(x):\n    return {} * x\n"},
+            "import kit.deep\ndef hook(x):\n    return kit.deep.factor(x)",
+        ),
+        (
+            {
+                "helps.py": "import more\ndef factor(x):\n    return more.twice(x)\n",
+                "more.py": "def twice(x):\n    return {} * x\n",
+            },
+            "import helps as h\ndef hook(x):\n    return h.factor(x)",
+        ),
+    ],
+    ids=["function", "value", "package", "modules"],
+)
+def test_code_that_is_called_as_an_attribute_of_a_module_counts(files, call, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def hashed(number):
+        for name in ("helps", "more", "kit", "kit.deep"):
+            sys.modules.pop(name, None)
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(text.format(number))
+        importlib.invalidate_caches()
+        linecache.clearcache()
+        namespace = {"__name__": "plugin"}
+        with monkeypatch.context() as within:
+            within.setattr(sys, "dont_write_bytecode", True)
+            exec(call, namespace)
+        return content.digest(namespace["hook"])
+
+    assert hashed(1) == hashed(1) != hashed(22)  # of another length, as Python compares sizes of cached files
 
 
 def test_a_function_whose_lines_are_no_longer_python_counts_by_its_code(tmp_path):
