@@ -120,10 +120,12 @@ def _check_shapes(uploads: TreesByOwner, others: TreesByOwner, client: int, info
     )
     if own != expected:
         path = next(path for path in {**own, **expected} if own.get(path) != expected.get(path))
-        sent, other = (None if shape is None else tuple(shape) for shape in (own.get(path), expected.get(path)))
+        sent, other = (
+            f"with shape {tuple(shapes[path])}" if path in shapes else "not at all" for shapes in (own, expected)
+        )
         raise UpdateError(
-            f"client {client} sent '{'/'.join(path)}' with shape {sent}, others {other} ({info.place}); "
-            "to be summed, uploads of a round must have the same names and shapes"
+            f"client {client} sent '{'/'.join(path)}' {sent}, and others {other} ({info.place}); to be summed, uploads "
+            "of a round must have the same names and shapes"
         )
 
 

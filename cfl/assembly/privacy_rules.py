@@ -11,6 +11,7 @@ from cfl.config.schema import RunConfig
 from cfl.contract import LocalRegularizer, Phase
 from cfl.contract.checked import Checked
 from cfl.core import ConfigError, packages
+from cfl.core.content import foreign
 
 
 def check(methods: Mapping[str, Any], config: RunConfig) -> None:
@@ -161,4 +162,10 @@ def _uploads(methods: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
         # Not inherited: a subclass may use samples in other ways, so it must declare itself safe.
         safe = vars(type(method)).get("per_sample", False)
         if config.dp.level == "example" and not safe and (config.dp.protect == "all" or owner == "strategy"):
-            yield f"'{name}' uses samples beyond the gradients that dp.level=example bounds; set dp.level=client"
+            if foreign(type(method)):
+                yield (
+                    f"'{name}' does not declare that samples reach its uploads through gradients of single samples "
+                    "alone; if this holds, set per_sample = True in its class, else dp.level=client"
+                )
+            else:
+                yield f"'{name}' uses samples beyond the gradients that dp.level=example bounds; set dp.level=client"

@@ -54,7 +54,7 @@ class Phase:
                 f"work={self.work}"
             )
         if self.name == "train" and not self.train:  # its rounds would draw with the keys of training rounds
-            raise ConfigError("a phase called 'train' has to train; give this phase another name")
+            raise ConfigError("a phase called 'train' has to train; give this phase of `plan` another name")
         if self.train and (self.stores or self.diagnostic):
             kind = "stores" if self.stores else "diagnostic"
             raise ConfigError(

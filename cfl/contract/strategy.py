@@ -26,7 +26,7 @@ from cfl.contract.context import Ctx
 from cfl.contract.losses import cross_entropy, masked_mean
 from cfl.contract.regularizer import Gathers, LocalRegularizer
 from cfl.contract.rounds import Phase, RoundInfo, Server, TreesByOwner
-from cfl.core import Tree, tree
+from cfl.core import ConfigError, Tree, tree
 from cfl.models import Model
 
 
@@ -172,6 +172,11 @@ class Strategy(LocalRegularizer):
         """
         if "strategy" not in mean:
             return server
+        if other := mean["strategy"].keys() - server["params"].keys():
+            raise ConfigError(
+                f"`finish` uploads '{min(other)}', which is no parameter of the model: override `absorb`, and take it "
+                "out of mean['strategy']"
+            )
         buffers = info.model.buffers(info.task)
         new = {
             name: server["params"][name] - (step if lr == 1.0 or name in buffers else lr * step)

@@ -59,6 +59,11 @@ class Inference:
         return logits
 
     @property
+    def told(self) -> bool:
+        """Whether no task was inferred and the parameters differ, so that samples were predicted by their true task."""
+        return not self._right and any(not tree.equal(a, b) for a, b in itertools.pairwise(self.served.values()))
+
+    @property
     def figures(self) -> dict[str, float]:
         """Share of test samples whose task is inferred right; empty without inference."""
         return {"task_accuracy": float(torch.cat(self._right).double().mean())} if self._right else {}

@@ -55,7 +55,7 @@ class VmappedEngine(LoopEngine):
                 except _NeedsKeys:
                     trained = None
                 except (RuntimeError, HookError) as error:
-                    if "vmap" not in str(error) and "atching rule" not in str(error):
+                    if not any(part in str(error) for part in ("vmap", "functorch", "atching rule")):
                         raise
                     why = shorten(str(error), 120, placeholder=" ...")
                     raise RuntimeError(f"clients cannot train as a block: {why}; set engine=loop or pool") from error

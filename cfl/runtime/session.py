@@ -9,7 +9,7 @@ import numpy as np
 from cfl.config.schema import RunConfig
 from cfl.contract import Phase, RoundInfo, RoundInputs, Server, Strategy, TreesByOwner
 from cfl.contract.composed import ComposedMethod
-from cfl.core import CallbackError, HookError, UpdateError, metrics, tree
+from cfl.core import CallbackError, HookError, UpdateError, metrics, tree, warn
 from cfl.engines import Engine, Outcome
 from cfl.engines.evaluate import Inference, LocalModels, Observer, accuracy
 from cfl.models import Model
@@ -218,6 +218,9 @@ class Session:
         state = self.state
         inference = self._predictor().inference(task)
         state.accuracy_matrix[task, : task + 1] = self._accuracies(range(task + 1), inference)
+        if inference and inference.told:
+            warn("accuracies are those with the task of each test sample given: the strategy serves other parameters "
+                 f"for each task, and infers no task, but scenario={self.stream.scenario}")  # fmt: skip
         if state.initial_accuracy and (later := range(task + 1, len(self.stream))):
             state.accuracy_matrix[task, task + 1 :] = self._accuracies(later, None)
         if self.validation:

@@ -64,7 +64,7 @@ def test_what_is_merged_is_not_kept():
 def test_an_upload_of_another_shape_is_named_when_parts_meet():
     whole, own = total([[0, 1]]), UploadSum(INFO, GATHERS)
     own.add(2, {**upload(2), "sum": {"a": torch.ones(3)}}, 1.0)
-    with pytest.raises(UpdateError, match=r"client 2 sent 'sum/a' with shape \(3,\), others \(2,\)"):
+    with pytest.raises(UpdateError, match=r"client 2 sent 'sum/a' with shape \(3,\), and others with shape \(2,\)"):
         whole.merge(own.part())
 
 
@@ -81,5 +81,5 @@ def test_clients_that_send_nothing_have_answered(groups):
         assert all(own.add(client, {}, 1.0) for client in group)
         whole.merge(own.part())
     assert whole.close() == {}
-    with pytest.raises(UpdateError, match=r"client 3 sent 'strategy/w' with shape \(2,\), others None"):
+    with pytest.raises(UpdateError, match=r"client 3 sent 'strategy/w' with shape \(2,\), and others not at all"):
         whole.add(3, upload(3), 1.0)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import cfl
 from cfl.contract import MEMORY, Batch, Phase, Strategy
 from cfl.contract.combining import capped
 from cfl.contract.composed import ComposedMethod
@@ -464,3 +465,15 @@ def test_a_cap_leaves_the_mean_of_uploads_a_mean():
     rule = SimpleNamespace(cap=lambda uploads, sizes, info: uploads)
     assert capped(trees, rule, Averaged(), info)["x"].item() == (1 + 1 + 2 * 4) / 4
     assert capped(trees, rule, Strategy(), info)["x"].item() == 6  # the sum
+
+
+def test_an_upload_that_is_no_parameter_is_named():
+    class Counts(Strategy):
+        """Uploads a leaf beside its update, and leaves it to the default `absorb`."""
+
+        def finish(self, params, ctx, steps):
+            update, state = super().finish(params, ctx, steps)
+            return {**update, "extra": torch.ones(1)}, state
+
+    with pytest.raises(cfl.errors.ConfigError, match="`finish` uploads 'extra', which is no parameter of the model"):
+        cfl.run(toy.config(method="fedavg"), stream=toy.stream(), strategy=Counts())

@@ -325,7 +325,7 @@ def test_uploads_that_cannot_be_summed_name_the_client_and_the_leaf(changed):
     leaf = (
         r"'work/a' with shape \(2,\), others \(1,\)"
         if changed == "shape"
-        else r"'work/b' with shape \(1,\), others None"
+        else r"'work/b' with shape \(1,\), and others not at all"
     )
     with pytest.raises(UpdateError, match=rf"client 2 sent {leaf} \(task 0, phase measure, round 0\)"):
         engine_of(model, Worker()).round(RoundInputs(info, {"params": model.params}, clients, {1: {}, 2: {}}))

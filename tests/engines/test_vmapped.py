@@ -528,6 +528,22 @@ def test_a_hook_that_cannot_be_vectorised_says_so():
     run(lambda: None, toys(), ["engine=loop"], regularizers=hook)
 
 
+class Taped(LocalRegularizer):
+    """Takes its gradient by torch.autograd, which has no effect in a function that torch.func transforms."""
+
+    def adjust(self, grads, params, ctx):
+        free = {name: leaf.detach().requires_grad_() for name, leaf in params.items()}
+        loss = sum(leaf.square().sum() for leaf in free.values())
+        found = torch.autograd.grad(loss, [*free.values()])
+        return {name: grads[name] + grad for name, grad in zip(free, found, strict=True)}
+
+
+def test_a_hook_that_asks_torch_autograd_says_so():
+    with pytest.raises(UpdateError, match=r"clients cannot train as a block: .*; set engine=loop or pool"):
+        run(lambda: None, toys(), ["engine=vmapped"], regularizers={"taped": Taped()})
+    run(lambda: None, toys(), ["engine=loop"], regularizers={"taped": Taped()})
+
+
 class Fails(LocalRegularizer):
     """Reads the key, so that clients train one by one, and fails at a client."""
 

@@ -127,3 +127,26 @@ def test_a_wrong_inference_names_the_hook(wrong, text):
 
     with pytest.raises((cfl.errors.HookError, UpdateError), match=f"Wrong.infer_task returned {text}"):
         run(Wrong(), "scenario=class", stream=toy.stream(2, multi_head=True))
+
+
+@pytest.mark.parametrize(("scenario", "told"), [("task", False), ("domain", True), ("class", True)])
+def test_a_run_warns_that_parameters_of_the_true_task_predict(scenario, told, recwarn):
+    """A strategy that serves what each task ended with, and infers no task, uses the task of a test sample."""
+
+    @dataclass(frozen=True)
+    class KeepsTasks(Strategy):
+        def init_server(self, params, model):
+            return {f"of{task}": params for task in range(model.tasks)}
+
+        def absorb(self, server, mean, info, lr):
+            new = super().absorb(server, mean, info, lr)
+            return {**new, f"of{info.task}": new["params"]}
+
+        def serve(self, server, task):
+            return server[f"of{task}"]
+
+    for strategy, warned in ((KeepsTasks(), told), (Strategy(), False)):
+        recwarn.clear()
+        cfl.run(toy.config(f"scenario={scenario}"), stream=toy.stream(multi_head=True), strategy=strategy)
+        texts = [str(one.message) for one in recwarn]
+        assert any("those with the task of each test sample given" in text for text in texts) == warned

@@ -54,9 +54,7 @@ class RGO(Strategy):
             warn(f"apart from heads, the model has no layer to multiply by P ({KINDS}): 'rgo' is FedAvg")
         own = {name for layer in model.layers for name in (layer.weight, layer.bias)}
         plain = sorted(set(model.trainable(0)) - own - {*(model.head(0) if model.multi_head else ())})
-        given = self.encode and not model.multi_head
-        found = [f"not multiplied by P, trained as in FedAvg: {', '.join(plain)}"] if plain else []
-        return found + (["accuracies are those with the task of each test sample given"] if given else [])
+        return [f"not multiplied by P, trained as in FedAvg: {', '.join(plain)}"] if plain else []
 
     def init_server(self, params: Tree, model: Model) -> Server:
         inner = [layer for layer in model.layers if model.multi_head or layer.path != model.layers[-1].path]

@@ -22,9 +22,6 @@ class SingleTask(Strategy):
     sequential: ClassVar[bool] = False
     not_class_incremental: ClassVar[str] = "it has a model for each task, so it needs the task of a test sample"
 
-    def notes(self, model: Model) -> list[str]:
-        return [] if model.multi_head else ["accuracies are those with the task of each test sample given"]
-
     def init_server(self, params: Tree, model: Model) -> Server:
         return {"initial": dict(params), "models": {}}
 
