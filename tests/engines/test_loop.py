@@ -323,7 +323,7 @@ def test_uploads_that_cannot_be_summed_name_the_client_and_the_leaf(changed):
     info = info_of(model, [1, 2], phase=Phase("measure", train=False, work=True))
     clients = [Client(id, {0: Share(data(9), torch.arange(9))}, 0, (0,)) for id in (1, 2)]
     leaf = (
-        r"'work/a' with shape \(2,\), others \(1,\)"
+        r"'work/a' with shape \(2,\), and others with shape \(1,\)"
         if changed == "shape"
         else r"'work/b' with shape \(1,\), and others not at all"
     )
