@@ -600,12 +600,8 @@ def test_rank_rules_at_full_length_are_the_stored_runs():
         config, metrics = read_yaml(folder / "config.yaml"), json.loads((folder / "metrics.json").read_text())
         own = config["strategy"]
         halves = {own.get(half, "fot") for half in ("first_half", "second_half")} | {own.get("freeze_first", False)}
-        if (config["method"], config["seed"], config["partition"]["task_share"], halves) == (
-            "fot",
-            0,
-            1.0,
-            {"fot", False},
-        ):
+        kind = (config["method"], config["seed"], config["partition"]["task_share"], config["dp"]["level"], halves)
+        if kind == ("fot", 0, 1.0, "none", {"fot", False}):
             use = metrics["subspace_use"]
             name = f"{own['criterion']}, dropout {'on' if own.get('dropout') else 'off'}, {own['model']} model"
             name += (
@@ -824,6 +820,25 @@ def test_halves_of_the_layers_on_the_fidelity_page_are_the_stored_runs():
     assert (
         f"an ACC of {first.format(' an FGT of')} with non-IID data" in text and f"FOT has {second.format('')}." in text
     )
+
+
+def test_noise_on_permuted_mnist_hides_all_directions_as_the_fidelity_page_says():
+    stored = [path for path in (RUNS / "paper/permuted-mnist").iterdir() if path.name.startswith("fot")]
+    found = {}
+    for table, row, seeds in (("fot-table6", "DP", [0]), ("fot-table1", "FOT", range(3))):
+        for column in ("IID", "non-IID"):
+            cells = reproduce.table(table).runs(["PMNIST", row, column], seeds, "paper", [], ROOT / "none", stored)
+            (runs,) = cells.values()
+            found[row, column] = [f"{reproduce.scores(['acc', 'fgt'], runs)[name].mean:.1f}" for name in ("acc", "fgt")]
+            if row == "DP":
+                (run,) = runs
+                metrics = json.loads((run.folder / "metrics.json").read_text())
+                assert set(metrics["subspace_use"].values()) == {0.0} and 4.99 < metrics["epsilon"] <= 5
+    text = " ".join((ROOT / "docs/fidelity.md").read_text(encoding="utf-8").split())
+    iid, shards = (found["DP", column] for column in ("IID", "non-IID"))
+    assert f"ACC is {iid[0]} and FGT {iid[1]} with IID data, and {shards[0]} and {shards[1]} with non-IID data." in text
+    iid, shards = (found["FOT", column] for column in ("IID", "non-IID"))
+    assert f"Without noise FOT has {iid[0]} and {iid[1]}, and {shards[0]} and {shards[1]}." in text
 
 
 def test_accuracies_of_fedsols_table_on_the_fidelity_page_are_the_stored_runs():

@@ -606,7 +606,11 @@ def test_uploads_that_are_shown_one_by_one_are_refused(protection, message):
 def test_faults_of_several_members_are_reported_together():
     with pytest.raises(ConfigError) as caught:
         run(*EXAMPLE, "secagg=full", regularizers={"near": NearHeir(), "shows": Shows()}, strategy=Heir())
-    for part in ("'shows' needs each client's own upload", "'near' does not declare that samples", "'Heir' does not declare that samples"):
+    for part in (
+        "'shows' needs each client's own upload",
+        "'near' does not declare that samples",
+        "'Heir' does not declare that samples",
+    ):
         assert part in str(caught.value)
 
 
