@@ -73,7 +73,7 @@ def compare(
     if not found.results:
         raise _failed(failed, runs)
     words = _words({"--methods": [methods], "--seeds": [seeds], "--set": overrides, "--vary": vary, "--grid": grid})
-    words += _words({"--scale": [scale], "--against": [against], "--engine": [engine]})
+    words += _words({"--scale": [scale], "--against": [against], "--engine": [engine], "--output": [str(output or "")]})
     found.write(folder / "compare.json", shlex.join([*plugins.program(), "compare", benchmark, *words]))
     display(*found.tables(matrix), f"results in {folder}")
     if plot:

@@ -226,6 +226,9 @@ def roles(label: str) -> tuple[str, tuple[str, ...]]:
         raise ConfigError(f"'{label}' names the strategy after a regularizer; write {'+'.join([second, *others])}")
     if first not in strategies.names() and first in local.names():
         first, rest = DEFAULT_METHOD, [first, *rest]
+    if "," in label:
+        together = label.replace(",", "+")
+        raise ConfigError(f"'{label}' is no method; write {together} to combine them, or compare them with --methods")
     if first not in strategies.names():
         raise UnknownName(str(unknown("method", first, [*strategies.names(), *local.names()])))
     check_local(rest)

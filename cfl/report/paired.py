@@ -10,6 +10,7 @@ from cfl.experiments.compare import Group
 from cfl.report.tables import SCORES, Metrics
 
 MEASURES = ("acc", "fgt")
+_ROUNDED = 1e-12  # differences of fractions below it are rounding errors
 TITLE = "paired differences, percentage points"
 
 
@@ -17,7 +18,8 @@ def differences(runs: Sequence[Metrics], others: Sequence[Metrics]) -> dict[str,
     """Mean differences (runs less others) of ACC and FGT over the common seeds; None for fewer than two seeds.
 
     Each is a dict of fractions with mean; low and high, the 95 % confidence interval; and p of a two-sided paired
-    t-test. All are NaN if FGT is not defined. seeds: the common seeds.
+    t-test. All are NaN if FGT is not defined; low, high and p if all differences are equal, but not 0: their deviation
+    says nothing then. seeds: the common seeds.
     """
     seeds = common_seeds([runs, others])
     if len(seeds) < 2:
@@ -49,11 +51,14 @@ class Ranking(NamedTuple):
 
     @property
     def rivals(self) -> list[int]:
-        """The groups that are not told apart from the best: the 95 % interval contains 0, or the means print alike."""
+        """The groups that are not told apart from the best: the 95 % interval contains 0, or the means print alike.
+
+        A group without an interval is not told apart either.
+        """
         return [
             number
             for number, gap in self.gaps.items()
-            if gap["low"] <= 0 <= gap["high"] or percent(self.mean + gap["mean"]) == percent(self.mean)
+            if not (gap["low"] > 0 or gap["high"] < 0) or percent(self.mean + gap["mean"]) == percent(self.mean)
         ]
 
     @property
@@ -102,8 +107,10 @@ def _paired(gaps: np.ndarray) -> dict[str, float]:
     from scipy import stats
 
     mean, error = float(gaps.mean()), float(gaps.std(ddof=1) / len(gaps) ** 0.5)
-    if error == 0 or np.isnan(mean):  # equal differences: an interval of width 0
-        return {"mean": mean, "low": mean, "high": mean, "p": float("nan") if np.isnan(mean) else float(mean == 0)}
+    if max(abs(mean), error) < _ROUNDED:
+        return {"mean": 0.0, "low": 0.0, "high": 0.0, "p": 1.0}
+    if error < _ROUNDED or np.isnan(mean):
+        return {"mean": mean, "low": float("nan"), "high": float("nan"), "p": float("nan")}
     student = stats.t(len(gaps) - 1)
     half = float(student.ppf(0.975)) * error
     return {"mean": mean, "low": mean - half, "high": mean + half, "p": float(2 * student.sf(abs(mean) / error))}
@@ -129,5 +136,7 @@ def cells(row: Mapping[str, float]) -> list[str]:
     if np.isnan(row["mean"]):
         return [NONE] * 3
     points = {name: 100 * row[name] for name in ("mean", "low", "high")}
+    if np.isnan(row["p"]):
+        return [f"{points['mean']:+.1f}", NONE, NONE]
     p = f"{row['p']:.3f}" if row["p"] >= 0.0005 else "< 0.001"  # 0.000 reads as 0
     return [f"{points['mean']:+.1f}", f"{points['low']:+.1f} to {points['high']:+.1f}", p]

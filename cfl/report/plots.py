@@ -183,21 +183,24 @@ def comparison(
     summaries: method to its `tables.summary`; matrices: method to its mean accuracy matrix (fractions).
     """
     methods, places = list(summaries), np.arange(len(summaries))
-    figure, (left, right) = _figure(2, height=max(4.2, 1.5 + 0.5 * len(methods)))
+    labels = {method: _wrapped(method, 28) for method in methods}
+    lines = max(text.count("\n") + 1 for text in labels.values())
+    wide = 10 + 0.14 * max(0, max(len(part) for text in labels.values() for part in text.split("\n")) - 8)  # inches
+    figure, (left, right) = _figure(2, max(4.2, 1.5 + max(0.5, 0.22 * lines) * len(methods)), wide)
     for shift, name, colour in ((-0.2, "acc", "0.35"), (0.2, "fgt", "0.75")):  # greys: colours stand for methods
         means = [100 * summaries[method][name]["mean"] for method in methods]
         stds = [100 * summaries[method][name]["std"] for method in methods]
         bars = left.barh(places + shift, means, 0.4, xerr=stds, capsize=3, color=colour, label=name.upper())
         texts = ["" if np.isnan(mean) else f"{mean:z.1f}" for mean in means]  # FGT may be undefined
         left.bar_label(bars, texts, padding=3, fontsize=9)
-    left.set(yticks=places, yticklabels=methods, xlabel="percent", title="after the last task")
+    left.set(yticks=places, yticklabels=labels.values(), xlabel="percent", title="after the last task")
     left.invert_yaxis()  # the first method on top, as in the table
     left.margins(x=0.14)
     left.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
     for number, (method, rows) in enumerate(matrices.items()):
         seen, style = 100 * seen_accuracy(np.array(rows, dtype=float)), Style(number)
         one = Series(method, style, np.arange(len(seen)), seen, np.zeros(len(seen)))
-        _curve(right, one, style.marker).set(label=method, markerfacecolor="none", markersize=7)
+        _curve(right, one, style.marker).set(label=labels[method], markerfacecolor="none", markersize=7)
     right.set(
         xticks=_ticks(max(map(len, matrices.values()))),
         ylim=(0, 102),

@@ -154,7 +154,8 @@ def cells(
 def filled(titles: Sequence[str], rows: Sequence[Sequence[str]], title: str) -> Table:
     """A table for the terminal of names in the first column and numbers in the others."""
     names, *numbers = titles
-    table = Table(names, *(Column(text, justify="right") for text in numbers), title=title, title_justify="left")
+    table = Table(Column(names, overflow="fold"), *(Column(text, justify="right") for text in numbers), title=title)
+    table.title_justify = "left"
     for row in rows:
         table.add_row(*row)
     return table
@@ -241,4 +242,7 @@ def _text(row: Mapping[str, Any], name: str) -> str:
     if name in {*SCORES, *OPTIONAL} - {"epsilon"}:
         return spread(score, len(row["seeds"]))
     digits, unit = (2 if name == "epsilon" else 1), _COSTS.get(name, ("", 1))[1]
-    return NONE if math.isnan(score["mean"]) else f"{score['mean'] / unit:.{digits}f}"
+    figure = score["mean"] / unit
+    if name.startswith("bytes") and 0 < figure < 0.05:  # small models
+        return f"{figure:.1g}"
+    return NONE if math.isnan(figure) else f"{figure:.{digits}f}"

@@ -7,10 +7,10 @@ from typing import Any, cast, get_args
 
 from cfl.config.schema import RunConfig
 from cfl.contract.hook_names import check_names
-from cfl.core import CallbackError, ConfigError, content
+from cfl.core import CallbackError, ConfigError, content, unknown
 from cfl.core.errors import reason
 from cfl.core.typed import described
-from cfl.runtime.callbacks import Callback, Row, Stop, View
+from cfl.runtime.callbacks import Callback, EarlyStopping, Row, Stop, View
 from cfl.runtime.run_folder import plain
 from cfl.runtime.serving import Predictor
 from cfl.streams import Stream
@@ -42,6 +42,13 @@ class CallbackSet:
                 raise
             except Exception as error:
                 raise CallbackError(f"callback '{name}' failed in check: {reason(error)}", name) from error
+
+        for name, callback in self._members.items():
+            watched = callback.metric if isinstance(callback, EarlyStopping) else ""
+            if "." in watched and not any(watched.startswith(f"{own}.") for own in self._members):
+                raise unknown(
+                    f"callback in the metric '{watched}' of '{name}'", watched.partition(".")[0], self._members
+                )
 
     def __bool__(self) -> bool:
         return bool(self._members)

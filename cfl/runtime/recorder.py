@@ -76,6 +76,7 @@ class Recorder:
                 notes = [*notes, f"resumed after {self.state.done} of {self._total()} rounds"]
             else:
                 self._check_replaced(self.folder)
+                notes = [*notes, f"'{self.folder.path}' holds no checkpoint: the run starts from its first round"]
             self.folder.truncate_rounds(self.state.done)
             self.folder.truncate_sheets(len(self.state.reports))
             if self.callbacks:

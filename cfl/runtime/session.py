@@ -121,7 +121,7 @@ class Session:
             **({"callbacks": own} if own else {}),
         }
         self.recorder.finish(result)
-        return Result(result, matrix, state.server["params"], self.model, self.config, self.stream.scenario)
+        return Result(plain(result), matrix, state.server["params"], self.model, self.config, self.stream.scenario)
 
     def _conclude(self, position: int, computed: dict[str, Any]) -> None:
         """Evaluate a computed round, let the callbacks see it, record it, and end the task after its last round.

@@ -6,7 +6,7 @@ from typing import Any
 from cfl.config.overrides import assignment
 from cfl.core import ConfigError
 
-_SCORES = ("acc", "fgt", "learning_accuracy", "fwt", "task_accuracy")
+_SCORES = ("acc", "fgt", "learning_accuracy", "fwt", "validation_acc", "task_accuracy")
 _COSTS = ("bytes_up", "bytes_down", "client_bytes", "seconds", "client_seconds", "server_seconds", "epsilon")
 
 

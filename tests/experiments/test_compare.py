@@ -362,8 +362,20 @@ def test_paired_differences_are_those_of_a_paired_t_test():
     assert found["acc"] == pytest.approx(expected) and found["seeds"] == [0, 1, 2, 3]
     assert np.isnan(list(found["fgt"].values())).all()
     assert paired.differences(runs[0][:1], runs[1]) is None
-    same = paired.differences(runs[0], [{**run, "acc": run["acc"] + 0.25} for run in runs[0]])["acc"]
-    assert same["mean"] == pytest.approx(-0.25) and same["p"] == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("seeds", [2, 3])
+def test_equal_differences_are_no_evidence(seeds):
+    """Their deviation is 0, so a t-test would find any difference, also of a rounding error, to be significant."""
+    runs = [{"seed": seed, "acc": 0.7 + seed / 10, "fgt": 0.1} for seed in range(seeds)]
+    better = [{**run, "acc": run["acc"] - 0.25, "fgt": 0.1 + 1e-17 + 2e-16} for run in runs]
+    found = paired.differences(runs, better)
+    assert paired.cells(found["acc"]) == ["+25.0", "–", "–"] and paired.cells(found["fgt"]) == [
+        "+0.0",
+        "+0.0 to +0.0",
+        "1.000",
+    ]
+    assert not any(paired.marked([runs, better, better]).values())  # the best is not told apart from any other
 
 
 def test_one_process_at_a_time_owns_a_folder(tmp_path):

@@ -417,8 +417,14 @@ def test_callbacks_that_cannot_work_are_refused_before_the_first_round(make, opt
 
 
 def test_a_metric_that_is_never_recorded_is_named():
-    with pytest.raises(CallbackError, match="failed in on_task .*watches 'A.b', which no round of task 0"):
-        run(EarlyStopping("A.b", mode="max"))
+    class Counts(cfl.Callback):
+        def on_round(self, view):
+            return {"rows": len(view.rows)}
+
+    with pytest.raises(CallbackError, match="failed in on_task .*watches 'Counts.b', which no round of task 0"):
+        run(Counts(), EarlyStopping("Counts.b", mode="max"))
+    with pytest.raises(ConfigError, match="unknown callback in the metric 'Count.rows' of 'EarlyStopping'.*'Counts'"):
+        run(EarlyStopping("Count.rows", mode="max"), Counts())
 
 
 def test_a_task_whose_clients_all_drop_out_has_nothing_to_watch():
