@@ -4,6 +4,7 @@ import contextlib
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from cfl.runtime.fingerprint import decisive
 from cfl.runtime.run_folder import has_rounds, read_config, read_made_of
 
 CONNECTION = "cfl"  # name of the SuperLink in Flower's configuration
+SUPERLINK = (sys.executable, "-P", "-m", "cfl.flower.gate")  # -P: no module of the folder where `serve` is called
 START = 60.0  # seconds in which a SuperLink has to listen
 REGISTERED = "already in use"  # in Flower's error, if a SuperLink that runs on has the key of a node
 CA, CERTIFICATE, KEY = "ca.crt", "server.crt", "server.key"
@@ -83,7 +85,7 @@ def _superlink(
         security = ["--ssl-ca-certfile", str(files[CA]), "--ssl-certfile", str(files[CERTIFICATE])]
         security += ["--ssl-keyfile", str(files[KEY])]
     security += ["--enable-supernode-auth"] if node_keys else []
-    command = [programs.program("flower-superlink"), "--host", host, "--port", str(port), *security]
+    command = [*SUPERLINK, "--host", host, "--port", str(port), *security]
     command += ["--disable-runtime-dependency-installation"]  # cfl is there; Flower would make an environment a run
     with (home / "superlink.log").open("ab") as log:
         process = subprocess.Popen(

@@ -278,9 +278,9 @@ supernode.join(sys.argv[2], Path("node"), "0")
 import sys
 from pathlib import Path
 import cfl
-from cfl.flower import programs, superlink
+from cfl.flower import superlink
 
-programs.program = lambda name: sys.argv[1]
+superlink.SUPERLINK = (sys.argv[1],)
 superlink.serve(cfl.resolve("permuted-digits", overrides=["engine=loop"]), Path("out"), sys.argv[2])
 """,
 }
