@@ -17,7 +17,7 @@ from cfl.config.schema import RunConfig
 from cfl.core import ConfigError
 from cfl.engines import Engine
 from cfl.engines.choose import undecided
-from cfl.flower import link, node, own_data
+from cfl.flower import faults, link, node, own_data
 from cfl.flower.deployment import DeploymentEngine, MemberPopulation, RemoteRounds
 from cfl.flower.home import HomeNode
 from cfl.flower.members import Members
@@ -47,7 +47,8 @@ def server(config: Path) -> ServerApp:
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         given = {name: str(value) for name, value in context.run_config.items()}
-        serve(config, grid, Path(given["output"]), _folder(given["data-root"]), int(given["wait-for"]))
+        with faults.told(output := Path(given["output"])):
+            serve(config, grid, output, _folder(given["data-root"]), int(given["wait-for"]))
 
     return app
 

@@ -1,6 +1,8 @@
 """`cfl-run serve`: the SuperLink and the ServerApp of a run, as programs of Flower's."""
 
 import contextlib
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -13,7 +15,7 @@ from cfl.assembly import resolve
 from cfl.config.overrides import change, without
 from cfl.config.schema import RunConfig
 from cfl.core import CflError, ConfigError
-from cfl.flower import apps, programs, project
+from cfl.flower import apps, faults, programs, project
 from cfl.runtime.fingerprint import decisive
 from cfl.runtime.run_folder import has_rounds, read_config, read_made_of
 
@@ -70,9 +72,10 @@ def serve(
     with contextlib.nullcontext() if running else _superlink(host, port, files, node_keys, home, environment):
         for key in sorted(node_keys.glob("*.pub")) if node_keys else []:
             _call(["flwr", "supernode", "register", str(key), CONNECTION], environment, unless=REGISTERED)
-        _call(["flwr", "run", str(made), CONNECTION, "--stream"], environment, quiet=False)
+        faults.forget(output)
+        _follow(_start(made, environment), environment, stop=running)
     if not (output / "metrics.json").exists():
-        raise CflError(f"the run in '{output}' stopped before its last round, see above; continue it with --resume")
+        raise faults.found(output)
 
 
 @contextlib.contextmanager
@@ -142,8 +145,39 @@ def _await_port(host: str, port: int, process: subprocess.Popen[bytes], log: Pat
     raise CflError(f"the SuperLink did not start: {_last_line(log)} (all of it in {log})")
 
 
-def _call(command: Sequence[str], environment: dict[str, str], quiet: bool = True, unless: str = "\0") -> None:
-    """Run one of Flower's programs to its end. Raises CflError with its last line if it fails without `unless`."""
+def _start(made: Path, environment: dict[str, str]) -> str:
+    """Start the run of a project, and return its id."""
+    said = _call(["flwr", "run", str(made), CONNECTION], environment)
+    if not (match := re.search(r"started run (\d+)", said)):
+        raise CflError(f"flwr run names no run: {said}")
+    return match[1]
+
+
+def _follow(run: str, environment: dict[str, str], stop: bool) -> None:
+    """Print what a run prints, until it ends. stop: stop the run if this process is interrupted or terminated."""
+    try:
+        _call(["flwr", "log", run, CONNECTION], environment, quiet=False)
+    except (KeyboardInterrupt, SystemExit):
+        if stop:
+            print("stopping the run; its ServerApp ends within a minute", flush=True)
+            _stop(run, environment)
+        raise
+
+
+def _stop(run: str, environment: dict[str, str]) -> None:
+    """Stop a run. Raises CflError that names the command to repeat, if that fails."""
+    try:
+        _call(["flwr", "stop", run, CONNECTION], environment)
+    except CflError as error:
+        command = f"FLWR_HOME={shlex.quote(environment['FLWR_HOME'])} flwr stop {run} {CONNECTION}"
+        raise CflError(f"the run goes on at the SuperLink ({error}); stop it with: {command}") from None
+
+
+def _call(command: Sequence[str], environment: dict[str, str], quiet: bool = True, unless: str = "\0") -> str:
+    """Run one of Flower's programs to its end; return what it says, if `quiet`.
+
+    Raises CflError with its last line if it fails without `unless`.
+    """
     done = subprocess.run(
         [programs.program(command[0]), *command[1:]], env=environment, check=False,
         stdout=subprocess.PIPE if quiet else None, stderr=subprocess.STDOUT if quiet else None,
@@ -152,6 +186,7 @@ def _call(command: Sequence[str], environment: dict[str, str], quiet: bool = Tru
     if done.returncode and unless not in text:
         said = text.splitlines()[-1:] or ["see above"]
         raise CflError(f"{command[0]} ended with status {done.returncode}: {said[0]}")
+    return text
 
 
 def _checked(folder: Path | None, names: Sequence[str]) -> dict[str, Path]:

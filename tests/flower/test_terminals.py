@@ -1,14 +1,17 @@
 """Federations of real processes on loopback: a SuperLink, and SuperNodes with TLS and keys."""
 
 import contextlib
+import signal
+import socket
 
 import pytest
 
 import cfl
 from cfl.flower import project
 from cfl.flower.programs import VARIABLES
+from cfl.runtime.run_folder import RunFolder
 from tests.flower.federation import signing_keys
-from tests.flower.terminals import Machines, write_certificates, write_keys
+from tests.flower.terminals import Machines, await_, write_certificates, write_keys
 
 pytestmark = pytest.mark.deployment
 SMALL = ("tasks=2", "rounds=1", "partition.clients=4", "cohort=4", "secagg=full", "engine=loop", "seed=1")
@@ -69,6 +72,33 @@ def refused(machines):
     assert "CERTIFICATE_VERIFY_FAILED" in misled.said and "must be registered" in keyless.said
     stranger.says("does not know this node's key")
     stranger.kill()
+
+
+def test_an_interrupted_run_at_a_running_superlink_is_stopped_and_can_go_on(machines):
+    """It is terminated, not interrupted, as a shell may let its background programs ignore the latter."""
+    options = (*SMALL, "tasks=1", "rounds=4", "secagg=none")
+    config = cfl.resolve("permuted-digits", method="fedavg", overrides=options)
+    written, (host, _, port) = machines.write(config), machines.address.rpartition(":")
+    home = {"FLWR_HOME": str(machines.folder / "home"), **VARIABLES}
+    own = ("--insecure", "--host", host, "--port", port, "--disable-runtime-dependency-installation")
+    machines.run("superlink", "python", "-P", "-m", "cfl.flower.gate", *own, **home)
+    machines.run("node", "cfl-run", "join", machines.address, "--clients", "0-3", "--folder", machines.folder / "node")
+    words = ("serve", written, "--output", machines.output, "--address", machines.address, "--running")
+    await_(lambda: listens(host, int(port)), machines.terminals[0].all_said)
+    server = machines.run("server", "cfl-run", *words)
+    server.until(lambda: machines.rows())
+    server.process.terminate()
+    assert server.ends() == 128 + signal.SIGTERM and "stopping the run" in server.said
+    await_(lambda: not RunFolder.busy(machines.output), server.all_said)
+    assert 1 <= len(machines.rows()) < 4
+    resumed = machines.run("resumed", "cfl-run", *words, "--resume")
+    assert resumed.ends() == 0, resumed.all_said()
+    assert machines.metrics()["accuracy_matrix"] == cfl.run(config).metrics["accuracy_matrix"]
+
+
+def listens(host, port):
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1):
+        return True
 
 
 def test_flower_runs_the_project_in_a_simulation(machines):
