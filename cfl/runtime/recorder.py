@@ -17,7 +17,7 @@ from cfl.core import CheckpointError, ConfigError, Tree, machine
 from cfl.engines import Outcome
 from cfl.runtime import checkpoint, contact_sheet
 from cfl.runtime.callback_set import CallbackSet
-from cfl.runtime.fingerprint import Fingerprint, code
+from cfl.runtime.fingerprint import CHECKPOINTS, Fingerprint, code
 from cfl.runtime.later_tasks import extend
 from cfl.runtime.privacy_budget import Budget
 from cfl.runtime.rounds import Rounds
@@ -206,6 +206,11 @@ class Recorder:
         there, made_of = read_config(folder.path), read_made_of(folder.path)
         parts, place = made_of.get("run", {}), made_of.get("place", {}).get("states", self.fingerprint.states)
         if place != self.fingerprint.states:
+            if place != CHECKPOINTS and (folder.path / "metrics.json").exists():
+                raise CheckpointError(
+                    f"'{folder.path}' holds a finished run that keeps the states of clients {place}, so it cannot go "
+                    f"on with later tasks; start another run from its model (option start, --from '{folder.path}')"
+                )
             raise CheckpointError(
                 f"'{folder.path}' holds a run that keeps the states of clients {place}, not {self.fingerprint.states}; "
                 "continue it with the command that began it"

@@ -121,8 +121,16 @@ def test_a_run_is_continued_where_the_states_of_its_clients_are(tmp_path):
     config, path = written(tmp_path, method="er")
     nodes = [{"clients": "0-2", "folder": str(tmp_path / "n")}]
     served(path, tmp_path, nodes)
+    later, out = config.model_copy(update={"tasks": 3}), tmp_path / "out"
+    with pytest.raises(CheckpointError) as found:
+        cfl.run(later, output=out, resume=True)
+    assert str(found.value) == (
+        f"'{out}' holds a finished run that keeps the states of clients on nodes, so it cannot go on with later tasks; "
+        f"start another run from its model (option start, --from '{out}')"
+    )
+    (out / "metrics.json").unlink()
     with pytest.raises(CheckpointError, match="keeps the states of clients on nodes, not in its checkpoints; continue"):
-        cfl.run(config, output=tmp_path / "out", resume=True)
+        cfl.run(config, output=out, resume=True)
     cfl.run(config, output=tmp_path / "alone")
     with pytest.raises(CheckpointError, match="in its checkpoints, not on nodes; continue it with the command"):
         apps.serve(path, InProcessGrid([client(path, lambda: apps.answer)], nodes), tmp_path / "alone")
