@@ -206,6 +206,7 @@ def test_compare_tabulates_and_skips_finished_runs(tmp_path, capsys):
     runs = [json.loads((run_of(tmp_path, "fot", seed) / "metrics.json").read_text())["acc"] for seed in (0, 1)]
     assert report["acc"]["mean"] == pytest.approx(sum(runs) / 2)
     assert report["acc"]["std"] == pytest.approx(abs(runs[0] - runs[1]) / 2)  # population std of two values
+    assert f"--output {tmp_path}" in json.loads((tmp_path / "compare.json").read_text())["command"]
     assert (tmp_path / "compare.png").exists()
 
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/metrics.json")}

@@ -95,6 +95,21 @@ def test_a_comparison_has_the_styles_of_a_report_and_hides_no_points(tmp_path, d
     assert not {to_hex(bar.get_facecolor()).upper() for bar in bars.patches} & {one.colour for one in styles}
 
 
+def test_long_names_leave_a_comparison_its_axes(tmp_path, drawn, recwarn):
+    """Each of the two axes keeps 2.5 inches at least, whatever the names; 78 characters have no place to break."""
+    names = [
+        f"{method}, partition.name={own}, strategy.threshold=0.94"
+        for method in ("fot", "joint")
+        for own in ("iid", "shards")
+    ]
+    score = {"mean": 0.5, "std": 0.1}
+    for labels in (names, ["x" * 78, "fot"]):
+        summaries = {label: {"acc": score, "fgt": score} for label in labels}
+        plots.comparison(summaries, {label: [[0.9, None], [0.8, 0.9]] for label in labels}, "both", tmp_path / "b.png")
+        assert all(axes.get_window_extent().width / drawn[-1].dpi > 2.5 for axes in drawn[-1].axes)
+    assert not recwarn.list
+
+
 @pytest.mark.parametrize(("kind", "begin"), [("png", b"\x89PNG"), ("pdf", b"%PDF")])
 def test_the_same_runs_give_the_same_file(kind, begin, stored, tmp_path):
     paths = [tmp_path / f"{name}.{kind}" for name in ("one", "two")]
