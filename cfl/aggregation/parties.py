@@ -11,7 +11,13 @@ from cfl.aggregation.secagg_client import Client, Shares
 
 
 class Parties(Protocol):
-    """The clients of a round. A client that drops out at a stage is not in the answer."""
+    """The clients of a round. A client that drops out at a stage is not in the answer.
+
+    told: hash of what the server told all of them, see `secagg_client.mask_of`; empty in a simulation, which tells one
+    thing to all.
+    """
+
+    told: bytes
 
     def advertise(self, ids: Iterable[int], threshold: int, signed: bool) -> dict[int, bytes]:
         """Stage "keys": public keys by id. threshold: number of share holders that rebuild a secret.
@@ -45,6 +51,8 @@ class Parties(Protocol):
 
 class LocalParties:
     """Clients in this process, for a simulation. clients: by id."""
+
+    told = b""
 
     def __init__(self) -> None:
         self.clients: dict[int, Client] = {}

@@ -11,7 +11,8 @@ than t of any client's share holders collude. Against a server that does not fol
 comes before the stage "unmask"; see `consistency`. It is an option, since it takes a message more, all clients as
 neighbours, and registered keys.
 Deviations: the mask key is derived from a 16-byte seed, and the seed is shared; each client uploads a hash of b_i with
-its shares, so that the server detects a false share; ciphertexts are bound to the public keys of both clients, so that
+its shares, so that the server detects a false share; s_ij depends on what the server told the client in the round, see
+`secagg_client.mask_of`; ciphertexts are bound to the public keys of both clients, so that
 a client detects a swapped key. Keys, seeds and nonces come from the operating system, not from the run's seed: no two
 runs share a mask.
 """
@@ -35,11 +36,11 @@ from cfl.aggregation.secagg_client import (
     PUBLIC,
     SEED,
     SELF,
-    agree,
     apply_masks,
     commitment,
     derive,
     mask_key_of,
+    mask_of,
 )
 from cfl.contract import STAGES
 from cfl.core import RoundAborted
@@ -224,7 +225,7 @@ class SecureSum:
                 key = mask_key_of(seed)
                 false = key.public_key().public_bytes_raw() != self._keys[owner][PUBLIC : 2 * PUBLIC]
                 masks += [  # of client j, with the opposite sign
-                    (agree(key, self._keys[j][PUBLIC : 2 * PUBLIC], "mask"), j > owner)
+                    (mask_of(key, self._keys[j][PUBLIC : 2 * PUBLIC], self.parties.told), j > owner)
                     for j in self._near[owner]
                     if wanted.get(j) == SELF  # j uploaded; `wanted` may lack other neighbours
                 ]

@@ -36,6 +36,15 @@ def agree(own: X25519PrivateKey, other: bytes, purpose: str) -> bytes:
     return derive(shared, purpose)
 
 
+def mask_of(own: X25519PrivateKey, other: bytes, told: bytes) -> bytes:
+    """Return the key of the mask that two clients share.
+
+    told: hash of what the server told the clients in the round. The masks of clients that were told different things,
+    such as different models, do not cancel. So no server learns a sum over them (Pasquini et al., CCS 2022).
+    """
+    return agree(own, other, "mask" + told.hex())
+
+
 def mask_key_of(seed: bytes) -> X25519PrivateKey:
     return X25519PrivateKey.from_private_bytes(derive(seed, "mask key", PUBLIC))
 
@@ -132,15 +141,18 @@ class Client:
                     f"client {self.id} cannot decrypt the shares of client {other}: they or a public key were changed"
                 ) from None
 
-    def mask(self, vector: np.ndarray) -> np.ndarray:
-        """Stage "upload": return the vector (n,) plus all masks; only once, as two uploads reveal their difference."""
+    def mask(self, vector: np.ndarray, told: bytes = b"") -> np.ndarray:
+        """Stage "upload": return the vector (n,) plus all masks; only once, as two uploads reveal their difference.
+
+        told: see `mask_of`.
+        """
         if self._masked:
             raise RoundAborted(f"client {self.id} refuses to mask a second vector with the same keys")
         if len(self.held) < self.threshold:
             raise RoundAborted(f"client {self.id} holds shares of {len(self.held)} clients, it needs {self.threshold}")
         self._masked = True
         pairs = self.held.keys() - {self.id}
-        masks = [(agree(self._mask_key, self._keys[j][PUBLIC:], "mask"), self.id < j) for j in pairs]
+        masks = [(mask_of(self._mask_key, self._keys[j][PUBLIC:], told), self.id < j) for j in pairs]
         masks.append((derive(self.seeds[SELF], "self-mask"), True))
         masked = vector.copy()
         apply_masks(masks, masked)

@@ -15,7 +15,7 @@ from cfl.core import ConfigError, RoundAborted, Tree
 from cfl.engines.base import Collected, Engine, Observe, Outcome, OuterEngine
 from cfl.flower.client_states import reference, stored_bytes, version
 from cfl.flower.members import Members
-from cfl.flower.messages import described
+from cfl.flower.messages import described, told
 from cfl.flower.parties import RemoteParties
 from cfl.flower.results import NodeResult, Outlines
 from cfl.flower.trees import Broadcast, with_fixed
@@ -110,7 +110,10 @@ class DeploymentEngine(OuterEngine):
             }
             for node, ids in homes.items()
         }
-        answers = self.members.link.ask("train", requests, Broadcast(with_fixed(inputs)))
+        broadcast = Broadcast(with_fixed(inputs))
+        if self._parties is not None:
+            self._parties.told = told(known, broadcast.names)
+        answers = self.members.link.ask("train", requests, broadcast)
         names, uniform = total.part().keys(), self.config.agg.weights == "uniform"
         results = {}
         for node, answer in answers.items():

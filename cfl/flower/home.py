@@ -15,9 +15,9 @@ from cfl.contract import RoundInfo
 from cfl.core import ConfigError
 from cfl.core.errors import FEW_NAMES, few
 from cfl.engines import Engine, parts
-from cfl.flower import client_states, wire
+from cfl.flower import client_states, link, wire
 from cfl.flower.client_states import ClientStates
-from cfl.flower.messages import described, rebuilt
+from cfl.flower.messages import described, rebuilt, told
 from cfl.flower.node import Node
 from cfl.flower.signing import SigningKeys
 from cfl.runtime.fingerprint import Fingerprint
@@ -156,7 +156,7 @@ class HomeNode(Node):
             parties = self._recalled(context, request["round"])
             for id, vector in part["_integers"].items():
                 parties[id].receive(request["sealed"][id])
-                part["_integers"][id] = parties[id].mask(vector)
+                part["_integers"][id] = parties[id].mask(vector, told(request, request[link.SHARED]))
             self._remember(context, request["round"], parties)
         return seen
 

@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields
+from hashlib import sha256
 from typing import Any
 
 from cfl.contract import Phase, Privacy, RoundInfo
+from cfl.flower import wire
+from cfl.flower.trees import Names
 from cfl.flower.wire import WireError
 from cfl.models import Model
 from cfl.streams.store import TaskSamples
@@ -27,3 +30,14 @@ def rebuilt(data: Mapping[str, Any], model: Model, public: TaskSamples | None) -
         return RoundInfo(**known, model=model, public=public)
     except (KeyError, TypeError) as error:
         raise WireError(f"a message does not describe a round: {error}") from error
+
+
+def told(request: Mapping[str, Any], names: Names) -> bytes:
+    """Hash what the server has to tell all nodes alike when it asks for updates.
+
+    names: of the trees of the broadcast, which hold their hashes.
+    """
+    packed = wire.pack([request["info"], request["round"], request["run"], names])
+    body = str(packed.config_records[wire.BODY][wire.BODY]).encode()
+    tensors = packed.array_records[wire.TENSORS][wire.TENSORS].data
+    return sha256(len(body).to_bytes(8, "little") + body + tensors).digest()

@@ -13,12 +13,14 @@ from cfl.flower.members import Members
 class RemoteParties:
     """The clients of one round. round: names it to the nodes; missing: client to the reason why it did not answer.
 
+    told: hash of the round's request for updates, set before that is sent.
     sealed: for each client, the ciphertexts of its neighbours, which travel with the next request.
     """
 
     def __init__(self, members: Members, round: int) -> None:
         self.members, self.round = members, round
         self.missing: dict[int, str] = {}
+        self.told = b""
         self.sealed: dict[int, dict[int, bytes]] = {}
 
     def advertise(self, ids: Iterable[int], threshold: int, signed: bool) -> dict[int, bytes]:

@@ -265,6 +265,30 @@ def test_a_lone_upload_is_uniform(monkeypatch):
         assert abs(np.corrcoef(upload.astype(float), vector.astype(float))[0, 1]) < 0.05
 
 
+class Told(LocalParties):
+    """Clients that were told "model", but for client 2. other: what that one was told."""
+
+    told = b"model"
+
+    def __init__(self, other):
+        super().__init__()
+        self.other = other
+
+    def mask(self, id, vector):
+        return self.clients[id].mask(vector, self.other if id == 2 else self.told)
+
+
+@pytest.mark.parametrize("dropped", [{}, {3: "upload"}])
+def test_masks_of_clients_that_were_told_different_things_do_not_cancel(dropped):
+    vectors, left = _vectors(range(5), 10_000), [i for i in range(5) if i not in dropped]
+    plain = np.array(_plain(left, vectors), np.uint64)
+    same, other = (np.array(_sum(_round(range(5), dropped, parties=Told(told)), vectors)[0], np.uint64)
+                   for told in (b"model", b"zeros"))  # fmt: skip
+    assert (same == plain).all()
+    counts = np.bincount((other - plain).view(np.uint8), minlength=256)
+    assert scipy.stats.chisquare(counts).pvalue > 1e-6  # uniform, with one false alarm in 250,000 runs
+
+
 def test_no_two_runs_and_no_two_clients_share_a_mask(monkeypatch):
     vectors = _vectors(range(4), 10_000)
     runs = [_recorded(monkeypatch, range(4), key=1) for _ in range(2)]

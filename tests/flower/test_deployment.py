@@ -174,8 +174,8 @@ def test_the_server_sees_masked_sums_and_neither_states_nor_secrets(tmp_path, mo
     federation = Federation(config("secagg=full", *ALL, method="scaffold"), tmp_path)
     hidden, mask = set(), home.Party.mask
 
-    def masked(self, vector):
-        found = mask(self, vector)
+    def masked(self, vector, told):
+        found = mask(self, vector, told)
         assert (found != vector).any()
         hidden.add(vector.tobytes())
         return found

@@ -5,12 +5,15 @@ import shutil
 import subprocess
 
 import pytest
+import torch
+from flwr.app import ArrayRecord, RecordDict
 
 from cfl.aggregation.secagg_client import MASK, PUBLIC, SELF
-from cfl.core import ConfigError
+from cfl.core import ConfigError, tree
 from cfl.flower import link, wire
 from cfl.flower.link import Link
 from cfl.flower.signing import SigningKeys
+from cfl.flower.trees import Broadcast
 from tests import toy
 from tests.flower.federation import Clock, Federation, Log, at, read, signing_keys
 from tests.flower.test_deployment import ALL
@@ -180,6 +183,37 @@ def test_a_round_in_which_the_server_splits_the_clients_is_aborted(tmp_path):
     first, second = log.rows
     assert "0 of 6 clients are left after stage unmask" in first["aborted"] and second["aborted"] is None
     assert "4 clients signed the list of clients that uploaded, client 0 needs 5" in first["missing"][0]
+
+
+@pytest.mark.parametrize("what", ["model", "learning rate"])
+def test_a_server_that_tells_one_client_something_else_gets_random_numbers(what, tmp_path):
+    """All nodes but one get zeros as their model, or another learning rate, which nodes with data of their own cannot
+    check. Random entries of 64 bits, 24 of them behind the point, reach 2^63 / 2^24 = 5.5e11, and 9.2e10 as a mean of 6
+    clients. So an entry is below 1e6 with probability 1.1e-5, and two or more are with 1.2e-10 at most."""
+    settings = toy.config("tasks=1", "rounds=1", *SIGNED[2:], "agg.weights=uniform", method="fedavg")
+    federation = Federation(settings, tmp_path, nodes=6)
+    for number in range(6) if what == "learning rate" else ():
+        federation.stop(number)
+        federation.start(number, own_data=True)
+
+    def others(message, deliver):
+        request, trees = wire.unpack(message.content), message.content.array_records[link.TREES]
+        if what == "learning rate":
+            request["info"]["lr"] = 0.0
+        else:
+            model, leaves = request[link.SHARED]["sent/params"]
+            zeros = Broadcast({"params": tree.map(torch.zeros_like, wire.tree(trees[model]))})
+            request[link.SHARED]["sent/params"] = (*zeros.hashes, leaves)
+            trees = ArrayRecord({**trees, **zeros.record(but=set())})
+        message.content = RecordDict({**wire.pack(request), link.TREES: trees})
+        return deliver()
+
+    lied_to = [federation.nodes[number] for number in range(1, 6)]
+    federation.network.fault = at("train", {0}, lied_to, others)
+    log = Log()
+    params = federation.run(log).params
+    assert log.rows[0]["aborted"] is None and log.rows[0]["clients"] == 6
+    assert all(leaf.numel() > 1 and leaf.abs().max() > 1e6 for leaf in params.values())
 
 
 # --- keys ------------------------------------------------------------------------------------------------------------
