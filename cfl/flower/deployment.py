@@ -14,10 +14,11 @@ from cfl.contract import Client, Gathers, RoundInfo, RoundInputs, TreesByOwner
 from cfl.core import ConfigError, RoundAborted, Tree
 from cfl.engines.base import Collected, Engine, Observe, Outcome, OuterEngine
 from cfl.flower.client_states import reference, stored_bytes, version
+from cfl.flower.link import Answer
 from cfl.flower.members import Members
 from cfl.flower.messages import described, told
 from cfl.flower.parties import RemoteParties
-from cfl.flower.results import NodeResult, Outlines
+from cfl.flower.results import Expected, NodeResult, Outlines
 from cfl.flower.trees import Broadcast, with_fixed
 from cfl.runtime.population import Population
 from cfl.runtime.rounds import Rounds
@@ -114,20 +115,13 @@ class DeploymentEngine(OuterEngine):
         if self._parties is not None:
             self._parties.told = told(known, broadcast.names)
         answers = self.members.link.ask("train", requests, broadcast)
-        names, uniform = total.part().keys(), self.config.agg.weights == "uniform"
-        results = {}
-        for node, answer in answers.items():
+        results, found = self._valid(answers, homes, Expected.of(total, inputs, self.config)), Collected()
+        for node, result in self._alike(results, homes, info).items():
             try:
-                if answer.fault is not None:
-                    raise ValueError(answer.fault)
-                results[node] = NodeResult(answer.value, homes[node], names, total.stacked, uniform)
-            except ValueError as error:
-                self._leave_out(node, homes[node], str(error))
-            except Exception as error:  # whatever an answer of other kinds leads to
-                self._leave_out(node, homes[node], f"its answer is not one of cfl's ({type(error).__name__}: {error})")
-        found = Collected()
-        for result in self._alike(results, homes, info).values():
-            total.merge(result.part)
+                total.merge(result.part)
+            except Exception as error:  # the sum may hold a half of it, so the round cannot go on without it
+                text = f"the sum of {self.members.name(node)} cannot be added ({type(error).__name__}: {error})"
+                raise RoundAborted(f"{text}; ask its owner for what it runs") from error
             for id in result.done:
                 found.states[id] = reference(position + 1, info.task, result.sizes[id]) if id in result.sizes else {}
             found.losses |= result.losses
@@ -146,6 +140,22 @@ class DeploymentEngine(OuterEngine):
 
     def _leave_out(self, node: int, ids: Sequence[int], why: str) -> None:
         self._missing |= dict.fromkeys(ids, f"{self.members.name(node)}: {why}")
+
+    def _valid(
+        self, answers: Mapping[int, Answer], homes: Mapping[int, Sequence[int]], expected: Expected
+    ) -> dict[int, NodeResult]:
+        """Return the answers that can be results, by node, and leave the others out."""
+        results = {}
+        for node, answer in answers.items():
+            try:
+                if answer.fault is not None:
+                    raise ValueError(answer.fault)
+                results[node] = NodeResult(answer.value, homes[node], expected)
+            except ValueError as error:
+                self._leave_out(node, homes[node], str(error))
+            except Exception as error:  # whatever an answer of other kinds leads to
+                self._leave_out(node, homes[node], f"its answer is not one of cfl's ({type(error).__name__}: {error})")
+        return results
 
     def _alike(
         self, results: dict[int, NodeResult], homes: Mapping[int, Sequence[int]], info: RoundInfo

@@ -105,7 +105,10 @@ def _value(body: Any, leaves: Tree) -> Any:
         case "array", [dtype, shape, data] if dtype in _DTYPES:
             return np.frombuffer(_value(data, leaves).numpy(), dtype=np.dtype(dtype)).reshape(shape)
         case "expanded", [shape, number]:
-            return _value(number, leaves).expand(shape)
+            single = _value(number, leaves)
+            if single.dim() or not single.is_floating_point():
+                raise ValueError("only one floating-point number may stand for many entries")
+            return single.expand(shape)
         case "tensor", [name]:
             return leaves[name]
     raise WireError(f"a message holds the unknown kind {kind!r}")

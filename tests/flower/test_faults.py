@@ -11,6 +11,7 @@ import pytest
 import torch
 from flwr.app import Error, Message, RecordDict
 
+from cfl.aggregation.plain import UploadSum
 from cfl.flower import link
 from cfl.flower.deployment import MemberPopulation
 from tests import toy
@@ -88,6 +89,12 @@ def _integers(value):
         trees["strategy"]["1.bias"] = trees["strategy"]["1.bias"].long()
 
 
+def _complex(value):
+    """Complex sums, which fit their outlines."""
+    for trees in (value["part"]["_sums"], value["part"]["_outlines"]):
+        trees["strategy"]["1.bias"] = trees["strategy"]["1.bias"].to(torch.complex64)
+
+
 def _weigh(weight):
     def change(value):
         for trees in value["part"]["_stacks"].values():
@@ -147,11 +154,17 @@ ANSWERS = {
     "a weight of zero": (changed(_set("part", "_weight", to=0.0)), "its weight is not a number of samples"),
     "a loss of NaN": (changed(_set("losses", 1, to=torch.tensor(math.nan))), "its loss.*"),
     "a loss that is no number": (changed(_set("losses", 1, to=torch.ones(2))), "its losses are not numbers"),
+    "a complex loss": (changed(_set("losses", 1, to=torch.tensor(1j))), "its losses are not numbers"),
+    "a loss beyond float32": (
+        changed(_set("losses", 1, to=torch.tensor(1.7e308, dtype=torch.float64))), "its losses are not finite in .*"
+    ),
+    "complex sums": (changed(_complex), "its sum of 'strategy' is not a tree of real numbers"),
+    "a client twice": (changed(_set("part", "zeroed", to=[1, 1])), "it answers twice for a client"),
     "another shape": (changed(_reshape), "its sum of 'strategy' has other names, shapes or types than it says"),
-    "another model": (changed(_other_model), r"its 'strategy/1.bias' of shape \(7,\) and type .* is not what .*"),
-    "integers": (changed(_integers), r"its 'strategy/1.bias' of shape \(.*\) and type torch.int64 is not what .*"),
+    "another model": (changed(_other_model), r"its 'strategy/1.bias' has shape \(7,\) and type torch.float32, .*"),
+    "integers": (changed(_integers), r"its 'strategy/1.bias' has shape \(.*\) and type torch.int64, the .*"),
     "other parts": (changed(_set("part", "_more", to=1)), "its sum has other parts than those of the run"),
-    "names of two kinds": (changed(_mixed_names), "its '.*' of shape .* is not what other nodes sent"),
+    "names of two kinds": (changed(_mixed_names), "its sum has uploads of 0, which the run has not"),
     "another task": (changed(_other_task), r"its 'strategy/.*' of shape .* is not what other nodes sent"),
     "for another client": (
         changed(_set("done", to=[0, 1, 4])), "it answers for clients that it was not asked for"
@@ -198,6 +211,85 @@ def test_a_node_with_impossible_stacks_is_left_out_of_the_round(name, tmp_path):
     expect(settings, federation, {1: "upload"}, NAMED + text, tmp_path / "output")
 
 
+def _huge(value):
+    """Sums of 10^12 entries in a few bytes: whoever adds them up is busy for an hour."""
+    for trees in (value["part"]["_sums"], value["part"]["_outlines"]):
+        trees["work"] = {"gram/1": torch.zeros(()).expand(10**12)}
+
+
+def _huge_vector(value):
+    value["part"]["_outlines"]["strategy"]["1.weight"] = torch.zeros(()).expand(10**12)
+    value["part"]["_vector"] = torch.zeros((), dtype=torch.float64).expand(10**12)
+
+
+def _cut(value):
+    """Vectors that lack an entry."""
+    value["part"]["_integers"] = {id: vector[1:] for id, vector in value["part"]["_integers"].items()}
+
+
+def _floats(value):
+    value["part"]["_integers"] = {id: vector.astype("<f8") for id, vector in value["part"]["_integers"].items()}
+
+
+def _without_sums(value):
+    """No sums of what it says that it has."""
+    value["part"]["_sums"] = {}
+
+
+UNIFORM, SECURE = "agg.weights=uniform", "secagg=full"
+NOISY = ("dp.noise_multiplier=1", "dp.accountant=rdp", "dp.amplify=false")
+MAJORITY = {  # options, what node 0 sends, and why it is left out
+    "another model": ((), _other_model, "its 'strategy/1.bias' has shape (7,) and type torch.float32, the model"),
+    "unknown owners": ((), _mixed_names, "its sum has uploads of 0, which the run has not"),
+    "no sums": ((), _without_sums, "its sum has other owners than it says"),
+    "a large weight": ((UNIFORM,), _set("part", "_weight", to=1e9), "its weight is 1e+09, not the 4 of its clients"),
+    "a large count": (
+        (UNIFORM, SECURE), _set("part", "_count", to=10**9), "it counts 1000000000 clients in its sum of 4"
+    ),
+    "a weight beside vectors": ((SECURE,), _set("part", "_weight", to=9.0), "it counts 4 clients in its sum of 4"),
+    "float vectors": ((SECURE,), _floats, "its integers are not 111 of type uint64 for each client"),
+    "short vectors": ((SECURE,), _cut, "its integers are not 111 of type uint64 for each client"),
+    "huge sums": ((), _huge, "its sum of 'work' has one number for 1000000000000 entries, more than the model has"),
+    "a huge vector": ((UNIFORM, *NOISY), _huge_vector, "its 'strategy/1.weight' has shape (1000000000000,)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MAJORITY)
+def test_a_node_with_most_clients_does_not_decide_what_is_right(name, tmp_path):
+    """Node 0 has four of six clients. With its clients gone, two of six are fewer than the quorum, or change little.
+
+    The 111 entries under secure sums are the weight and the 8 * 10 + 10 + 10 * 2 = 110 of the model.
+    """
+    options, change, text = MAJORITY[name]
+    quorum = ("flower.quorum=0.3", "secure.quorum=0.8")
+    federation = Federation(config(*quorum, *options, method="fedavg"), tmp_path, nodes=2)
+    for number, clients in enumerate([(0, 1, 2, 3), (4, 5)]):
+        federation.stop(number)
+        federation.start(number, clients=clients)
+    federation.network.fault = at("train", [1], [federation.nodes[0]], changed(change))
+    log = Log()
+    federation.run(log)
+    assert log.rows[1]["missing"].keys() == {0, 1, 2, 3}
+    assert all(text in why for why in log.rows[1]["missing"].values()), log.rows[1]["missing"]
+    assert log.rows[1]["clients"] == (0 if SECURE in options else 2) and log.rows[2]["clients"] == 6
+
+
+def test_a_sum_that_cannot_be_added_aborts_its_round(tmp_path, monkeypatch):
+    """Whatever the checks of an answer have missed."""
+    federation, log = Federation(config(method="fedavg"), tmp_path), Log()
+    merge = UploadSum.merge
+
+    def merges(total, part):
+        if part["_lowest"] == 1 and total.info.round == 1:
+            raise KeyError("3.bias")
+        merge(total, part)
+
+    monkeypatch.setattr(UploadSum, "merge", merges)
+    federation.run(log)
+    text = "the sum of node 'n1' (clients 1, 4) cannot be added (KeyError: '3.bias'); ask its owner for what it runs"
+    assert [row["aborted"] for row in log.rows] == [None, text, None]
+
+
 EVEN = ("partition.clients=4", "cohort=4")
 
 
@@ -206,7 +298,7 @@ EVEN = ("partition.clients=4", "cohort=4")
 def test_of_two_equal_nodes_the_one_with_the_shapes_of_the_round_before_counts(round, broken, tmp_path):
     """In the first round nobody knows the shapes, so it changes nothing."""
     federation, log = Federation(config(*EVEN, method="fedavg"), tmp_path, nodes=2), Log()
-    federation.network.fault = at("train", [round], [federation.nodes[broken]], changed(_other_model))
+    federation.network.fault = at("train", [round], [federation.nodes[broken]], changed(_other_task))
     federation.run(log)
     if round == 0:
         assert log.rows[0]["aborted"].startswith("equal numbers of clients sent uploads of different shapes")

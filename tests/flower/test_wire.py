@@ -196,6 +196,8 @@ FOREIGN = {
     "bytes that are none": records('["bytes","?"]'),
     "an array of no type": records('["array","<u9",["tensor","0"]]', save({"0": torch.ones(8, dtype=torch.uint8)})),
     "an array of half a number": records('["array","<u8",["tensor","0"]]', save({"0": torch.ones(9).to(torch.uint8)})),
+    "an integer for many": records('["expanded",[9],["tensor","0"]]', save({"0": torch.tensor(1)})),
+    "numbers for many": records('["expanded",[9,2],["tensor","0"]]', save({"0": torch.ones(2)})),
     "an outline of no shape": records('["expanded",[-2],["tensor","0"]]', save({"0": torch.ones(())})),
     "an outline beyond all numbers": records(f'["expanded",[{10**40}],["tensor","0"]]', save({"0": torch.ones(())})),
     "garbage for tensors": records(data=b"garbage"),
