@@ -14,7 +14,7 @@ from cfl.contract import Client, Gathers, RoundInfo, RoundInputs, TreesByOwner
 from cfl.core import ConfigError, RoundAborted, Tree
 from cfl.engines.base import Collected, Engine, Observe, Outcome, OuterEngine
 from cfl.flower.client_states import reference, stored_bytes, version
-from cfl.flower.link import Answer
+from cfl.flower.link import Answer, printable
 from cfl.flower.members import Members
 from cfl.flower.messages import described, told
 from cfl.flower.parties import RemoteParties
@@ -120,7 +120,7 @@ class DeploymentEngine(OuterEngine):
             try:
                 total.merge(result.part)
             except Exception as error:  # the sum may hold a half of it, so the round cannot go on without it
-                text = f"the sum of {self.members.name(node)} cannot be added ({type(error).__name__}: {error})"
+                text = f"the sum of {self.members.name(node)} cannot be added ({printable(repr(error))})"
                 raise RoundAborted(f"{text}; ask its owner for what it runs") from error
             for id in result.done:
                 found.states[id] = reference(position + 1, info.task, result.sizes[id]) if id in result.sizes else {}
@@ -139,7 +139,7 @@ class DeploymentEngine(OuterEngine):
         return self.config.secagg == "full" and info.phase.protected
 
     def _leave_out(self, node: int, ids: Sequence[int], why: str) -> None:
-        self._missing |= dict.fromkeys(ids, f"{self.members.name(node)}: {why}")
+        self._missing |= dict.fromkeys(ids, f"{self.members.name(node)}: {printable(why)}")
 
     def _valid(
         self, answers: Mapping[int, Answer], homes: Mapping[int, Sequence[int]], expected: Expected

@@ -6,10 +6,12 @@ from typing import Any
 
 from cfl.core.errors import FEW_NAMES, few
 from cfl.core.version import __version__
-from cfl.flower.link import Link
+from cfl.flower.link import Link, printable
 from cfl.flower.results import MOST
 from cfl.runtime.fingerprint import Fingerprint
 
+JOIN = 5.0  # seconds that a round waits for new nodes; a node that needs longer joins at a later one
+NAME = 100  # characters of a node's name that are shown
 RESTARTED = "it has started again under another id"
 
 
@@ -50,6 +52,7 @@ class Members:
         for node in [node for node, start in starts.items() if start != self._starts.get(node)]:
             self.joined.pop(node, None)  # it may have other clients now
             self.refused.pop(node, None)
+            self.link.forget(node)
         self._starts, present = starts, starts.keys()
         if (self.joined.keys() | self.refused.keys()) - present:  # what was in the way of others may be gone
             there = {member.token for node, member in self.joined.items() if node in present}
@@ -62,13 +65,13 @@ class Members:
             self.say(f"{_named(self.joined.pop(node))} has left")
         new = sorted(present - self.joined.keys() - self.refused.keys())
         before, self._silent = self._silent, {}
-        for node, answer in self.link.ask("query.join", dict.fromkeys(new)).items():
+        for node, answer in self.link.poll("query.join", dict.fromkeys(new), JOIN).items():
             if answer.fault and not answer.error:  # it may answer the next time
                 self._silent[node] = answer.fault
                 if before.get(node) != answer.fault:
                     self.say(f"node {node} has not joined yet: {answer.fault}")
             elif fault := answer.fault or self._take_in(node, answer.value):
-                self.refused[node] = fault
+                self.refused[node] = fault = printable(fault)
                 self.say(f"node {node} may not join: {fault}")
 
     def of(self, clients: Iterable[int]) -> tuple[dict[int, list[int]], list[int]]:
@@ -92,7 +95,7 @@ class Members:
         try:
             clients = tuple(sorted({int(client) for client in answer["clients"]}))
             samples = None if answer["samples"] is None else tuple(map(int, answer["samples"]))
-            member = Member(node, str(answer["name"]), str(answer["token"]), clients, samples)
+            member = Member(node, printable(str(answer["name"]), NAME), str(answer["token"]), clients, samples)
             version, options, parts = str(answer["version"]), str(answer["options"]), dict(answer["parts"])
             if not all(isinstance(value, str) for value in parts.values()):
                 raise TypeError("a hash is not a text")

@@ -7,6 +7,7 @@ import numpy as np
 
 from cfl.aggregation.consistency import SIGNATURE
 from cfl.aggregation.secagg_client import CIPHERTEXT, COMMITMENT, PUBLIC, SEED, Shares
+from cfl.flower.link import printable
 from cfl.flower.members import Members
 
 
@@ -77,7 +78,7 @@ class RemoteParties:
                     found[id] = read(id, answer.value[id])
                 except Exception as error:  # whatever an answer of another kind leads to
                     text = f"its answer is invalid ({error})" if answer.fault is None else answer.fault
-                    self.missing[id] = f"{self.members.name(node)}: {text}"
+                    self.missing[id] = f"{self.members.name(node)}: {printable(text)}"
         return {id: found[id] for id in asked if id in found}
 
 

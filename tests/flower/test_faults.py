@@ -286,7 +286,7 @@ def test_a_sum_that_cannot_be_added_aborts_its_round(tmp_path, monkeypatch):
 
     monkeypatch.setattr(UploadSum, "merge", merges)
     federation.run(log)
-    text = "the sum of node 'n1' (clients 1, 4) cannot be added (KeyError: '3.bias'); ask its owner for what it runs"
+    text = "the sum of node 'n1' (clients 1, 4) cannot be added (KeyError('3.bias')); ask its owner for what it runs"
     assert [row["aborted"] for row in log.rows] == [None, text, None]
 
 

@@ -132,7 +132,7 @@ def test_a_node_that_does_not_fit_is_refused_by_name_and_the_run_goes_on(name, t
 
 
 MUTE = {
-    "late": (lost, "it did not answer within 600 seconds"),
+    "late": (lost, "it has not answered so far"),
     "garbage": (lambda message, deliver: raw(message, data=b"x"), "the tensors of a message are damaged: "),
     "crashed": (lambda message, deliver: Message(Error(0, "it crashed"), reply_to=message), "it crashed"),
 }
@@ -160,6 +160,37 @@ def test_why_a_node_has_not_joined_yet_is_told_again_only_if_it_has_changed(tmp_
     assert reasons == []
     told = [text for text in federation.said if "yet" in text]
     assert told == [f"node {id} has not joined yet: {why}" for why in ("away", "broken")]
+
+
+ESCAPE, BLANK = "\x1b]0;owned\x07\n" + 500 * "x", " ]0;owned  " + 500 * "x"
+
+
+def test_a_name_of_a_node_is_shown_without_control_characters_and_cut(tmp_path):
+    federation = Federation(config(), tmp_path)
+    federation.stop(2)
+    federation.start(2, name=ESCAPE)
+    log = Log({1: lambda: federation.stop(2)})
+    federation.run(log)
+    assert f"node '{BLANK[:100]} ...' (clients 2, 5) has joined" in federation.said
+
+
+@pytest.mark.parametrize("how", ["its error", "its exception", "a hash"])
+def test_a_reason_of_a_node_is_shown_without_control_characters_and_cut(how, tmp_path):
+    federation = Federation(config(), tmp_path)
+    id = federation.nodes[2]
+
+    def act(message, deliver):
+        if how == "its error":
+            return Message(Error(0, ESCAPE), reply_to=message)
+        if how == "a hash":
+            value = wire.unpack(deliver().content)
+            return answer(message, {**value, "parts": {**value["parts"], ESCAPE: "x"}})
+        return Message(link.fault(RuntimeError(ESCAPE)), reply_to=message)
+
+    federation.network.fault = lambda node, message, deliver: act(message, deliver) if node == id else deliver()
+    federation.run()
+    (text,) = [text for text in federation.said if f"node {id} " in text]
+    assert text.isprintable() and "]0;owned" in text and text.endswith("x ...") and len(text) < 360
 
 
 ALONE = ("tasks=2", "rounds=1", "partition.clients=3", "cohort=3")  # a client a node
@@ -229,9 +260,30 @@ def test_a_node_that_was_late_once_is_asked_again(tmp_path):
     federation.network.fault = lambda node, message, deliver: (
         late.pop()(message, deliver) if node == id and late else deliver()
     )
-    log = Log()
+    log = Log({1: lambda: link.time.sleep(600)})  # the deadline
     federation.run(log)
     assert [row.get("missing") for row in log.rows] == [REST, None, None]
+
+
+def test_a_node_that_never_answers_costs_no_round_more_than_a_moment(tmp_path):
+    """The first round waits for five seconds, and the next two look once. The node joins when it answers."""
+    federation, replies, times = Federation(config(), tmp_path), [], []
+    id = federation.nodes[2]
+    federation.network.fault = lambda node, message, deliver: (
+        replies.append(deliver()) if (node, message.metadata.message_type) == (id, "query.join") else deliver()
+    )
+
+    def answers():
+        times.append(link.time.now)
+        federation.network.arrives(replies[0])
+
+    log = Log({1: lambda: times.append(link.time.now), 2: answers})
+    federation.run(log)
+    assert times[0] == pytest.approx(5.0, abs=0.05) and times[1] == times[0] and len(replies) == 1
+    assert [row.get("missing") for row in log.rows] == [REST, REST, None]
+    assert [text for text in federation.said if "yet" in text] == [
+        f"node {id} has not joined yet: it has not answered so far"
+    ]
 
 
 def test_a_node_may_join_when_the_other_one_with_its_clients_has_left(tmp_path):
