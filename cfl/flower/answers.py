@@ -42,6 +42,8 @@ def serve(address: str | Path, options: Mapping[str, str], ended: Callable[[], A
             send(stream, {}, answer)
             if FAULT in answer.config_records:
                 return f"cannot answer {action}: " + str(answer.config_records[FAULT]["text"])
+            if action == "join":
+                return "asked to join; the server decides, and prints the reason if it refuses"
             return f"answered {action} in {time.monotonic() - start:.2f} s"
 
     with socketserver.UnixStreamServer(str(address), Handler) as server:

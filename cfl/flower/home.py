@@ -47,6 +47,7 @@ class HomeNode(Node):
         super().__init__(engine, rounds, fingerprint, folder / "trees")
         self.name, self.clients, self.options, self.own_data = name, clients, options, own_data
         self.signing, self.folder, self._token = signing, folder, folder / "token"
+        self._warned = set[str]()
 
     def join(self, request: Any, records: RecordDict, context: Context) -> dict[str, Any]:
         if not self._token.exists():
@@ -71,6 +72,10 @@ class HomeNode(Node):
         stored = {id: states_of_run.load(id, version) for id, (version, _) in versions.items() if version}
         inputs = self.rounds.of_clients(list(versions), info, shared, stored, {id: versions[id][1] for id in stored})
         result = parts.compute(self.engine, inputs, observed=False)
+        for _, text in result["warnings"]:  # the server does not get them, as they depend on the clients' data
+            if text not in self._warned:
+                print(f"warning: {text}", flush=True)
+                self._warned.add(text)
         states = {
             id: {name: inputs.states[id][name] if leaf is None else leaf for name, leaf in state.items()}
             for id, state in result["states"].items()

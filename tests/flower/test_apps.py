@@ -453,6 +453,14 @@ def answering(address, options):
     node.join()
 
 
+def test_a_node_says_who_decides_whether_it_joins(tmp_path, capsys):
+    _, path = written(tmp_path)
+    with answering(tmp_path / "node", {"clients": "0-1", "folder": str(tmp_path / "n")}) as given:
+        grid = InProcessGrid([client(path, lambda: apps.answer)], [given])
+        assert Link(grid, deadline=5.0).ask("query.join", {1: None})[1].fault is None
+    assert "asked to join; the server decides, and prints the reason if it refuses\n" in capsys.readouterr().out
+
+
 def test_a_node_prints_why_it_cannot_answer(tmp_path, capsys):
     _, path = written(tmp_path)
     options = {"clients": "0-1", "folder": str(tmp_path / "n"), "data": "permuted-digits"}

@@ -5,6 +5,7 @@ import torch
 
 from cfl.aggregation.secagg_client import MASK, PUBLIC, SELF
 from cfl.core import CheckpointError, tree
+from cfl.engines import parts
 from cfl.flower import client_states, link, wire
 from cfl.flower.client_states import ClientStates
 from cfl.flower.link import Link
@@ -174,6 +175,15 @@ def test_under_secure_aggregation_a_node_sends_nothing_in_the_clear(method, roun
     request.pop(link.SHARED)
     found = resent(federation, sent, change(request))
     assert request["round"] == rounds and found.value is None and found.fault
+
+
+def test_a_node_prints_each_warning_of_its_training_once(tmp_path, monkeypatch, capsys):
+    compute = parts.compute
+    monkeypatch.setattr(parts, "compute", lambda *given, **more: (
+        {**compute(*given, **more), "warnings": [("UserWarning", "the step is large")]}
+    ))  # fmt: skip
+    Federation(toy.config("tasks=1", "rounds=2", *ALL, method="fedavg"), tmp_path, nodes=1).run()
+    assert capsys.readouterr().out.count("warning: the step is large\n") == 1
 
 
 # --- states ----------------------------------------------------------------------------------------------------------
