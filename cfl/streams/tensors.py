@@ -59,7 +59,7 @@ def parts_of(
     samples, start = [], 0
     for number, parts in enumerate(tasks):
         if not isinstance(parts, list | tuple) or len(parts) != 4:
-            raise DataError(f"task {number} must be {_PARTS}, not {described(parts)}; give a list of such tasks")
+            raise DataError(f"task {number} must be {_PARTS}, not {described(parts)}; give a list of tasks")
         rows: list[Tensor] = []
         for x, y, which in ((*parts[:2], "train"), (*parts[2:], "test")):
             what = f"{which} samples of task {number}"

@@ -725,7 +725,9 @@ def test_uploads_of_another_shape_are_refused(options, other):
     total = protection(*options).sum(info_of((0, 5)), GATHERS)
     total.open()
     assert total.add(0, {"strategy": {"v": torch.ones(2)}}, 1.0)
-    with pytest.raises(UpdateError, match=r"client 5 sent '.*' .*(shape|not at all).* \(task 0, phase train, round 2\)"):
+    with pytest.raises(
+        UpdateError, match=r"client 5 sent '.*' .*(shape|not at all).* \(task 0, phase train, round 2\)"
+    ):
         total.add(5, other, 1.0)
 
 
