@@ -12,9 +12,8 @@ comes before the stage "unmask"; see `consistency`. It is an option, since it ta
 neighbours, and registered keys.
 Deviations: the mask key is derived from a 16-byte seed, and the seed is shared; each client uploads a hash of b_i with
 its shares, so that the server detects a false share; s_ij depends on what the server told the client in the round, see
-`secagg_client.mask_of`; ciphertexts are bound to the public keys of both clients, so that
-a client detects a swapped key. Keys, seeds and nonces come from the operating system, not from the run's seed: no two
-runs share a mask.
+`secagg_client.mask_of`; ciphertexts are bound to the public keys of both clients, so that a client detects a swapped
+key. Keys, seeds and nonces come from the operating system, not from the run's seed: no two runs share a mask.
 """
 
 import hmac

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 _KNOWN = {"cfl", "torch", "numpy", *sys.stdlib_module_names}  # their code is not hashed, an upgrade continues a run
+_INSTALLED = {"site-packages", "dist-packages"}  # folders of installed packages
 _OF_MODULES = set(vars(nn.Module()))
 _VIEWS: tuple[type[Any], ...] = (type({}.keys()), type({}.values()), type({}.items()))  # of mappings
 _PIECE = 1 << 24  # bytes of rows that are gathered at once
@@ -155,7 +156,7 @@ class _Describer:
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # the cell of a name that is not set yet
                 cells.append(cell.cell_contents)
-        named = _reached({*_names(code)}, function.__globals__)
+        named = _reached({*_names(code)}, function.__globals__, set())
         used = [item for item in named if _plain(item) or isinstance(item, (FunctionType, type)) and foreign(item)]
         source = _source(function) or [code.co_code.hex(), *filter(_plain, code.co_consts)]
         return [_name(function), source, self([function.__defaults__, function.__kwdefaults__, cells, used])]
@@ -170,17 +171,25 @@ class _Describer:
         return [_name(cls), source, [[name, self(function)] for name, function in _functions(cls)]]
 
 
-def _reached(names: set[str], values: Mapping[str, Any], above: tuple[ModuleType, ...] = ()) -> Iterator[Any]:
-    """The values that code with these names reads from its module, or as attributes of modules outside of `_KNOWN`.
+def _reached(names: set[str], values: Mapping[str, Any], met: set[str]) -> Iterator[Any]:
+    """The values that code with these names reads from its module, or as attributes of the user's other modules.
 
-    above: the modules that lead to these values.
+    met: names of modules that are read already.
     """
     for name in sorted(names & values.keys()):
         value = values[name]
         if not isinstance(value, ModuleType):
             yield value
-        elif value not in above and value.__name__.partition(".")[0] not in _KNOWN:
-            yield from _reached(names, vars(value), (*above, value))
+        elif value.__name__ not in met and _of_user(value):
+            met.add(value.__name__)
+            yield from _reached(names, vars(value), met)
+
+
+def _of_user(module: ModuleType) -> bool:
+    """Whether a module is the user's own: what installed ones hold depends on what the process has imported."""
+    known = module.__name__.partition(".")[0] in _KNOWN
+    places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+    return not known and any(place and not {*PurePath(place).parts} & _INSTALLED for place in places)
 
 
 def _held(value: Any) -> list[Any]:

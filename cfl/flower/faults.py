@@ -10,11 +10,8 @@ from cfl.core import Busy, CflError, CheckpointError, ConfigError, errors
 from cfl.runtime.run_folder import read_json
 
 ERROR = Path("flower", "error.json")  # in the run's folder
-LASTING = (
-    ConfigError,
-    CheckpointError,
-    Busy,
-)  # met again by a run that is merely continued; their texts say what helps
+# a run that is merely continued meets them again; their texts say what helps
+LASTING = (ConfigError, CheckpointError, Busy)
 
 
 @contextmanager

@@ -159,9 +159,10 @@ class HomeNode(Node):
             part |= {"zeroed": [], "shortened": 0, "clipped": 0}
         if self._masks(info):
             parties = self._recalled(context, request["round"])
+            heard = told(request, request[link.SHARED])
             for id, vector in part["_integers"].items():
                 parties[id].receive(request["sealed"][id])
-                part["_integers"][id] = parties[id].mask(vector, told(request, request[link.SHARED]))
+                part["_integers"][id] = parties[id].mask(vector, heard)
             self._remember(context, request["round"], parties)
         return seen
 

@@ -84,10 +84,14 @@ class NodeResult:
         counts = [part[name] for name in ("clipped", "shortened", "_bytes_up", "_count") if name in part]
         if any(type(count) is not int or not 0 <= count < MOST for count in counts):
             raise ValueError("its counts are not numbers")
-        protected, clients = "_vector" in part, len(own if self.expected.shows else set(self.done))
+        protected, clients = "_vector" in part, len(own - {*self.excluded} if self.expected.shows else set(self.done))
         least = int(part["_lowest"] != -1 and not protected)  # vectors hold the weights of their clients
         if type(part["_weight"]) not in (int, float) or not least <= part["_weight"] < MOST:
             raise ValueError("its weight is not a number of samples")
+        if protected and not self.done and not self.expected.shows and part["_lowest"] != -1:
+            raise ValueError(
+                "it describes uploads of no client"
+            )  # their sizes would be bounded by nothing that is sent
         if protected and (part["_count"] != len(self.done) or part["_weight"]):
             raise ValueError(f"it counts {part['_count']} clients in its sum of {len(self.done)}")
         if not protected and self.expected.uniform and part["_weight"] != clients:
@@ -137,7 +141,7 @@ class NodeResult:
 
     def _check_size(self, owner: str, leaf: Tensor) -> None:
         """Raise ValueError for a leaf of more entries than the model has, of which the node sent one."""
-        if leaf.numel() > self.expected.largest and not any(leaf.stride()):
+        if not any(leaf.stride()) and leaf.numel() > self.expected.largest:
             raise ValueError(f"its sum of '{owner}' has one number for {leaf.numel()} entries, more than the model has")
 
     def _check_stacks(self) -> None:

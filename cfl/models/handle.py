@@ -83,7 +83,7 @@ class Model:
             self.classifier = paths[-1]
             self._head_names = [full_name(paths[-1], name) for name, _ in last.named_parameters()]
         self.no_features = features_fault(self.classifier, mixed)
-        check_outputs(spare, self.classifier, outputs, classes, multi_head, input_shape, device, dtype)
+        check_outputs(self.module, self.classifier, outputs, classes, multi_head, input_shape, device, dtype)
         self._parameter_names = [name for name, _ in self.module.named_parameters()]
         self.masks = constants(self.module, self.moving)
         self._buffer_names = [name for name, _ in self.module.named_buffers() if name not in self.masks]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from cfl.core import ConfigError, rng
 from cfl.models.layers import owners
@@ -22,7 +23,7 @@ def check_outputs(
 ) -> None:
     """Raise ConfigError for a module whose outputs, or last Linear layer `classifier`, do not fit a stream's heads.
 
-    module: a copy, which changes; outputs: of the module; classes: of each head; dtype: as in `draws`.
+    outputs: of the module; classes: of each head; dtype: as in `draws`.
     """
     if not multi_head:
         if outputs != classes[0]:
@@ -52,17 +53,27 @@ def check_outputs(
             f"{place}, but the model returns {outputs} outputs where this layer has {head.out_features}; end the "
             "model in it"
         )
-    if _bypassed(module, head, draws(3, input_shape, device, dtype, module)):
+    if _bypassed(module, classifier, draws(3, input_shape, device, dtype, module)):
         raise ConfigError(
             f"{place}, but the outputs depend on the samples without this layer, too; call it last, and return what "
             "it gives"
         )
 
 
-def _bypassed(module: nn.Module, head: nn.Module, x: Tensor) -> bool:
-    """Whether the outputs differ between samples even if all parameters of the head are zero."""
-    with rng.fork(0, x.device), torch.no_grad():
-        for leaf in head.parameters():
-            leaf.zero_()
-        logits = module.eval()(x)
-    return not torch.allclose(logits, logits[:1].expand_as(logits), equal_nan=True)
+def _bypassed(module: nn.Module, classifier: str, x: Tensor) -> bool:
+    """Whether the outputs depend on the samples (batch, ...) even if all parameters of the head are zero."""
+    head = module.get_submodule(classifier)
+    zeros = {
+        f"{classifier}.{name}" if classifier else name: torch.zeros_like(leaf) for name, leaf in head.named_parameters()
+    }
+    was_training, outputs = module.training, []
+    module.eval()
+    try:
+        for samples in (x, x.flip(0)):
+            with rng.fork(0, x.device), torch.no_grad():  # noise is the same for both
+                outputs.append(functional_call(module, zeros, (samples,)))
+    except Exception:  # whatever a user's forward raises on three samples that are not zeros
+        return False
+    finally:
+        module.train(was_training)
+    return not torch.allclose(outputs[0], outputs[1], equal_nan=True)

@@ -326,6 +326,15 @@ def test_code_that_is_called_as_an_attribute_of_a_module_counts(files, call, tmp
     assert hashed(1) == hashed(1) != hashed(22)  # of another length, as Python compares sizes of cached files
 
 
+def test_what_an_installed_package_holds_does_not_count(monkeypatch):
+    """Its modules and their values depend on what the process has imported and done, and an upgrade continues a run."""
+    namespace = {"__name__": "plugin"}
+    exec("import scipy.optimize\ndef hook(x):\n    return scipy.optimize.minimize(abs, x)", namespace)
+    before = content.digest(namespace["hook"])
+    monkeypatch.setattr(namespace["scipy"].optimize, "minimize", abs)
+    assert content.digest(namespace["hook"]) == before
+
+
 def test_a_function_whose_lines_are_no_longer_python_counts_by_its_code(tmp_path):
     """A script is edited while it runs: the lines at which a function stood may not even be Python any more."""
 

@@ -152,6 +152,12 @@ def test_a_head_for_each_task_has_to_be_all_that_the_outputs_depend_on(both):
     Model(Auxiliary(both), (4,), [3, 3], multi_head=False)  # one head for all tasks may be anything
 
 
+@pytest.mark.parametrize("norm", [nn.ReLU, lambda: nn.BatchNorm1d(8)], ids=["relu", "batch"])
+def test_a_lazy_head_becomes_one_for_each_task(norm):
+    model = Model(nn.Sequential(nn.LazyLinear(8), norm(), nn.LazyLinear(3)), (4,), [3, 3], multi_head=True)
+    assert model.head(1) == ("2.weight@1", "2.bias@1") and model.params["2.weight@1"].shape == (3, 8)
+
+
 @pytest.mark.parametrize("behind", [nn.LogSoftmax(1), nn.Sequential(nn.BatchNorm1d(3), nn.Tanh()), nn.Dropout(0.5)])
 def test_what_follows_a_head_may_change_its_outputs(behind):
     model = Model(nn.Sequential(nn.Linear(4, 3), behind), (4,), [3, 3], multi_head=True)
