@@ -8,7 +8,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 import cfl
-from cfl.aggregation.consistency import SIGNATURE, Witness
+from cfl.aggregation.consistency import SIGNATURE, Witness, _list_text
 from cfl.aggregation.mask_graph import accomplices, needed, unsafe
 from cfl.aggregation.parties import LocalParties
 from cfl.aggregation.secagg import SecureSum
@@ -268,3 +268,16 @@ def test_a_run_has_the_sums_of_one_without_it():
     ]
     assert all((a == b).all() for a, b in zip(*(run.params.values() for run in runs), strict=True))
     assert all(b > a for a, b in pairwise(run.metrics["bytes_up"] for run in runs))
+
+
+@pytest.mark.parametrize(
+    ("uploaded", "keys"),
+    [
+        ([1, 3], {1: b"A", 2: b"B"}),
+        ([1, 2], {1: b"A", 2: b"A"}),
+        ([1, 2], {1: b"B", 2: b"A"}),
+        ([1, 2], {1: b"A", 3: b"B"}),
+    ],
+)
+def test_what_clients_sign_tells_who_uploaded_and_whose_each_key_is(uploaded, keys):
+    assert _list_text(uploaded, keys) != _list_text([1, 2], {1: b"A", 2: b"B"})

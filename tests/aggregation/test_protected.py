@@ -749,3 +749,18 @@ def test_a_weight_beyond_the_range_is_refused_for_it_would_spoil_the_mean():
         ConfigError, match=r"client 1 has weight 70, but secure\.bits=16 .* at most 64; .*agg\.weights=uniform"
     ):
         summed(protection(*options), info_of((0, 1)), uploads, {0: 1.0, 1: 70.0})
+
+
+def test_a_clip_within_the_rounding_of_integers_is_refused():
+    """Four entries, rounded to multiples of 2^-8, may change their norm by sqrt(4) 2^-9 = 0.0039."""
+    for clip, refused in ((0.0039, True), (0.004, False)):
+        total = protection("secagg=full", "secure.fraction_bits=8", *CLIENT, f"dp.clip={clip}").sum(
+            info_of((0, 1)), GATHERS
+        )
+        total.open()
+        upload = {"strategy": {"v": torch.ones(4)}}
+        if refused:
+            with pytest.raises(ConfigError, match="secure.fraction_bits=8 is too coarse: .* 4 entries by 0.00391"):
+                total.add(0, upload, 1.0)
+        else:
+            assert total.add(0, upload, 1.0)

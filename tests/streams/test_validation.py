@@ -101,3 +101,11 @@ def test_public_data_of_the_stream_are_without_the_held_out_samples(own_pool):
     assert not seen & {row.tobytes() for row in images}
     equal = np.array([[np.array_equal(a, b) for b in images] for a in whole.public.pool.images.numpy()]).any(1)
     assert len(rest.public) == int((~equal).sum())  # nothing else is lost; iris has equal flowers
+
+
+def test_kept_samples_stay_with_their_clients():
+    clients = torch.randint(5, (40,), generator=rng.generator(7))
+    x, y = torch.arange(80.0).reshape(40, 2), torch.arange(40) % 2
+    stream, (held,) = held_out(from_tensors([(x, y, x, y)], clients=[clients]), 0.25, seed=3)
+    (task,) = stream.tasks
+    assert len(held) == 10 and task.clients.equal(clients[task.train.index])
