@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import cache
 from statistics import fmean, pstdev
@@ -44,10 +43,12 @@ def run(benchmark: str, method: str, seed: int, *overrides: str) -> cfl.Result:
 
 
 def measured(results: Sequence[cfl.Result], *names: str) -> list[list[float] | None]:
-    """Figures of runs, a list each; of those by layer, the mean over layers; None where there is none, or NaN."""
-    found = [[result.metrics.get(name, math.nan) for result in results] for name in names]
-    means = [
-        [fmean(value.values() or [math.nan]) if isinstance(value, dict) else value for value in values]
-        for values in found
-    ]
-    return [None if any(map(math.isnan, values)) else values for values in means]
+    """Figures of runs, a list each; of those by layer, the mean over layers; None where a run has none."""
+
+    def mean(figure: Any) -> float | None:
+        if not isinstance(figure, dict):
+            return figure
+        return fmean(figure.values()) if figure and None not in figure.values() else None
+
+    found = [[mean(result.metrics.get(name)) for result in results] for name in names]
+    return [None if None in values else values for values in found]

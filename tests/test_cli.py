@@ -226,7 +226,8 @@ def test_compare_takes_an_engine_as_train_does(tmp_path):
     args = ("compare", "permuted-digits", "--methods", "fedavg", *SMALL, "--set", "block=2", "--set", "engine=loop")
     assert invoke(*args, "--engine", "vmapped", "--quiet", "--no-plot", "--output", str(tmp_path)) == 0
     assert read_yaml(run_of(tmp_path, "fedavg") / "config.yaml")["engine"] == "vmapped"  # the flag wins over --set
-    assert json.loads((tmp_path / "compare.json").read_text())["command"].endswith("--engine vmapped")
+    command = json.loads((tmp_path / "compare.json").read_text())["command"]
+    assert command.endswith(f"--engine vmapped --output {tmp_path}")
 
 
 @pytest.mark.slow
