@@ -13,7 +13,7 @@ from cfl.aggregation.plain import UploadSum
 from cfl.assembly.resolve import dump
 from cfl.contract import Strategy
 from cfl.contract.combining import STRATEGY, WORK
-from cfl.core import ConfigError, tree
+from cfl.core import ConfigError, UpdateError, tree
 from cfl.experiments import compare
 from cfl.methods.strategies.fot import FOT
 from cfl.runtime.fingerprint import decisive
@@ -201,3 +201,36 @@ def test_runs_without_attack_keep_the_hashes_of_versions_that_had_none():
     older = {name: value for name, value in options.items() if name != "attack"}
     assert json.dumps(decisive(options)) == json.dumps(decisive(older))
     assert "attack" not in compare._options(config) and compare.digest(config) != compare.digest(attacked)
+
+
+def test_an_upload_that_is_not_finite_is_refused_though_its_client_is_hostile():
+    config = toy.config("attack.name=sign_flip", "attack.clients=2")
+    bad = sorted(hostile(config))
+    uploads = of(*VALUES)
+    uploads[bad[0]][STRATEGY]["w"][0] = math.nan
+    total = Attack(config, Strategy(), UploadSum).sum(INFO, {"strategy": "mean"})
+    assert [total.add(c, uploads[c], 1.0) for c in range(4)] == [c != bad[0] for c in range(4)]
+    expected = sum(torch.tensor(VALUES[c]).double() * (-1 if c == bad[1] else 1) for c in range(4) if c != bad[0]) / 3
+    assert torch.allclose(total.close()[STRATEGY]["w"], expected)
+
+
+def test_an_attack_beyond_the_range_of_numbers_is_named():
+    with pytest.raises(UpdateError, match="the attack's upload is not finite .*lower attack.strength"):
+        summed("sign_flip", of(*VALUES), 1e308)  # each has an entry of 2 or more, and 2e308 is no float64
+
+
+def test_alie_counts_the_hostile_clients_of_the_round():
+    config = toy.config("attack.name=alie", "attack.clients=3", "partition.clients=6", "local.batch_size=1")
+    bad = sorted(hostile(config))
+    there = [client for client in range(6) if client != bad[0]]
+    info = SimpleNamespace(**{**vars(INFO), "uploading": tuple(there)})
+    total = Attack(config, Strategy(), UploadSum).sum(info, {"strategy": "mean"})
+    values = {client: torch.tensor([float(client**2)], dtype=torch.float64) for client in there}
+    for client in there:
+        total.add(client, {STRATEGY: {"w": values[client]}}, 1.0)
+    a, b = (values[client] for client in bad[1:])
+    # 5 clients, 2 of them hostile: s = 3 - 2 = 1 of 3 honest ones, so Phi(z) = 2 / 3
+    z = torch.special.ndtri(torch.tensor(2 / 3, dtype=torch.float64))
+    sent = (a + b) / 2 - z * (a - b).abs() / 2
+    honest = sum(values[client] for client in there if client not in bad)
+    assert torch.allclose(total.close()[STRATEGY]["w"], (honest + 2 * sent) / 5)

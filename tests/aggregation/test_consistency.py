@@ -281,3 +281,22 @@ def test_a_run_has_the_sums_of_one_without_it():
 )
 def test_what_clients_sign_tells_who_uploaded_and_whose_each_key_is(uploaded, keys):
     assert _list_text(uploaded, keys) != _list_text([1, 2], {1: b"A", 2: b"B"})
+
+
+def test_signatures_of_a_list_of_another_round_do_not_count():
+    keys = {i: Ed25519PrivateKey.generate() for i in range(4)}
+    known = {i: key.public_key().public_bytes_raw() for i, key in keys.items()}
+
+    def exchanged(label):
+        clients = {i: Client(i, 3, Witness(i, keys[i], known, label)) for i in range(4)}
+        sent = {i: one.advertise() for i, one in clients.items()}
+        shares = {i: one.share({j: sent[j] for j in sent if j != i}) for i, one in clients.items()}
+        for i, one in clients.items():
+            one.receive({j: shares[j].sealed[i] for j in shares if j != i})
+        return clients
+
+    old, new = exchanged(b"round 4"), exchanged(b"round 5")
+    signatures = {i: one.confirm(range(4)) for i, one in old.items()}
+    new[0].confirm(range(4))
+    with pytest.raises(RoundAborted, match="0 clients signed the list"):
+        new[0].reveal({1: SELF}, signatures)

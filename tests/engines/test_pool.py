@@ -315,3 +315,22 @@ def test_no_checkpoint_is_being_written_while_workers_are_forked(monkeypatch, tm
                 session.round(position)
                 session.close()
     assert alive == [[], []]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("attack.name=sign_flip", "attack.clients=3"),
+        ("dp.noise_multiplier=1", "agg.weights=uniform", "dp.amplify=false"),
+    ],
+    ids=["attack", "private"],
+)
+def test_a_worker_of_several_chunks_overwrites_no_sum(options):
+    """A worker's next result overwrites the memory of the one before, so what a sum keeps has to be a copy."""
+    common = ("tasks=1", "rounds=1", "cohort=4", *options)
+    runs = [
+        cfl.run(toy.config(*common, *engine, method="fedavg"), stream=toy.stream(1))
+        for engine in (("engine=loop",), ("engine=pool", "workers=1", "block=1"))
+    ]
+    for name, leaf in runs[0].params.items():
+        assert torch.allclose(leaf, runs[1].params[name], atol=1e-5), name

@@ -14,9 +14,10 @@ from cfl.core import ConfigError
 from cfl.experiments.compare import plan
 from cfl.report import plots, write
 from cfl.report.comparison import Comparison
-from cfl.report.figures import stream
+from cfl.report.figures import _forgotten, stream
 from cfl.report.runs import read, scenes
 from tests.report.conftest import SMALL
+from tests.report.test_runs import made
 
 
 @pytest.fixture
@@ -152,3 +153,8 @@ def test_a_method_without_runs_and_a_table_cannot_be_highlighted(stored, tmp_pat
         write.files([stored], [tmp_path / "figure.png"], "fots")
     with pytest.raises(ConfigError, match="--highlight is for lines"):
         write.files([stored], [tmp_path / "table.md"], "fot")
+
+
+def test_forgetting_of_a_task_counts_from_its_own_end():
+    matrix = [[0.9, None, None], [0.8, 0.7, None], [0.5, 0.6, 0.9]]
+    assert _forgotten(made(accuracy_matrix=matrix)).tolist() == pytest.approx([40, 10])

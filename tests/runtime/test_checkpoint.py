@@ -364,3 +364,9 @@ def test_a_failed_write_does_not_hide_the_error_that_ends_a_run(tmp_path):
         ours.save(1, {}, META)
         raise ZeroDivisionError
     assert len(warnings) == 1 and "cannot write checkpoints" in warnings[0]
+
+
+def test_a_checkpoint_that_was_just_written_stays_whatever_others_there_are(tmp_path):
+    for serial in (5, 6, 4):
+        checkpoint.save(tmp_path, serial, {}, {"fingerprint": "x"})
+    assert (tmp_path / "checkpoint-000004.safetensors").exists()

@@ -17,7 +17,7 @@ from cfl.config.schema import ModelConfig, RunConfig
 from cfl.contract import Ctx
 from cfl.core import CheckpointError, Tree, plugins
 from cfl.runtime import checkpoint
-from cfl.runtime.fingerprint import code
+from cfl.runtime.fingerprint import code, decisive
 from cfl.runtime.sinks import NullSink
 from cfl.streams.benchmark import Benchmark
 from tests import toy
@@ -311,3 +311,10 @@ def test_the_number_of_tasks_of_the_users_own_stream_is_recorded(tmp_path):
     result = cfl.run(cfl.resolve("permuted-digits", overrides=few), stream=toy.stream(2), output=tmp_path)
     assert len(result.accuracy_matrix) == 2
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["tasks"] is None
+
+
+def test_all_options_but_two_decide_whether_a_run_resumes():
+    options = dump(toy.config())
+    other = {"attack": {"name": "ipm"}, "secure": {"bits": 1}, "model": {"name": "other"}}
+    same = {name for name in options if decisive({**options, name: other.get(name, "other")}) == decisive(options)}
+    assert same == {"workers", "flower"}

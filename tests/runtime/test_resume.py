@@ -452,3 +452,16 @@ def test_a_resumed_run_trains_against_the_frozen_weights_of_its_checkpoint(tmp_p
     found = cfl.run(config, stream=stream, model=Adapted(), output=tmp_path / "parts", resume=True)
     assert finished(tmp_path / "parts") == finished(tmp_path / "whole")
     assert found.metrics["initial_accuracy"] == whole.metrics["initial_accuracy"]
+
+
+def test_a_new_run_in_a_folder_leaves_no_checkpoint_of_the_run_before(tmp_path):
+    class Stop(NullSink):
+        def round(self, row):
+            raise KeyboardInterrupt
+
+    cfl.run(toy.config("tasks=2", "rounds=2"), stream=toy.stream(2), output=tmp_path)
+    for name in ("rounds.jsonl", "metrics.json"):
+        (tmp_path / name).unlink()
+    with pytest.raises(KeyboardInterrupt):
+        cfl.run(toy.config("tasks=2", "rounds=2"), stream=toy.stream(2), output=tmp_path, sink=Stop())
+    assert not list((tmp_path / "checkpoints").glob("checkpoint-*"))

@@ -117,3 +117,9 @@ def test_notes_name_them():
 def test_a_network_of_which_nothing_trains_is_refused():
     with pytest.raises(ConfigError, match=r"all parameters .* requires_grad=False.*call requires_grad_\(True\)"):
         cfl.run(toy.config(method="fedavg"), stream=toy.stream(), model=net(*ALL))
+
+
+def test_a_round_has_the_pixels_of_the_tasks_so_far():
+    config = toy.config("tasks=3", "rounds=1", method="fedavg")
+    session = build_session(config, toy.stream(3), methods.build(config))
+    assert [len(session.rounds.info(place).pixels_of) for place in range(3)] == [1, 2, 3]

@@ -8,7 +8,7 @@ import torch
 
 import cfl
 from cfl.contract import Phase, Strategy
-from cfl.core import ConfigError, rng, tree
+from cfl.core import ConfigError, UpdateError, rng, tree
 from tests import toy
 from tests.runtime.test_resume import Killed, finished
 
@@ -244,3 +244,49 @@ def test_a_resumed_run_knows_who_has_a_kept_tree(tmp_path):
         run(Keeps(), *options, output=tmp_path / "part", sink=Dies())
     run(Keeps(), *options, output=tmp_path / "part", resume=True)
     assert finished(tmp_path / "part") == finished(tmp_path / "whole")
+
+
+def test_a_state_may_become_empty():
+    seen = []
+
+    class Forgets(Strategy):
+        def init_client(self, params, model):
+            return {"n": torch.zeros(())}
+
+        def finish(self, params, ctx, steps):
+            seen.append(sorted(ctx.state))
+            update, _ = super().finish(params, ctx, steps)
+            return update, {} if "m" in ctx.state else {"m": torch.ones(())}
+
+    cfl.run(toy.config("tasks=1", "rounds=3", "cohort=4"), stream=toy.stream(1), strategy=Forgets())
+    assert seen == [["n"]] * 4 + [["m"]] * 4 + [[]] * 4
+
+
+def test_under_differential_privacy_a_measurement_changes_no_model():
+    class Learns(Strategy):
+        def plan(self, task, tasks, rounds):
+            return [Phase("train", rounds), Phase("look", cohort="available", train=False, work=True, diagnostic=True)]
+
+        def work(self, params, client, shared, state, info):
+            return {"n": torch.ones(())}, state
+
+        def absorb(self, server, mean, info, lr):
+            new = super().absorb(server, mean, info, lr)
+            moved = tree.scale(new["params"], 0.5) if info.phase.diagnostic else new["params"]
+            return {**new, "params": moved}
+
+    private = ("dp.noise_multiplier=1", "agg.weights=uniform", "dp.amplify=false", "dp.accountant=rdp")
+    with pytest.raises(UpdateError, match="absorb changes the broadcast"):
+        cfl.run(toy.config("tasks=1", "rounds=1", "cohort=4", *private), stream=toy.stream(1), strategy=Learns())
+
+
+def test_the_loss_of_a_round_is_the_mean_of_its_clients():
+    class Ids(Strategy):
+        def loss(self, logits, ctx):
+            return 0 * logits.sum() + ctx.client
+
+    sink = toy.Rows()
+    cfl.run(
+        toy.config("tasks=1", "rounds=1", "cohort=4", method="fedavg"), stream=toy.stream(1), strategy=Ids(), sink=sink
+    )
+    assert sink.rows[0]["loss"] == (0 + 1 + 2 + 3) / 4

@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 
 import cfl
+from cfl.assembly import methods
 from cfl.assembly.resolve import dump, load
 from cfl.config.overrides import read_yaml
 from cfl.core import ConfigError
 from cfl.experiments.compare import HOW, digest, experiment
 from cfl.flower.apps import hash_of
 from cfl.runtime import checkpoint
+from cfl.runtime.builder import build_session
 from cfl.runtime.fingerprint import decisive
 from cfl.streams import held_out
 from tests import toy
@@ -121,3 +123,11 @@ def test_a_run_without_held_out_samples_has_the_hashes_and_files_of_earlier_vers
     assert set(read_yaml(tmp_path / "config.yaml")) == {*earlier, "validation"}
     trees, _ = checkpoint.load_latest(tmp_path / "checkpoints", None, pytest.fail)
     assert list(trees["run"]) == ["acc"]
+
+
+def test_the_seed_of_the_run_draws_what_is_held_out():
+    rows = []
+    for seed in (0, 1):
+        config = toy.config("tasks=1", "validation=0.25", f"seed={seed}", method="fedavg")
+        rows.append(build_session(config, toy.stream(1), methods.build(config)).validation[0].index.tolist())
+    assert rows[0] != rows[1]

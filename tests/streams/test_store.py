@@ -332,3 +332,11 @@ def test_a_name_that_several_tasks_have_selects_none():
     with pytest.raises(ConfigError, match=r"several tasks of stream 'custom' have one name, so tasks must be a number"):
         selected(stream, ["classes 0 1"])
     assert selected(stream, 2).tasks == stream.tasks[:2]
+
+
+def test_other_test_samples_have_another_hash():
+    x, y = torch.randn(12, 3), torch.arange(12) % 2
+    other = x[8:].clone()
+    other[2, 1] += 1
+    one, two = (from_tensors([(x[:8], y[:8], test, y[8:])]).digests(False) for test in (x[8:], other))
+    assert one.keys() == two.keys() and one != two

@@ -256,3 +256,17 @@ def test_the_students_weights_are_drawn_as_in_the_official_code():
     assert new["1.weight"].mean().item() == pytest.approx(1, abs=0.01)
     assert new["1.weight"].std().item() == pytest.approx(0.02, rel=0.15)
     assert not new["1.bias"].any() and not new["1.running_mean"].any() and (new["1.running_var"] == 1).all()
+
+
+def test_crops_are_shifted_and_mirrored():
+    rule, x, flips = Inversion(crop=True), torch.rand(3, 1, 5, 6) + 1, set()
+    for seed in range(8):
+        source = rng.generator(seed)
+        top, left, flip = (int(torch.randint(most, (), generator=source)) for most in (9, 9, 2))
+        padded = torch.zeros(3, 1, 13, 14)
+        padded[:, :, 4:9, 4:10] = x
+        expected = padded[:, :, top : top + 5, left : left + 6]
+        expected = expected[:, :, :, [5, 4, 3, 2, 1, 0]] if flip else expected
+        assert torch.equal(rule._cropped(x, rng.generator(seed)), expected)
+        flips.add(flip)
+    assert flips == {0, 1}

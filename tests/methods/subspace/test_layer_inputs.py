@@ -10,7 +10,7 @@ from cfl.contract import Batch, Client
 from cfl.core import tree
 from cfl.methods.subspace import input_sums
 from cfl.methods.subspace.input_sums import ImageEnergies
-from cfl.methods.subspace.layer_inputs import Patches, slides, stream, watch
+from cfl.methods.subspace.layer_inputs import Patches, slides, some_patches, stream, watch
 from tests import toy
 
 
@@ -321,3 +321,9 @@ def test_a_last_single_sample_joins_the_pass_before_for_batch_statistics(method,
     config = toy.config("model.norm_stats=batch", *own, method=method)
     cfl.run(config, stream=toy.stream(2), model=nn.Sequential(*body, nn.Linear(6, 2)))
     assert seen == sizes  # a client has 12 samples
+
+
+def test_each_sample_draws_its_own_patches():
+    inputs = torch.arange(20.0).view(1, 20, 1).expand(64, 20, 1)
+    found = some_patches(inputs, torch.arange(64), 3, key=5)[:, :, 0]
+    assert len({tuple(row.tolist()) for row in found}) > 32  # of 20 x 19 x 18 = 6840 draws
