@@ -43,9 +43,9 @@ def forget(output: Path) -> None:
 
 def found(output: Path) -> CflError:
     """Return the error for a run that did not end. It names --resume where that can help."""
-    told = read_json(output / ERROR, dict[str, str])
-    kind = getattr(errors, told.get("error", ""), CflError)
+    error = read_json(output / ERROR, dict[str, str])
+    kind = getattr(errors, error.get("error", ""), CflError)
     if issubclass(kind, LASTING):
-        return ConfigError(told["text"]) if issubclass(kind, ConfigError) else CflError(told["text"])
+        return ConfigError(error["text"]) if issubclass(kind, ConfigError) else CflError(error["text"])
     again = "continue it with --resume" if (output / "rounds.jsonl").exists() else "repeat the command"
-    return CflError(f"the run in '{output}' stopped before its last round: {told.get('text', 'see above')}; {again}")
+    return CflError(f"the run in '{output}' stopped before its last round: {error.get('text', 'see above')}; {again}")

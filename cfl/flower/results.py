@@ -89,9 +89,8 @@ class NodeResult:
         if type(part["_weight"]) not in (int, float) or not least <= part["_weight"] < MOST:
             raise ValueError("its weight is not a number of samples")
         if protected and not self.done and not self.expected.shows and part["_lowest"] != -1:
-            raise ValueError(
-                "it describes uploads of no client"
-            )  # their sizes would be bounded by nothing that is sent
+            # nothing that was sent would bound their sizes
+            raise ValueError("it describes uploads of no client")
         if protected and (part["_count"] != len(self.done) or part["_weight"]):
             raise ValueError(f"it counts {part['_count']} clients in its sum of {len(self.done)}")
         if not protected and self.expected.uniform and part["_weight"] != clients:

@@ -12,6 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 from cfl.core import ConfigError, Tree, rng
 from cfl.core.errors import MOST_NAMES, few, reason
 from cfl.models.layers import NORMS, Projectable, on_input
+from cfl.models.passes import draws
 
 # A recomputation in the backward pass would read the module's own parameters, not those of the client.
 _RECOMPUTES = "activation checkpointing (torch.utils.checkpoint) is not supported; call the layers without it"
@@ -111,8 +112,7 @@ def trace(
     with rng.fork(0, device):
         given = dict(other.named_buffers())
         _logits(other.train(), x)
-        draws = 2 * torch.rand(x.shape, generator=rng.generator(0))  # zeros would not move a mean that begins at 0
-        _passed(other, draws.to(x))
+        _passed(other, draws(2, input_shape, device, x.dtype, module))  # zeros would not move a mean that begins at 0
         before = dict(module.named_buffers())
         after = {name: leaf for name, leaf in other.named_buffers() if name in before}
         moving = [name for name, leaf in after.items() if not torch.equal(leaf, before[name])]

@@ -154,8 +154,8 @@ def cells(
 def filled(titles: Sequence[str], rows: Sequence[Sequence[str]], title: str) -> Table:
     """A table for the terminal of names in the first column and numbers in the others."""
     names, *numbers = titles
-    table = Table(Column(names, overflow="fold"), *(Column(text, justify="right") for text in numbers), title=title)
-    table.title_justify = "left"
+    columns = [Column(names, overflow="fold"), *(Column(text, justify="right") for text in numbers)]
+    table = Table(*columns, title=title, title_justify="left")
     for row in rows:
         table.add_row(*row)
     return table
